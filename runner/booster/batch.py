@@ -35,8 +35,6 @@ class BatchError(TypeError):
 
 
 class ModelCall(NamedTuple):
-    """What a model is called with: positional and keyword arguments."""
-
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
 
@@ -57,6 +55,8 @@ class ModelCall(NamedTuple):
 
 
 class Calls:
+    """How a model is called with a batch."""
+
     def __init__(self, model: nn.Module, whole: bool, labelled: bool) -> None:
         self._whole, self._labelled = whole, labelled
         parameters = inspect.signature(model.forward).parameters.values()
@@ -109,7 +109,6 @@ def named_parts(batch: Any) -> Mapping[str, Any] | None:
 
 
 def target_name(named: Mapping[str, Any]) -> str | None:
-    """Return the name of the targets, see ``TARGETS``; None if there are none."""
     return next((name for name in TARGETS if isinstance(named.get(name), Tensor)), None)
 
 
@@ -125,18 +124,15 @@ def targets_of(batch: Any) -> Tensor | None:
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch of any structure with ``change(tensor)`` in place of each tensor."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if type(batch) in (tuple, list):
-        return type(batch)(mapped(each, change) for each in batch)
     if isinstance(batch, Mapping):
         changed: Any = copy.copy(batch)  # pytree does not know every mapping
         changed.update({key: mapped(value, change) for key, value in batch.items()})
         return changed
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(
-            batch, **{one.name: mapped(getattr(batch, one.name), change) for one in fields(batch)}
-        )
+    if type(batch) in (tuple, list):
+        return type(batch)(mapped(each, change) for each in batch)
+    named = named_parts(batch)
+    if named is not None:
+        return replace(batch, **{name: mapped(value, change) for name, value in named.items()})
     return tree_map_only(Tensor, change, batch)
 
 
@@ -171,8 +167,7 @@ def not_readable(batch: Any) -> BatchError:
 def _described(batch: Any) -> str:
     kind = type(batch).__name__
     if (named := named_parts(batch)) is not None:
-        keys = ", ".join(map(repr, list(named)[:5])) + (", ..." if len(named) > 5 else "")
-        return f"a {kind} with the keys {keys}"
+        return f"a {kind} with the keys {', '.join(map(repr, named))}"
     if not isinstance(batch, tuple | list):
         return f"a {kind}"
     last = type(batch[-1]).__name__ if batch else "nothing"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -22,7 +22,7 @@ from runner.booster.loss import WindowLoss
 from runner.booster.nonfinite import LossScale, Nonfinite
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe
-from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin, TorchDDPPlugin
+from runner.booster.plugin import Plugin, SinglePlugin, TorchDDPPlugin
 from runner.booster.plugin.base import dtype_of
 from runner.booster.unchanged import BoostedParameters, require_known
 from runner.booster.wrapper import (
@@ -36,9 +36,7 @@ from runner.booster.wrapper import (
 from runner.clip.functional import register
 from runner.clip.skip import SkipRule
 from runner.parallel.collectives import on_any_rank
-from runner.parallel.full_state_dict import load
 from runner.parallel.gradient_sync import nothing
-from runner.parallel.sharding import reshard
 
 _OWNER = (
     "Give boost (or Trainer) the module that owns it, as the criterion or in the model, or leave "
@@ -89,13 +87,12 @@ class Booster(saved.CheckpointIO):
         self.loss_scale = loss_scale
         if self.loss_scale is None and precision == "fp16":
             self.loss_scale = LossScale(self.plugin.initial_scale or LossScale.scale)
-        self.nonfinite = nonfinite
-        self.skip = skip
+        self.nonfinite, self.skip = nonfinite, skip
         self._window_loss: tuple[Any, WindowLoss] | None = None
 
     def boost(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Any = None,
         dataloader: Any = None,
@@ -104,8 +101,7 @@ class Booster(saved.CheckpointIO):
         """Distribute the model over the ranks and wrap the optimizer.
 
         Args:
-            model: the model, or several that one step trains together: their gradients have one
-                norm.
+            model: the model; two networks that one step trains are two modules of it.
             optimizer: the optimizer, or several that step together, each over its own parameters
                 (:class:`torch.optim.Muon` for matrices and AdamW for the rest, say).
             criterion: the loss function. The trainable parameters of a module are synchronised,
@@ -114,40 +110,38 @@ class Booster(saved.CheckpointIO):
             lr_scheduler: returned unchanged.
 
         Returns:
-            The arguments in the same order: the model as :class:`ModelWrapper` (several as a
-            list), the optimizers as one :class:`~runner.booster.optimizer.OptimizerWrapper`.
+            The arguments in the same order: the model as :class:`ModelWrapper`, the optimizers as
+            one :class:`~runner.booster.optimizer.OptimizerWrapper`.
 
         Raises:
-            ValueError: a model was boosted before, models share a parameter, an optimizer holds a
-                parameter of none of these modules, has stepped already, or would take other steps.
+            ValueError: the model was boosted before, or an optimizer holds a parameter of neither
+                module, has stepped already, or would take other steps.
         """
-        listed = [model] if isinstance(model, nn.Module) else list(model)
-        models, plugin = [compiled_in_place(each) for each in listed], self.plugin
-        require_new(models, rewrappable=isinstance(plugin, SinglePlugin))
-        parts = joint.named(models, criterion)
+        model, plugin = compiled_in_place(model), self.plugin
+        require_new(model, rewrappable=isinstance(plugin, SinglePlugin))
+        parts = joint.trained_together(model, criterion)
         whole = isinstance(plugin, SinglePlugin | TorchDDPPlugin)
         require_trainable(parts, dense="" if whole else type(plugin).__name__)
         given = {prefix: dict(part.named_parameters()) for prefix, part in parts.items()}
-        names = [names_of(each) for each in models]
+        names = names_of(model)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        known = {id(parameter) for named in given.values() for parameter in named.values()}
-        require_known(optimizers, known, "model or of the criterion", _OWNER)
-        parallel = {
-            prefix: plugin.configure(part)
-            if prefix != joint.CRITERION
-            else joint.replicate(part, plugin)
-            for prefix, part in parts.items()
-        }
+        owners = {id(p): prefix + n for prefix, named in given.items() for n, p in named.items()}
+        require_known(optimizers, owners, _OWNER)
+        unscaled = {owners[id(parameter)] for parameter in orthogonalized(optimizers)}
+        made = plugin.configure(model)
+        parallel = {"": made}
+        if joint.CRITERION in parts:
+            parallel[joint.CRITERION] = joint.replicate(parts[joint.CRITERION], plugin)
+        wrapper = ModelWrapper(made.module, model, self.dtype, made.pipeline)
+        wrapper.renamed, wrapper.names = made.renamed, names
         boosted = None
         if optimizers:
-            unscaled = joint.names_of(orthogonalized(optimizers), given)
             joint.rebind(optimizers, given, parts, parallel)
-            for given_optimizer in optimizers:
-                require_safe(given_optimizer, parallel.values(), plugin)
-            one = joint.together(parallel)
+            for each in optimizers:
+                require_safe(each, parallel.values(), plugin)
+            one = joint.together(made, parallel.get(joint.CRITERION))
             one.layout.leave_unscaled(unscaled)
-            renamed = {prefix: made.renamed for prefix, made in parallel.items()}
-            boosted = OptimizerWrapper(
+            boosted = wrapper.optimizer = OptimizerWrapper(
                 optimizers,
                 one,
                 self.loss_scale,
@@ -155,20 +149,23 @@ class Booster(saved.CheckpointIO):
                 plugin.max_norm,
                 copy.deepcopy(self.skip),
                 partial(plugin.start_mean_over_data, device=one.layout.device),
-                BoostedParameters(parts, renamed, plugin),
+                BoostedParameters(parts, made.renamed, plugin),
             )
-        wrapped = []
-        for each, named, made in zip(models, names, parallel.values(), strict=False):
-            if made.pipeline is not None:
-                made.pipeline.autocast(self.dtype)
-            wrapper = ModelWrapper(made.module, each, self.dtype, made.pipeline)
-            wrapper.renamed, wrapper.names, wrapper.optimizer = made.renamed, named, boosted
-            wrappers[each] = ref(wrapper)
-            wrapped.append(wrapper)
-        if boosted is not None or any(map(_waits, parallel.values())):
-            register(boosted, _owned([*wrapped, *parts.values()], given, boosted))
-        first = wrapped[0] if isinstance(model, nn.Module) else wrapped
-        return first, boosted, criterion, dataloader, lr_scheduler
+        if made.pipeline is not None:
+            made.pipeline.autocast(self.dtype)
+        wrappers[model] = ref(wrapper)
+        # Without an optimizer, gradients are final under DDP alone, or if nothing has to be done.
+        if boosted is not None or not (
+            made.sync_grads is nothing or isinstance(made.module, DistributedDataParallel)
+        ):
+            # What users may give to a function that clips, also parameters that were replaced.
+            owned = [wrapper, made.module, *parts.values()]
+            held: list[Tensor] = [p for named in given.values() for p in named.values()]
+            held += [p for part in parts.values() for p in part.parameters()]
+            if boosted is not None:
+                held += [shard.param for shard in boosted.layout.shards]
+            register(boosted, [*owned, *held])
+        return wrapper, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
         """Run the backward pass of ``loss``, scaled under fp16."""
@@ -176,22 +173,18 @@ class Booster(saved.CheckpointIO):
 
     @contextmanager
     def no_sync(
-        self,
-        model: ModelWrapper | Sequence[ModelWrapper],
-        optimizer: OptimizerWrapper | None = None,
+        self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None
     ) -> Iterator[None]:
         """Return a context in which gradients accumulate without synchronisation.
 
         Run the forward and backward pass of each microbatch of a window but the last inside it. The
         optimizer, by default the one of the model, refuses to clip gradients that are not final.
         """
-        models = [model] if isinstance(model, ModelWrapper) else list(model)
-        boosted = optimizer or models[0].optimizer
-        with ExitStack() as stack:
-            if boosted is not None:
-                stack.enter_context(boosted.accumulate())
-            for each in models:
-                stack.enter_context(self.plugin.no_sync(each.module))
+        boosted = optimizer or model.optimizer
+        with (
+            nullcontext() if boosted is None else boosted.accumulate(),
+            self.plugin.no_sync(model.module),
+        ):
             yield
 
     def execute_pipeline(
@@ -264,45 +257,13 @@ class Booster(saved.CheckpointIO):
             return
         loss.unproved = False
         inputs = loss.call(batch).only_tensor()
-        devices = [inputs.device] if inputs.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else []):
             outputs = model.pipeline.evaluate(inputs)
-        wrong = outputs is not None and not loss.adds_up(outputs, batch)
-        if any(on_any_rank([wrong], dist.group.WORLD)):
+            off = outputs is not None and not loss.adds_up(outputs, batch)
+        # Only the last stage knows, and all ranks stop.
+        if any(on_any_rank([off], dist.group.WORLD)):
             raise ValueError(
                 "the mean loss of a batch is not that of its samples, and a pipeline computes it "
-                f"in microbatches: {loss.advice}"
+                "in microbatches: give the criterion a method loss_items(targets) that returns "
+                "what its mean divides by, or use torch.nn.CrossEntropyLoss"
             )
-
-    def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
-        """Gather the state dict of the whole model on the host of the first rank; all call this."""
-        return saved.whole_model(model)
-
-    def load_state_dict(self, model: ModelWrapper, state: Mapping[str, Tensor]) -> None:
-        """Load a state dict of the whole model, which only the first rank reads; all call this.
-
-        A ValueError, the same on every rank, lists names and shapes that are not the model's.
-        """
-        stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
-        reshard([model.unwrap(), *stages])
-        load(model.unwrap(), model.renamed, model.names, state)
-
-
-def _waits(made: ParallelModel) -> bool:
-    """Return whether gradients are final only after a call of ``sync_grads``, unlike under DDP."""
-    return made.sync_grads is not nothing and not isinstance(made.module, DistributedDataParallel)
-
-
-def _owned(
-    modules: Sequence[nn.Module], given: joint.Given, optimizer: OptimizerWrapper | None
-) -> Iterator[nn.Module | Tensor]:
-    """List what users may give to a function that clips, also parameters that were replaced."""
-    for module in modules:
-        yield module
-        yield from module.parameters()
-        if isinstance(module, ModelWrapper):
-            yield module.module
-    for named in given.values():
-        yield from named.values()
-    if optimizer is not None:
-        yield from (shard.param for shard in optimizer.layout.shards)

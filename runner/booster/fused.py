@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -78,12 +78,7 @@ def match_strides(layout: Layout) -> None:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
-def step_where(
-    finite: bool | Tensor,
-    optimizers: Sequence[Optimizer],
-    closure: Callable[[], float] | None = None,
-    coef: Number = 1.0,
-) -> None:
+def step_where(finite: bool | Tensor, optimizers: Sequence[Optimizer], coef: Number = 1.0) -> None:
     """Step optimizers if ``finite`` holds. Fused kernels read a tensor on the device."""
     if isinstance(finite, Tensor) and _starts_momentum(optimizers):
         finite = bool(finite)
@@ -99,7 +94,7 @@ def step_where(
     for optimizer in optimizers:
         vars(optimizer).update(read)
         try:
-            optimizer.step(closure)
+            optimizer.step()
         finally:
             for name in read:
                 del vars(optimizer)[name]

@@ -4,8 +4,8 @@ Where the optimizer steps beside it (as in torch's tutorial "How to save memory 
 optimizer step into the backward pass"), each gradient is freed before the next one is computed.
 
 A mode decides about a part of the gradients without the others (``ModeInfo.by_tensor``): one
-gradient in one process, a bucket under DDP, a block under ``fully_shard``. What telemetry reports
-of a step is added up while its parts pass; the numbers of a part are those of all ranks already.
+gradient in one process, a block under ``fully_shard``. What telemetry reports of a step is added up
+while its parts pass; the numbers of a part are those of all ranks already.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class InBackward:
     def clip(self, parameters: Sequence[Tensor]) -> None:
         """Clip parameters whose gradients have become final, and step them where asked."""
         if not (self.began or self._waits):
-            self._begin()
+            self._waits = not self.mode.ready_for_parts()
+            self.began, self._history = not self._waits, dict(self.mode.history)
+            self._require_no_step_hooks()
         if self._waits:
             return
         names = tuple(self._names[id(p)] for p in parameters if id(p) in self._names)
@@ -91,18 +93,11 @@ class InBackward:
             )
         self._clip(names)
 
-    def _begin(self) -> None:
-        """Begin the backward pass that makes the gradients of this step final."""
-        self._waits = not self.mode.ready_for_parts()
-        if self._waits:
-            return
-        self.began, self._history = True, dict(self.mode.history)
-        if not self.steps:
-            return
+    def _require_no_step_hooks(self) -> None:
         hooks = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
         for each in self._optimizers:
             hooks += [each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks]
-        if any(hooks):
+        if self.steps and any(hooks):
             raise StepOrderError(
                 "an optimizer has hooks of register_step_pre_hook or register_step_post_hook, "
                 "which run once a step: with clip.step_in_backward=true it steps part by part"
@@ -128,25 +123,21 @@ class InBackward:
         if decision.update is not None:
             mode.before_step(layout, decision)
         match_strides(layout)
+        wanted = {id(shard.param) for shard in layout.shards}
         for optimizer in self._optimizers:
-            self._step(optimizer, {id(shard.param) for shard in layout.shards})
+            held = [group["params"] for group in optimizer.param_groups]
+            try:
+                for group in optimizer.param_groups:
+                    group["params"] = [p for p in group["params"] if id(p) in wanted]
+                if any(group["params"] for group in optimizer.param_groups):
+                    optimizer.step()
+            finally:
+                for group, parameters in zip(optimizer.param_groups, held, strict=True):
+                    group["params"] = parameters
         if decision.update is not None:
             mode.after_step(layout, decision)
         for shard in layout.shards:
             shard.param.grad = None
-
-    def _step(self, optimizer: Optimizer, wanted: set[int]) -> None:
-        held = [group["params"] for group in optimizer.param_groups]
-        some = [[p for p in parameters if id(p) in wanted] for parameters in held]
-        if not any(some):
-            return
-        try:
-            for group, parameters in zip(optimizer.param_groups, some, strict=True):
-                group["params"] = parameters
-            optimizer.step()
-        finally:
-            for group, parameters in zip(optimizer.param_groups, held, strict=True):
-                group["params"] = parameters
 
     @torch.no_grad()
     def finish(self) -> Number:
@@ -156,7 +147,12 @@ class InBackward:
         # Ranks wait for each other, also where this one has no gradient.
         waits = whole.group is not None
         self._clip(tuple(s.name for s in rest if waits or s.param.grad is not None))
-        self.powers = self._all_powers()
+        self.powers = None
+        if self._powers:
+            wide = transfer.widest(whole.device)
+            each = torch.cat([torch.as_tensor(own.each, dtype=wide) for own in self._powers])
+            shards = [*chain.from_iterable(own.shards for own in self._powers)]
+            self.powers = Powers(shards, each, self.mode.norm_type)
         return self._total([own.norm for own in self._found])
 
     def decide(self, norm: Number, finite: bool | Tensor) -> Decision:
@@ -185,14 +181,6 @@ class InBackward:
             return combine(norms or [0.0], p)
         powers: Number = sum((norm**p for norm in norms), 0.0)
         return combine([powers], p)
-
-    def _all_powers(self) -> Powers | None:
-        if not self._powers:
-            return None
-        wide = transfer.widest(self._layout.device)
-        each = [torch.as_tensor(own.each, dtype=wide) for own in self._powers]
-        shards = [*chain.from_iterable(own.shards for own in self._powers)]
-        return Powers(shards, torch.cat(each), self.mode.norm_type)
 
 
 def require_possible(

@@ -1,20 +1,19 @@
-"""Train several modules by one optimizer step: models, and a criterion with parameters."""
+"""Train a model and the parameters of its criterion by one optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
 from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip import Layout
 from runner.config.plugin_section import SCHEDULES
-from runner.parallel.final_gradients import Final
 from runner.parallel.gradient_sync import Replicas, average, broadcast_model, in_turn
 
 CRITERION = "criterion."
@@ -24,21 +23,13 @@ Given = Mapping[str, Mapping[str, nn.Parameter]]
 """The parameters of each module before it was distributed, by prefix and name."""
 
 
-def named(models: Sequence[nn.Module], criterion: Any) -> dict[str, nn.Module]:
-    """Return the modules that are trained together, by the prefix of their parameters' names."""
-    parts = {"": models[0]} if len(models) == 1 else {f"{i}.": m for i, m in enumerate(models)}
-    owner: dict[nn.Parameter, str] = {}
-    for prefix, model in parts.items():
-        for name, parameter in model.named_parameters():
-            first = owner.setdefault(parameter, prefix + name)
-            if first != prefix + name:
-                raise ValueError(
-                    f"{first} and {prefix}{name} are one parameter of two models: boost one module "
-                    "that holds both models"
-                )
+def trained_together(model: nn.Module, criterion: Any) -> dict[str, nn.Module]:
+    """Return the model, and a criterion with parameters, by the prefix of their names."""
+    parts = {"": model}
     if isinstance(criterion, nn.Module):
+        names = {parameter: name for name, parameter in model.named_parameters()}
         trained = [p for p in criterion.parameters() if p.requires_grad]
-        shared = [owner[parameter] for parameter in trained if parameter in owner]
+        shared = [names[parameter] for parameter in trained if parameter in names]
         if shared and len(shared) < len(trained):
             raise ValueError(
                 f"{shared[0]} is also a parameter of the criterion, which has others of its own: "
@@ -73,43 +64,18 @@ def replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
     return replace(whole, sync_grads=sync_grads)
 
 
-def together(parallel: Mapping[str, ParallelModel]) -> ParallelModel:
-    """Return the distributed modules as one, which one optimizer step trains."""
-    every = list(parallel.values())
-    steps = None
-    if any(made.steps is not None for made in every):
-        steps = frozenset(
-            id(shard.param)
-            for made in every
-            for shard in made.layout.shards
-            if made.steps is None or id(shard.param) in made.steps
-        )
+def together(model: ParallelModel, criterion: ParallelModel | None) -> ParallelModel:
+    """Return both as one, which one optimizer step trains."""
+    if criterion is None:
+        return model
+    own = frozenset(id(shard.param) for shard in criterion.layout.shards)
     # The gradients of a criterion are final after the backward pass.
-    calls = [made.watch_final for prefix, made in parallel.items() if prefix != CRITERION]
-    known = [call for call in calls if call is not None]
-
-    def watch(final: Final) -> None:
-        for call in known:
-            call(final)
-
-    return ParallelModel(
-        every[0].module,
-        Layout.union({prefix: made.layout for prefix, made in parallel.items()}),
-        in_turn(*(made.sync_grads for made in every)),
-        in_turn(*(made.broadcast_params for made in every)),
-        steps,
-        watch_final=watch if len(known) == len(calls) else None,
+    return replace(
+        model,
+        layout=Layout.union({"": model.layout, CRITERION: criterion.layout}),
+        sync_grads=in_turn(model.sync_grads, criterion.sync_grads),
+        steps=None if model.steps is None else model.steps | own,
     )
-
-
-def names_of(parameters: Iterable[Tensor], given: Given) -> set[str]:
-    wanted = set(map(id, parameters))
-    return {
-        prefix + name
-        for prefix, named in given.items()
-        for name, parameter in named.items()
-        if id(parameter) in wanted
-    }
 
 
 def rebind(

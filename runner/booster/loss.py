@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.booster.batch import (
@@ -35,8 +32,6 @@ from runner.booster.batch import (
 )
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
-
-log = logging.getLogger(__name__)
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -72,9 +67,7 @@ class WindowLoss:
     the last dimension of the outputs.
     """
 
-    def __init__(
-        self, model: nn.Module, criterion: Criterion | None = None, checked: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, criterion: Criterion | None = None) -> None:
         own: Any = getattr(model, "loss", None)
         self.takes_batch = criterion is None and inspect.ismethod(own)
         self.ignored: int = _option(criterion, "ignore_index", IGNORED)
@@ -84,29 +77,25 @@ class WindowLoss:
                 "the criterion has reduction='none' and returns a loss for each item: use "
                 "reduction='mean', or 'sum' for steps that are not divided by the batch"
             )
-        self.averages = reduction != "sum"
-        self._given = criterion is not None
         self.binary = _binary_outputs(criterion)
+        self._averages, self._given = reduction != "sum", criterion is not None
         self._may_return = not self._given and not self.takes_batch
-        self._shifts = self._may_return and _shifts_labels(model)
+        function = getattr(model, "loss_function", None)
+        causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
+        decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        # Causal models of transformers compare each output with the label after it, unless an
+        # encoder reads the inputs and a decoder the shifted labels.
+        self._shifts = self._may_return and causal and not decodes
         self._calls = Calls(model, whole=self.takes_batch, labelled=criterion is None)
-        owner = model if self.takes_batch else criterion
-        self._held = list(owner.parameters()) if isinstance(owner, nn.Module) else []
         self._divisor: Callable[[Any], Any] | None
         self._divisor = getattr(model if criterion is None else criterion, "loss_items", None)
-        in_sum = _summed(criterion)
-        if criterion is None and not self.takes_batch:
-            in_sum = _cross_entropy_sum
-        mean: Criterion = own if criterion is None else criterion
-        self._criterion = mean if in_sum is None else in_sum
+        in_sum = _cross_entropy_sum if self._may_return else _summed(criterion)
         self._classes = in_sum is not None
-        self._class_dim = -1 if criterion is None else 1
+        self._criterion: Criterion = in_sum or (own if criterion is None else criterion)
         self._weight: Tensor | None = _option(criterion, "weight", None) if self._classes else None
         self._copied: tuple[int, Tensor] | None = None
-        self._sums = self._classes or not self.averages
-        # Whether a first batch is checked to be the mean of its parts, and has to be in a pipeline.
-        self.checked = checked and not self._sums
-        self.unproved = not self._sums and self._divisor is None
+        self._sums = self._classes or not self._averages
+        self.unproved = not self._sums and self._divisor is None  # that the mean is over the items
 
     def items(self, batch: Any) -> Count:
         targets, named = self._labels(batch), named_parts(batch) is not None
@@ -115,13 +104,13 @@ class WindowLoss:
                 raise not_readable(batch)
             samples = batch_size(batch)
             return Count(self._stated(batch, samples), samples, 0)
-        graded = self._graded(targets)
+        graded = self.graded(batch)
         items: float = graded
         if targets.is_floating_point():
             items = len(targets)
             if self._classes and not (self._may_return and (named or targets.ndim == 1)):
                 # Class probabilities: one item for each vector.
-                dim = min(self._class_dim, targets.ndim - 1)
+                dim = min(1 if self._given else -1, targets.ndim - 1)
                 items = targets.numel() // targets.shape[dim]
         elif (weight := self._weight_on(targets.device)) is not None:
             counted = targets[targets != self.ignored]
@@ -131,7 +120,10 @@ class WindowLoss:
     def graded(self, batch: Any) -> int:
         """Count the class targets of a microbatch that are not ignored; 0 for other targets."""
         targets = self._labels(batch)
-        return 0 if targets is None else self._graded(targets)
+        if targets is None or targets.is_floating_point():
+            return 0
+        count: int = (targets != self.ignored).sum().tolist()  # type: ignore[assignment]
+        return count
 
     def _labels(self, batch: Any) -> Tensor | None:
         """Return the targets of a batch; without the first of each sequence if the model shifts."""
@@ -140,14 +132,7 @@ class WindowLoss:
             return targets
         return targets[..., 1:]
 
-    def _graded(self, targets: Tensor) -> int:
-        if targets.is_floating_point():
-            return 0
-        count: int = (targets != self.ignored).sum().tolist()  # type: ignore[assignment]
-        return count
-
     def _weight_on(self, device: torch.device) -> Tensor | None:
-        """Return the class weights on ``device``, copied only after they changed."""
         weight = self._weight
         if weight is None or weight.device == device:
             return weight
@@ -155,9 +140,15 @@ class WindowLoss:
             self._copied = (weight._version, weight.to(device))
         return self._copied[1]
 
+    def _stated(self, batch: Any, items: float) -> float:
+        """Return the items that ``loss_items`` states; ``items`` if it states none."""
+        if self._divisor is None or (self._may_return and named_parts(batch) is None):
+            return items
+        return float(self._divisor(targets_of(batch) if self._given else batch))
+
     def divisor(self, items: float) -> float:
         """Return what the summed loss of a window with ``items`` is divided by."""
-        return (items or 1.0) if self.averages else 1.0
+        return (items or 1.0) if self._averages else 1.0
 
     def call(self, batch: Any) -> ModelCall:
         return self._calls.of(batch)
@@ -174,27 +165,18 @@ class WindowLoss:
         """Sum the item losses of a microbatch; 0, with a gradient of zeros, if it has no weight."""
         own = returned_loss(outputs) if self._may_return else None
         if items is None or (items == 0 and not (self._sums and own is None)):
-            return _zero_with_gradient(outputs if own is None else _without_loss(outputs))
+            leaves = tree_leaves(outputs if own is None else _without_loss(outputs))
+            numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            zero = sum(leaf.sum() * 0.0 for leaf in numbers if leaf.is_floating_point())
+            assert isinstance(zero, Tensor), "the model returned no tensor"
+            return zero
         if own is not None:
             return own * items
         loss = self._criterion(*self._compared(outputs, batch))
-        if self._sums:
-            return loss
-        if self.checked:
-            self.checked = False
-            if not self.adds_up(outputs, batch):
-                log.warning(
-                    "the loss of a batch is not the mean over the items of its parts: a step "
-                    "depends on how its batch is divided into microbatches and over ranks. %s",
-                    self.advice,
-                )
-        return loss * items
+        return loss if self._sums else loss * items
 
     def correct(self, outputs: Any, batch: Any) -> Number | None:
-        """Count items whose largest logit is the target's; None if targets are not classes.
-
-        The host does not wait for an accelerator.
-        """
+        """Count items whose largest logit is the target's; None if targets are not classes."""
         if (classified := self.classified(outputs, batch)) is None:
             return None
         logits, targets = classified
@@ -237,41 +219,22 @@ class WindowLoss:
             return outputs, targets
         return classified
 
-    def _stated(self, batch: Any, items: float) -> float:
-        """Return the items that ``loss_items`` states; ``items`` if it states none."""
-        if self._divisor is None or (self._may_return and named_parts(batch) is None):
-            return items
-        return float(self._divisor(targets_of(batch) if self._given else batch))
-
-    @property
-    def advice(self) -> str:
-        if self.takes_batch:
-            return "Give the model a method loss_items(batch) that returns what the mean divides by"
-        return (
-            "Give the criterion a method loss_items(targets) that returns what its mean "
-            "divides by, or use torch.nn.CrossEntropyLoss, whose divisor is known"
-        )
-
-    def adds_up(self, outputs: Any, batch: Any) -> bool:
+    def adds_up(self, outputs: Tensor, batch: Any) -> bool:
         """Return whether the summed loss of a batch is that of its first sample plus the rest's.
 
         On this rank alone; True where it cannot be found out. A copy of the criterion computes
         both, so that its buffers do not change; it shares its parameters, which may be large.
         """
-        samples = batch_size(batch)
-        if samples < 2 or not isinstance(outputs, Tensor) or len(outputs) != samples:
+        samples, criterion = batch_size(batch), self._criterion
+        if samples < 2 or len(outputs) != samples:
             return True
-        if any(isinstance(each, DTensor) for each in [outputs, *self._held]):
-            return True  # Its loss may wait for other ranks.
-        on = [outputs.device] if outputs.device.type == "cuda" else []
+        held = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         sums: list[float] = []
         try:
-            with torch.no_grad(), torch.random.fork_rng(on), _NoCollectives():  # type: ignore[no-untyped-call]
-                criterion = copy.deepcopy(self._criterion, {id(each): each for each in self._held})
+            with torch.no_grad():
+                criterion = copy.deepcopy(criterion, {id(each): each for each in held})
                 for at in (slice(None), slice(1), slice(1, None)):
                     part = mapped(batch, itemgetter(at))
-                    if sums and batch_size(part) == samples:
-                        return True  # Its tensors are in a structure of its own.
                     here = self.items(part).items
                     loss = criterion(*self._compared(outputs[at], part)) if here else 0.0
                     sums.append(float(loss) * here)
@@ -302,7 +265,8 @@ def _summed(criterion: Any) -> Criterion | None:
     if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
         module: Any = copy.copy(criterion)
         module.reduction = "sum"
-        return cast(Criterion, module)
+        summed: Criterion = module
+        return summed
     bound = isinstance(criterion, partial) and not criterion.args
     function = criterion.func if bound else criterion
     return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
@@ -315,23 +279,6 @@ def _cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def _zero_with_gradient(outputs: Any) -> Tensor:
-    """Return 0 with a gradient of zeros for each tensor of ``outputs``."""
-    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    total = sum(leaf.sum() * 0.0 for leaf in leaves if leaf.is_floating_point())
-    assert isinstance(total, Tensor), "the model returned no tensor"
-    return total
-
-
-class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse collectives, in which no other rank would take part."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError(f"{func} waits for other ranks")
-        return func(*args, **(kwargs or {}))
-
-
 def returned_loss(outputs: Any) -> Tensor | None:
     """Return the loss in the outputs of a model, as transformers return it; None if there is none.
 
@@ -341,26 +288,24 @@ def returned_loss(outputs: Any) -> Tensor | None:
     if isinstance(outputs, Tensor):
         return outputs if _is_loss(outputs) else None
     if isinstance(outputs, tuple | list):
-        losses = [each for each in outputs if _is_loss(each)]
-        found = losses[0] if len(losses) == 1 else None
-        if found is not None or not hasattr(outputs, "loss"):
-            return found
-    found = _part(outputs, "loss")
+        losses: list[Tensor] = [each for each in outputs if _is_loss(each)]
+        if len(losses) == 1:
+            return losses[0]
+    found: Tensor | None = _part(outputs, "loss")
     return found if _is_loss(found) else None
 
 
 def logits_of(outputs: Any) -> Any:
     """Return the attribute or entry ``logits`` of outputs; the outputs if there is none."""
-    if isinstance(outputs, Tensor):
-        return outputs
     if isinstance(outputs, tuple | list) and returned_loss(outputs) is not None:
         rest = _without_loss(outputs)
-        return rest[0] if rest else outputs
+        return rest[0] if isinstance(rest, list) else outputs
     found = _part(outputs, "logits")
     return outputs if found is None else found
 
 
 def _without_loss(outputs: Any) -> Any:
+    """Return the outputs beside the loss; the loss if there are none."""
     loss = returned_loss(outputs)
     if isinstance(outputs, Tensor):
         return outputs
@@ -368,16 +313,6 @@ def _without_loss(outputs: Any) -> Any:
         return [each for each in outputs if each is not loss] or loss
     parts = outputs if isinstance(outputs, Mapping) else vars(outputs)
     return {name: part for name, part in parts.items() if part is not loss} or loss
-
-
-def _shifts_labels(model: nn.Module) -> bool:
-    """Return whether a model of transformers compares each output with the label after it.
-
-    Causal language models do, unless an encoder reads the inputs and a decoder the shifted labels.
-    """
-    function = getattr(model, "loss_function", None)
-    causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
-    return causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def _part(outputs: Any, name: str) -> Any:

@@ -29,15 +29,11 @@ class StepOrderError(RuntimeError):
 
 
 class NonFiniteGradient(FloatingPointError):
-    """A gradient holds NaN or inf, and ``nonfinite`` is ``error``; or too many steps were
-    skipped.
-    """
+    """A gradient is not finite, and ``nonfinite`` is ``error``; or too many were skipped."""
 
     def __init__(self, finding: str, advice: str = "", norm: float = math.nan) -> None:
         super().__init__(finding, advice, norm)
-        self.finding = finding
-        self.advice = advice
-        self.norm = norm
+        self.finding, self.advice, self.norm = finding, advice, norm
 
     def __str__(self) -> str:
         return f"{self.finding} ({self.advice})" if self.advice else self.finding
@@ -48,27 +44,23 @@ def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
 
     One collective of the ranks of the layout, all of which have seen the same norm.
     """
-    here = [] if powers is None else powers.not_finite()
-    group = layout.group
-    every: list[list[str]] = [here]
+    group, every = layout.group, [[] if powers is None else powers.not_finite()]
     if group is not None:
-        every = [[] for _ in range(group.size())]
+        here, every = every[0], [[] for _ in range(group.size())]
         dist.all_gather_object(every, here, group=group)
     bad = {name for names in every for name in names}
-    named = first_few([name for name in layout.names if name in bad])
+    text = f"the gradient's norm is {norm}: {first_few([n for n in layout.names if n in bad])}"
     if group is None:
-        return f"the gradient's norm is {norm}: {named}"
+        return text
     ranks = [dist.get_global_rank(group, number) for number, names in enumerate(every) if names]
-    return f"the gradient's norm is {norm}: {named} on {ranks_as_text(ranks)}"
+    return f"{text} on {ranks_as_text(ranks)}"
 
 
 @dataclass
 class LossScale:
     """The dynamic scale of an fp16 loss (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 
-    The scale is constant within an accumulation window. Only :meth:`update` changes it, which is
-    called once per optimizer step, after the gradients were unscaled.
-
+    Only :meth:`update` changes it, once per optimizer step, after the gradients were unscaled.
     """
 
     scale: float = 2.0**16
@@ -90,16 +82,17 @@ class LossScale:
     def divide(self, layout: Layout, scaled: bool) -> None:
         """Divide the gradients by the scale; ``scaled``: whether the loss was multiplied by it."""
         shards, gradients = layout.gradients()
-        if gradients and not scaled:
+        if not gradients:
+            return
+        if not scaled:
             raise StepOrderError(
                 "the loss was not scaled, as fp16 needs it: call booster.backward(loss, optimizer) "
                 "instead of loss.backward()"
             )
-        half = [p.name for p, g in zip(shards, gradients, strict=True) if g.dtype == torch.float16]
-        if half:
-            raise TypeError(f"{half[0]} is float16: keep parameters in float32, precision casts")
-        if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
+        for shard, gradient in zip(shards, gradients, strict=True):
+            if gradient.dtype == torch.float16:
+                raise TypeError(f"{shard.name} is float16: keep parameters in float32")
+        torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "finite_steps": self.finite_steps}
@@ -114,8 +107,8 @@ class Spikes:
     def __init__(
         self, rule: SkipRule | None, start_mean: Callable[[Number], Callable[[], Number]] | None
     ) -> None:
-        self.rule = rule
-        self._start_mean = start_mean
+        self.rule, self._start_mean = rule, start_mean
+        self._reads = rule is not None and rule.reads_loss
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -124,7 +117,7 @@ class Spikes:
 
     def add(self, loss: Tensor, weight: float) -> None:
         """Add ``loss * weight`` to the loss of the step on this rank."""
-        if self.rule is None or not self.rule.reads_loss:
+        if not self._reads:
             return
         loss = loss.detach()
         whole = loss.full_tensor() if is_dtensor(loss) else loss
@@ -134,14 +127,14 @@ class Spikes:
 
     def start_loss(self) -> Callable[[], Number | None]:
         """Start to exchange the loss of the step, so that it travels while the norm is measured."""
-        if self.rule is None or not self.rule.reads_loss:
-            return lambda: None
-        if self._loss is None:
-            raise StepOrderError(
-                f"the skip rule reads the loss (of={self.rule.of}): call booster.backward(loss, "
-                "optimizer) instead of loss.backward()"
-            )
         loss = self._loss
+        if not self._reads:
+            return lambda: None
+        if loss is None:
+            raise StepOrderError(
+                "the skip rule reads the loss: call booster.backward(loss, optimizer) instead of "
+                "loss.backward()"
+            )
         return (lambda: loss) if self._start_mean is None else self._start_mean(loss)
 
     def decide(

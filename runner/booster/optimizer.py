@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,28 +18,12 @@ from runner.booster.plugin.base import ParallelModel
 from runner.booster.step_order import StepOrder, StepState
 from runner.booster.unchanged import BoostedGroups, BoostedParameters
 from runner.clip import ClipMode, Decision, GradStats, Number, build, total_norm, transfer
-from runner.clip.mode import scale
 from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule
 
 
 class OptimizerWrapper(StepOrder):
-    """One or several optimizers that step together over the gradients of ``layout``.
-
-    One norm over the gradients of all, one decision whether the step is finite, one clipping.
-
-    Args:
-        optimizer: the user's optimizer over the parameters of the boosted model, or a list of them.
-        made: the distributed model, or several as one.
-        loss_scale: the fp16 loss scale, or None.
-        nonfinite: what to do with a gradient that is not finite: ``skip`` the step, raise an
-            ``error``, or ``ignore`` it (the step is taken without clipping). An fp16 overflow is
-            always skipped, because the next, smaller scale corrects it.
-        max_norm: where above 0, :meth:`step` limits the norm of a gradient that was not clipped.
-        skip: rule that skips spikes, or None. It decides when the gradients are clipped, and in
-            :meth:`step` where they were not.
-        start_mean: see :meth:`runner.booster.plugin.Plugin.start_mean_over_data`.
-        boosted: the parameters that the models had when they were boosted, or None.
+    """One or several optimizers that step together: one norm, one decision, one clipping.
 
     Attributes:
         optimizers: the user's optimizers, in the order in which they were given.
@@ -104,29 +87,23 @@ class OptimizerWrapper(StepOrder):
     def clip_in_backward(self, mode: ClipMode, *, step: bool = False, each: bool = False) -> None:
         """Clip each gradient in the backward pass, when it has become final, from now on.
 
-        In each step call :meth:`clip` with the same mode, which then returns what was done, and
-        :meth:`step` as ever. Gradients of a window are kept until its last backward pass.
-
-        Args:
-            mode: how to clip: a mode that decides tensor by tensor.
-            step: whether each parameter is stepped beside its gradient, which is then freed.
-            each: whether the share of each gradient in the norm is wanted in ``powers``.
+        With ``step`` each parameter is stepped beside its gradient, which is then freed. Call
+        :meth:`clip` with the same mode, which then returns what was done, and :meth:`step` as ever.
         """
         watch = self._made.watch_final
         if self.in_backward is not None:
             raise ValueError("gradients are clipped in the backward pass already")
         if watch is None:
             raise ValueError(
-                "clipping in the backward pass works with SinglePlugin, TorchDDPPlugin and "
-                "TorchFSDPPlugin: under others gradients become final after the backward pass"
+                "clipping in the backward pass works with SinglePlugin and TorchFSDPPlugin: "
+                "under others gradients become final after the backward pass"
             )
         fp16, skip = self.loss_scale is not None, self.skip is not None
         options = {"step": step, "nonfinite": self.nonfinite, "fp16": fp16, "skip": skip}
         require_possible(mode, self.optimizers, options)
         self.bind(mode)
-        early = InBackward(self, self.optimizers, mode, steps=step, each=each)
-        watch(early.callback())
-        self.in_backward = early
+        self.in_backward = InBackward(self, self.optimizers, mode, steps=step, each=each)
+        watch(self.in_backward.callback())
 
     @property
     def steps_in_backward(self) -> bool:
@@ -146,7 +123,7 @@ class OptimizerWrapper(StepOrder):
         return clipped or super()._has_gradients()
 
     def begin_clip(self) -> None:
-        """Make the gradients ready to be clipped: synchronised and unscaled; see :meth:`clip`."""
+        """Synchronise and unscale the gradients before they are clipped."""
         self.require_clippable()
         self.unscale()
 
@@ -154,17 +131,10 @@ class OptimizerWrapper(StepOrder):
     def clip(self, mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
         """Unscale, measure ‖G‖, agree whether it is finite, and clip by ``mode`` in place.
 
-        Every rank decides from the same reduced norm, so all of them skip the step or none.
-
-        Args:
-            mode: how to clip.
-            fold: whether :meth:`step` may multiply the gradients, which costs less where all
-                optimizers are fused ones of torch. Each ``.grad`` is clipped after the step then.
-            each: whether the share of each gradient in the norm is wanted in ``powers``.
-
-        Raises:
-            StepOrderError: the gradients are not final, or were clipped already.
-            NonFiniteGradient: they are not finite and ``nonfinite`` is ``error``.
+        Every rank decides from the same reduced norm, so all of them skip the step or none. With
+        ``fold``, :meth:`step` may multiply the gradients, which costs less where all optimizers are
+        fused ones of torch; each ``.grad`` is clipped after the step then. With ``each``,
+        ``powers`` has the share of each gradient.
         """
         self.begin_clip()
         early = self.in_backward
@@ -235,72 +205,51 @@ class OptimizerWrapper(StepOrder):
         self.step()
         return self.decision or decision
 
-    def step(self, closure: Callable[[], float] | None = None) -> bool:
+    def step(self) -> bool:
         """Take the step, unless the gradients are not finite; return whether it was taken.
 
         True on an accelerator whose fused optimizer decides for itself, see :meth:`was_taken`.
         """
         early = self.in_backward
-        if closure is not None and early is not None:
-            raise ValueError("a closure cannot be run: gradients are clipped in the backward pass")
-        if closure is not None and len(self.optimizers) > 1:
-            raise ValueError(
-                "a closure goes with one optimizer: run it before step(), which has several"
-            )
-        finite = self._finish_gradients(closure)
+        with torch.no_grad():
+            finite = self._finish_gradients()
         stepped = early is not None and early.steps and early.began
         if finite is not False and any(group.get("fused") for group in self.param_groups):
             match_strides(self.layout)
-        coef, limiting = self._coef, self._limiting
         if self.stage is not StepState.CLIPPED:
             self.decision = None
+        coef, limiting, decision = self._coef, self._limiting, self.decision
         self.begin_step(zeroed=False)
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
-        if limiting is not None and self.decision is not None:
+        if limiting is not None and decision is not None:
             with torch.no_grad():
-                limiting.before_step(self.layout, self.decision)
+                limiting.before_step(self.layout, decision)
         if not stepped:
-            run = None if closure is None else partial(self._run, closure)
-            step_where(finite, self.optimizers, run, coef)
-        if limiting is not None and self.decision is not None:
+            step_where(finite, self.optimizers, coef)
+        if limiting is not None and decision is not None:
             with torch.no_grad():
-                self.decision = limiting.after_step(self.layout, self.decision)
+                self.decision = limiting.after_step(self.layout, decision)
         # Also after a step that only this rank read to be skipped: others decide on the device.
         self._made.broadcast_params()
         return True
 
-    def _run(self, closure: Callable[[], float]) -> float:
-        """Run a closure, and make final the gradients that it computes."""
-        loss = closure()
-        if self.stage is not StepState.EMPTY and self.require_step():
-            if self._max_norm > 0:
-                self.clip(self._mode("norm", self._max_norm, 2.0))
-            self.unscale()
-        return loss
-
-    def _finish_gradients(self, closure: Callable[[], float] | None) -> bool | Tensor:
+    def _finish_gradients(self) -> bool | Tensor:
         """Make the gradients final, within the plugin's limit; return whether to take the step."""
-        early = self.in_backward
         if self.require_step():
-            if early is not None:
-                self.clip(early.mode)
+            if self.in_backward is not None:
+                self.clip(self.in_backward.mode)
             elif self._max_norm > 0:
-                self.clip(self._mode("norm", self._max_norm, 2.0), fold=closure is None)
+                self.clip(self._mode("norm", self._max_norm, 2.0), fold=True)
             elif self.skip is not None:
                 self.clip(self._mode("none", None, 2.0))
-        if closure is not None:  # It may compute other gradients, which the step must not scale.
-            scale(self.layout, self._coef)
-            self._coef = 1.0
-        if self.loss_scale is None:
-            self.unscale()
-            return self._spikes.left_out(True if self._finite is None else self._finite)
+        self.unscale()
         if self._finite is None:
-            with torch.no_grad():
-                self.unscale()
-                self._finite = bool(math.isfinite(total_norm(self.layout)))
-        self.loss_scale.update(bool(self._finite))  # A spike is no overflow.
+            known = self.loss_scale is None or bool(math.isfinite(total_norm(self.layout)))
+            self._finite = known
+        if self.loss_scale is not None:
+            self.loss_scale.update(bool(self._finite))  # A spike is no overflow.
         return self._spikes.left_out(self._finite)
 
     def was_taken(self) -> bool:
@@ -329,12 +278,9 @@ class OptimizerWrapper(StepOrder):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Limit the norm of the whole gradient to ``max_norm``; a name of Colossal-AI's wrapper.
+        """Limit the norm of the whole gradient; return the norm before. A name of Colossal-AI's.
 
-        The matrices that Muon steps are left as they are, but by a mode with ``scales="all"``.
-
-        Returns:
-            The norm before clipping: a 0-dimensional float32 tensor, the same on every rank.
+        The matrices that Muon steps are left as they are.
         """
         decision = self.clip(self._mode("norm", max_norm, norm_type))
         norm = torch.as_tensor(decision.norm, dtype=torch.float32)

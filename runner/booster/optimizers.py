@@ -34,45 +34,36 @@ def require_safe(optimizer: Optimizer, parallel: Collection[ParallelModel], plug
     """Refuse an optimizer whose steps would differ from those of one process; all ranks call it."""
     if all(each.layout.group is None for each in parallel):
         return
-    names, kind = _names(optimizer), type(optimizer).__name__
+    names, kind, where = _names(optimizer), type(optimizer).__name__, type(plugin).__name__
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm") and not plugin.rank:
         log.warning(
             "%s is not known here: if it computes the step of an element from other parameters, "
             "or from a whole one, its steps may differ under %s; python -m runner verify tells",
             kind,
-            type(plugin).__name__,
+            where,
         )
     if not names & (FROM_ALL | WHOLE):
         return
-    found = [_problem(optimizer, names, parallel, type(plugin).__name__)] * plugin.world_size
-    if plugin.world_size > 1:
-        # Ranks may hold different experts or stages, and so find different problems.
-        dist.all_gather_object(found, found[0])
-    if problem := next(filter(None, found), ""):
-        raise ValueError(problem)
-
-
-def _problem(
-    optimizer: Optimizer, names: set[str], parallel: Collection[ParallelModel], where: str
-) -> str:
-    """Return why ``optimizer`` would take wrong steps on this rank; empty if it would not."""
-    kind = type(optimizer).__name__
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    shards = any(map(is_sharded, held))
+    found = [""]
     if any(map(_steps_some, parallel)) and computes_from_all(optimizer):
         clips = any(group.get("max_grad_norm") for group in optimizer.param_groups)
         how = " (max_grad_norm=None turns that off: clip by the booster instead)" if clips else ""
-        return (
+        found = [
             f"{kind} computes its steps from all parameters{how}, but under {where} each rank "
             "steps only some of them: choose TorchDDPPlugin (plugin=ddp) or another optimizer"
-        )
-    if shards and names & WHOLE:
-        return (
+        ]
+    elif names & WHOLE and any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
+        found = [
             f"{kind} cannot step the parameters that {where} shards over ranks: choose "
             "LowLevelZeroPlugin(stage=1) (plugin=zero plugin.zero_stage=1) or TorchDDPPlugin "
             "(plugin=ddp), which step whole parameters, or another optimizer"
-        )
-    return ""
+        ]
+    if plugin.world_size > 1:
+        # Ranks may hold different experts or stages, and so find different problems.
+        here, found = found[0], [""] * plugin.world_size
+        dist.all_gather_object(found, here)
+    if problem := next(filter(None, found), ""):
+        raise ValueError(problem)
 
 
 def computes_from_all(optimizer: Optimizer, names: frozenset[str] = FROM_ALL) -> bool:

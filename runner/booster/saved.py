@@ -27,9 +27,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.wrapper import ModelWrapper
 from runner.config.notation import first_few
-from runner.parallel.collectives import on_first
-from runner.parallel.full_state_dict import gather, gathered
-from runner.parallel.sharded_files import Folder, InMemory, Source, Stored, fill, write
+from runner.parallel.collectives import on_first, several_ranks
+from runner.parallel.full_state_dict import gathered, load
+from runner.parallel.sharded_files import Folder, Stored, fill, write
 from runner.parallel.sharding import reshard
 
 OPTIMIZER = "optimizer/"
@@ -49,21 +49,14 @@ def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, T
     return {name: copies[0] for name, copies in model_slots(model, with_buffers).items()}
 
 
-def whole_model(model: ModelWrapper) -> dict[str, Tensor]:
-    """Gather the state dict of the whole model on the host; every rank has to call this."""
-    whole = gathered(model.unwrap(), model.renamed)
-    return {name: whole[first] for name, first in model.names.items()} if whole else {}
-
-
 def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
     """Return the tensors of a model by name; a rank with two stages may hold a tied one twice.
 
     Under fully sharded data parallelism they are the shards: a forward pass, such as that of an
     evaluation, has left whole parameters in their place.
     """
-    stages = [] if model.pipeline is None else list(model.pipeline.stages.values())
     module, known = model.unwrap(), set(model.names.values())
-    reshard([module, *stages])
+    reshard(model.roots())
     found: dict[str, list[Tensor]] = {}
     buffers = module.named_buffers() if with_buffers else ()
     for own, tensor in (*module.named_parameters(), *buffers):
@@ -80,7 +73,7 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return all of the optimizers that is no tensor; every rank has to call this."""
     here = {key: value for key, value in _state(optimizer) if not isinstance(value, Tensor)}
     listed = [here]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if several_ranks():
         listed = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(listed, here)
     groups = [
@@ -110,12 +103,11 @@ def optimizer_slots(
     kinds = [type(each).__name__ for each in optimizer.optimizers]
     if (saved := values["kinds"]) != kinds:
         raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(kinds)}")
-    there = [len(groups) for groups in values["groups"]]
-    if there != (sizes := [len(each.param_groups) for each in optimizer.optimizers]):
-        raise ValueError(
-            f"the state is that of optimizers with {there} parameter groups, but here they have "
-            f"{sizes}"
-        )
+    for each, groups in zip(optimizer.optimizers, values["groups"], strict=True):
+        if len(groups) != (here := len(each.param_groups)):
+            raise ValueError(
+                f"the state is that of an optimizer with {len(groups)} parameter groups, not {here}"
+            )
     kept = {*keep, *(_RATES if "lr" in keep else ())}
     fields: dict[str, list[str]] = {}
     for key in (*held, *values["state"]):
@@ -210,12 +202,28 @@ def _plain(value: Any) -> Any:
 
 
 class CheckpointIO:
-    """The methods of :class:`runner.Booster` that write and read files, named as Colossal-AI's.
+    """The methods of :class:`runner.Booster` for states and files, named as Colossal-AI's.
 
     Every rank has to call them, and all ranks have to see the same disk. Reading a file runs no
     code in it. What was saved under one plugin and number of ranks can be loaded under another.
     ``size_per_shard`` is accepted, since scripts of Colossal-AI give it: each rank writes one file.
     """
+
+    def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
+        """Gather the state dict of the whole model on the host of the first rank."""
+        whole = gathered(model.unwrap(), model.renamed)
+        return {name: whole[first] for name, first in model.names.items()} if whole else {}
+
+    def load_state_dict(
+        self, model: ModelWrapper, state: Mapping[str, Tensor], strict: bool = True
+    ) -> None:
+        """Load a state dict of the whole model, which only the first rank reads.
+
+        A ValueError, the same on every rank, lists names and shapes that are not the model's;
+        without ``strict``, names may be missing, and others are left alone.
+        """
+        reshard(model.roots())
+        load(model.unwrap(), model.renamed, model.names, state, strict)
 
     def save_model(
         self,
@@ -225,11 +233,12 @@ class CheckpointIO:
         size_per_shard: int = 1024,
         use_safetensors: bool = False,
     ) -> None:
+        """Save the model as one file that plain torch reads, or as a folder of shards."""
         path = Path(checkpoint)
         if shard:
             _write_folder(path, model_tensors(model))
             return
-        whole = whole_model(model)
+        whole = self.state_dict(model)
         if use_safetensors or path.suffix == _SAFETENSORS:
             # The format knows no tied tensors: each name gets its own.
             own = {name: tensor.clone() for name, tensor in whole.items()}
@@ -239,51 +248,50 @@ class CheckpointIO:
 
     def load_model(self, model: ModelWrapper, checkpoint: str | Path, strict: bool = True) -> None:
         """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted."""
-        path, slots = Path(checkpoint), model_slots(model)
-        source: Source = Folder(path) if path.is_dir() else _in_memory(_read(path), path)
-        unknown = [name for name in source.stored if name not in model.names]
-        if strict and unknown and not path.is_dir():  # a checkpoint holds an optimizer too
-            raise ValueError(f"{path} holds {first_few(unknown)}, which the model does not have")
-        fill({name: slots[name] for name in slots if strict or name in source.stored}, source)
+        path, state = Path(checkpoint), {}
+        if path.is_dir():
+            slots, source = model_slots(model), Folder(path)
+            fill({name: slots[name] for name in slots if strict or name in source.stored}, source)
+        else:
+            on_first(lambda: state.update(_read(path)))
+            self.load_state_dict(model, state, strict)
 
     def save_optimizer(
         self, optimizer: OptimizerWrapper, checkpoint: str | Path, shard: bool = False
     ) -> None:
-        """Save the state of the optimizers and of the fp16 loss scale."""
-        path = Path(checkpoint)
+        """Save the state of the optimizers and of the fp16 loss scale, always as a folder."""
         tensors, values = optimizer_tensors(optimizer), optimizer_values(optimizer)
-        if shard:
-            _write_folder(path, tensors)
-            _write_file(path / _VALUES, lambda part: part.write_bytes(packed(values)))
-        else:
-            whole = {"tensors": gather(tensors), **values}
-            _write_file(path, lambda part: part.write_bytes(packed(whole)))
+        _write_folder(Path(checkpoint), tensors, values)
 
     def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | Path) -> None:
+        """Load what :meth:`save_optimizer` saved."""
         path = Path(checkpoint)
-        values = _read(path / _VALUES if path.is_dir() else path)
-        source = (
-            Folder(path) if path.is_dir() else _in_memory(values.get("tensors", {"": None}), path)
-        )
+        values, source = _read(path / _VALUES), Folder(path)
         tensors, assign = optimizer_slots(optimizer, source.stored, values)
         fill(tensors, source)
         assign()
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Save the state of a scheduler."""
         state = lr_scheduler.state_dict()
         _write_file(Path(checkpoint), lambda part: part.write_bytes(packed(state)))
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Load what :meth:`save_lr_scheduler` saved."""
         lr_scheduler.load_state_dict(_read(Path(checkpoint)))
 
 
-def _write_folder(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_folder(
+    path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None
+) -> None:
     """Write shards to a folder, in place of those that an earlier save has left there."""
     part = path / ".part"
 
     def begin() -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
+        if values is not None:
+            (part / _VALUES).write_bytes(packed(values))
 
     def complete() -> None:
         for one in path.glob(f"*{_SAFETENSORS}"):
@@ -322,9 +330,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # what torch raises depends on where the file is cut off
         raise ValueError(f"{path} is damaged, or no checkpoint: {error}") from None
-
-
-def _in_memory(held: Mapping[str, Any], path: Path) -> InMemory:
-    if not all(isinstance(one, Tensor) for one in held.values()):
-        raise ValueError(f"{path} does not hold tensors by name")
-    return InMemory({name.replace("_orig_mod.", ""): tensor for name, tensor in held.items()})

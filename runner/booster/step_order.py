@@ -33,10 +33,6 @@ class StepState(Enum):
     CLIPPED = "gradients were clipped already in this step"
 
 
-Written = tuple["ReferenceType[Tensor]", int]
-"""A gradient, and how many times it was written to."""
-
-
 class StepOrder:
     """Follows the backward passes of one optimizer step after another.
 
@@ -50,18 +46,14 @@ class StepOrder:
         self.stage = StepState.EMPTY
         self.accumulating = False
         self._held = False  # whether a forward pass decided that its gradients are not synchronised
-        self._last: Written | None = None  # a gradient that an earlier step has used
+        # A gradient that an earlier step has used, and how many times it was written to.
+        self._last: tuple[ReferenceType[Tensor], int] | None = None
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
         self._final = self._unscaled = self._scaled = False
         self._start: tuple[Any, Tensor] | None = None  # gradient that the backward pass starts from
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Run the backward pass of ``loss * weight``, scaled under fp16.
-
-        Raises:
-            StepOrderError: the gradients of this step were made final or clipped already.
-            ValueError: the loss is not one number.
-        """
+        """Run the backward pass of ``loss * weight``, scaled under fp16."""
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
         key = (self.begin_backward(weight), loss.dtype, loss.shape)
@@ -79,10 +71,9 @@ class StepOrder:
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
 
     def add_loss(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Add ``loss * weight``, without the fp16 scale, to the loss that a skip rule reads.
+        """Add to the loss that a skip rule reads, for callers that run the backward pass.
 
-        For callers that run the backward pass themselves. The mean over the data-parallel ranks of
-        what a step adds up is the loss whose gradient it takes.
+        The mean over data-parallel ranks of what a step adds up is the loss of its gradient.
         """
         self._spikes.add(loss, weight)
 
@@ -107,12 +98,12 @@ class StepOrder:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Context of backward passes whose gradients are not final, however they are run."""
-        self.accumulating, before = True, _written(self.layout)
+        self.accumulating, before = True, self._written()
         try:
             yield
         finally:
             self.accumulating = False
-            if self.stage is StepState.EMPTY and _is_other(_written(self.layout), before):
+            if self.stage is StepState.EMPTY and self._is_new(before):
                 self.stage = StepState.ACCUMULATING
 
     def require_clippable(self) -> None:
@@ -136,7 +127,7 @@ class StepOrder:
 
     def begin_step(self, zeroed: bool) -> None:
         self.stage, self._held = StepState.EMPTY, False
-        self._last = None if zeroed else _written(self.layout)
+        self._last = None if zeroed else self._written()
         self._final = self._unscaled = self._scaled = False
         self._spikes.begin_step()
 
@@ -158,24 +149,20 @@ class StepOrder:
 
     def _has_gradients(self) -> bool:
         """Return whether there are gradients other than those of an earlier step."""
-        now = _written(self.layout)
-        if self._last is None or self.stage is not StepState.EMPTY:
+        return self._is_new(self._last if self.stage is StepState.EMPTY else None)
+
+    def _written(self) -> tuple[ReferenceType[Tensor], int] | None:
+        """Return the gradient nearest to the loss, which every backward pass writes to."""
+        for shard in reversed(self.layout.shards):
+            if (gradient := shard.param.grad) is not None:
+                part = local(gradient)
+                return ref(part), part._version
+        return None
+
+    def _is_new(self, before: tuple[ReferenceType[Tensor], int] | None) -> bool:
+        """Return whether there is a gradient that is new, or was written to since ``before``."""
+        now = self._written()
+        if now is None or before is None:
             return now is not None
-        return _is_other(now, self._last)
-
-
-def _written(layout: Layout) -> Written | None:
-    """Return the gradient nearest to the loss, which every backward pass adds to or replaces."""
-    for shard in reversed(layout.shards):
-        if (gradient := shard.param.grad) is not None:
-            part = local(gradient)
-            return ref(part), part._version
-    return None
-
-
-def _is_other(now: Written | None, before: Written | None) -> bool:
-    """Return whether there is a gradient now that is new, or was written to since ``before``."""
-    if now is None or before is None:
-        return now is not None
-    # By identity: references to tensors compare the elements of the tensors.
-    return before[0] is not now[0] or before[1] != now[1]
+        # By identity: references to tensors compare the elements of the tensors.
+        return before[0] is not now[0] or before[1] != now[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -54,9 +54,8 @@ class ModelWrapper(nn.Module):
         sharded = any(isinstance(module, FSDPModule) for module in self.modules())
         if sharded or self.pipeline is not None:
             raise TypeError(
-                f"a model that is {'sharded over ranks' if sharded else 'cut into stages'} cannot "
-                "be copied: for an average of its weights, average what booster.state_dict "
-                "returns, or copy the model before it is boosted and boost the copy as well"
+                "a model that is sharded or cut into stages cannot be copied: for an average of "
+                "its weights, average what booster.state_dict returns, or boost a copy as well"
             )
         for module in self.unwrap().modules():
             groups = [v for v in vars(module).values() if isinstance(v, dist.ProcessGroup)]
@@ -67,7 +66,13 @@ class ModelWrapper(nn.Module):
         return copied
 
     def unwrap(self) -> nn.Module:
+        """Return the user's model."""
         return self._model[0]
+
+    def roots(self) -> list[nn.Module]:
+        """Return the model, and its pipeline stages on this rank: what ``fully_shard`` shards."""
+        pipeline = self.pipeline
+        return [self.unwrap(), *(() if pipeline is None else pipeline.stages.values())]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; half-precision outputs become float32, so that losses are exact."""
@@ -102,20 +107,19 @@ def names_of(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(t), name) for name, t in named if isinstance(t, Tensor)}
 
 
-def require_new(models: Sequence[nn.Module], *, rewrappable: bool) -> None:
+def require_new(model: nn.Module, *, rewrappable: bool) -> None:
     """Refuse to boost a model twice; one that no plugin has changed may be once its wrapper is
     gone.
     """
-    if rewrappable and any(model in wrappers for model in models):
+    if rewrappable and model in wrappers:
         gc.collect()  # A Trainer and its wrapper refer to each other.
-    for model in models:
-        gone = rewrappable and wrappers.get(model, lambda: None)() is None
-        if (model in wrappers and not gone) or isinstance(model, ModelWrapper):
-            raise ValueError(
-                f"this {type(model).__name__} is boosted already: boost a model once, with all its "
-                "optimizers: booster.boost(model, [first, second], ...); to start anew, build the "
-                "model anew"
-            )
+    gone = rewrappable and wrappers.get(model, lambda: None)() is None
+    if (model in wrappers and not gone) or isinstance(model, ModelWrapper):
+        raise ValueError(
+            f"this {type(model).__name__} is boosted already: boost a model once, with all its "
+            "optimizers: booster.boost(model, [first, second], ...); to start anew, build the "
+            "model anew"
+        )
 
 
 def require_trainable(parts: Mapping[str, nn.Module], *, dense: str) -> None:

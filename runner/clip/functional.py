@@ -189,7 +189,7 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Clipper:
         if len(clippers) > 1 or any(each is None for each in found):
             raise ValueError(
                 "these parameters are not all of one boosted model: clip each boosted model by "
-                "itself, or boost them together: booster.boost([first, second], optimizer)"
+                "itself, or boost one module that holds them all"
             )
         if _are_all(parameters, clipper):
             boosted: Clipper = clipper

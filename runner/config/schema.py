@@ -126,7 +126,7 @@ class RunConfig(Keys):
             if clip.step_in_backward:
                 yield Conflict("clip.step_in_backward", "needs clip.when=backward")
             return
-        if plugin not in ("single", "ddp", "fsdp"):
+        if plugin not in ("single", "fsdp"):
             message = f"plugin={plugin} makes gradients final after the backward pass: use step"
             yield Conflict("clip.when", message)
         found = refusals(

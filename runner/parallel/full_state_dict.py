@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,29 +30,22 @@ def sharded(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 
 
 @torch.no_grad()
-def fill_local(tensor: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor, which all ranks have, to one that may be sharded."""
-    if isinstance(tensor, DTensor):
-        whole = sharded(whole, tensor.device_mesh, tensor.placements)
-    local(tensor).copy_(local(whole))
-
-
 def gathered(
     model: nn.Module,
     renamed: Mapping[str, str],
     of: Callable[[nn.Parameter], Tensor | None] | None = None,
 ) -> dict[str, Tensor]:
-    """Gather tensors of the whole model, by their names in it; see :func:`gather`."""
-    wanted: list[tuple[str, Tensor | None]] = [
-        (renamed.get(own, own), parameter.detach() if of is None else of(parameter))
-        for own, parameter in model.named_parameters()
-    ]
-    wanted += model.named_buffers() if of is None else ()
-    return gather({name: tensor for name, tensor in wanted if tensor is not None})
+    """Gather tensors of the whole model on the host of the first rank, by their names in it.
 
-
-def gather(here: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather whole tensors on the host of the first rank, one copy of each; all ranks call it."""
+    ``of``: what to gather of each parameter; by default the parameters and the buffers. One copy of
+    each tensor is sent; all ranks call this.
+    """
+    here: dict[str, Tensor] = {}
+    for own, parameter in model.named_parameters():
+        tensor = parameter if of is None else of(parameter)
+        if tensor is not None:
+            here[renamed.get(own, own)] = tensor
+    here |= model.named_buffers() if of is None else {}
     rank, names = 0, [list(here)]
     if several_ranks():
         rank, names = dist.get_rank(), [[] for _ in range(dist.get_world_size())]
@@ -76,10 +69,12 @@ def load(
     renamed: Mapping[str, str],
     names: Mapping[str, str],
     state: Mapping[str, Tensor],
+    strict: bool = True,
 ) -> None:
     """Load a state dict of the whole model, which only the first rank reads.
 
-    Every rank has to call it. One tensor is sent at a time.
+    ``names``: each name of the model, with the first name of its tensor. Every rank has to call
+    this. One tensor is sent at a time.
     """
     here: dict[str, list[Tensor]] = {}
     for own, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -91,17 +86,21 @@ def load(
     kinds = {name: kind for part in listed for name, kind in part.items()}
     given: dict[str, Tensor] = {}
 
-    def problems() -> str:
+    def check() -> tuple[list[str], str]:
         try:
             given.update((name.replace("_orig_mod.", ""), t) for name, t in state.items())
-            return _problems(given, names, {name: shape for name, (shape, _) in kinds.items()})
+            found = "; ".join(
+                _problems(given, names, {n: s for n, (s, _) in kinds.items()}, strict)
+            )
         except Exception as error:  # one message on all ranks
-            return f"{type(error).__name__}: {error}"
+            found = f"{type(error).__name__}: {error}"
+        return [name for name in dict.fromkeys(names.values()) if name in given], found
 
-    if found := on_first(problems):
-        raise ValueError(f"this state does not fit the model: {found}")
+    wanted, problems = on_first(check)
+    if problems:
+        raise ValueError(f"this state does not fit the model: {problems}")
     device = next((held[0].device for held in here.values()), torch.device("cpu"))
-    for name in dict.fromkeys(names.values()):
+    for name in wanted:
         shape, dtype = kinds[name]
         if is_first():
             whole = given[name].detach().to(device, dtype).contiguous()
@@ -110,25 +109,31 @@ def load(
         if several_ranks():
             dist.broadcast(whole, src=0)
         for tensor in here.get(name, ()):
-            fill_local(tensor, whole)
+            part = whole
+            if isinstance(tensor, DTensor):
+                part = sharded(whole, tensor.device_mesh, tensor.placements)
+            local(tensor).copy_(local(part))
 
 
 def _problems(
-    state: Mapping[str, Any], names: Mapping[str, str], shapes: Mapping[str, torch.Size]
-) -> str:
-    found = []
-    if missing := [name for name in names if name not in state]:
-        found.append(f"missing: {first_few(missing)}")
-    if unexpected := [name for name in state if name not in names]:
-        found.append(f"unexpected: {first_few(unexpected)}")
+    state: Mapping[str, Any],
+    names: Mapping[str, str],
+    shapes: Mapping[str, torch.Size],
+    strict: bool,
+) -> Iterator[str]:
+    missing = [name for name in names if name not in state]
+    unexpected = [name for name in state if name not in names]
+    if strict and missing:
+        yield f"missing: {first_few(missing)}"
+    if strict and unexpected:
+        yield f"unexpected: {first_few(unexpected)}"
     for name, tensor in state.items():
         if name not in names:
             continue
         first, shape = names[name], shapes[names[name]]
         if not isinstance(tensor, Tensor):
-            found.append(f"{name} is no tensor, but of class {type(tensor).__name__}")
+            yield f"{name} is no tensor, but of class {type(tensor).__name__}"
         elif tensor.shape != shape:
-            found.append(f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
+            yield f"{name} has shape {list(tensor.shape)} instead of {list(shape)}"
         elif isinstance(state.get(first), Tensor) and not torch.equal(tensor, state[first]):
-            found.append(f"{name} is {first} in the model, but has other values")
-    return "; ".join(found)
+            yield f"{name} is {first} in the model, but has other values"

@@ -3,11 +3,15 @@
 ``fully_shard`` reduces the gradients of a block in one collective, in which unused parameters have
 zeros. With zeros instead of None the optimizer would change a parameter that no rank used, by
 momentum and weight decay: :class:`Usage` sets them back to None.
+
+The last functions tell when gradients become final, before the backward pass is over: in one
+process when autograd has accumulated a gradient, and under ``fully_shard`` when the reduce-scatter
+of its block has run; there backward passes inside ``no_sync`` tell nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -23,9 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.collectives import on_any_rank
-from runner.parallel.experts import split_parameters
 from runner.parallel.full_state_dict import full, sharded
-from runner.parallel.mesh import Axes
+from runner.parallel.mesh import Axes, split_parameters
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
 """Hooks of one parameter. The handle of a hook removes it from this mapping."""
@@ -34,18 +37,10 @@ _UNSHARDED: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 """The unsharded parameter that a forward pass computes with, by the shard on this rank."""
 
 
-class HookError(ValueError):
-    """A parameter has a gradient hook that cannot run under a plugin."""
-
-
-def post_accumulate_hooked(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    return [name for name, parameter in named if parameter._post_accumulate_grad_hooks]
-
-
 def require_no_post_accumulate(named: Iterable[tuple[str, Tensor]], why: str) -> None:
     """Refuse hooks of ``register_post_accumulate_grad_hook``."""
-    if names := post_accumulate_hooked(named):
-        raise HookError(
+    if names := [name for name, parameter in named if parameter._post_accumulate_grad_hooks]:
+        raise ValueError(
             f"{first_few(names)}: a hook of register_post_accumulate_grad_hook cannot "
             f"run here, because {why}: use register_hook, which is carried over, or plugin=ddp"
         )
@@ -102,7 +97,6 @@ def register(hook: Callable[[Tensor], Any], parameter: Tensor, when: str = "hook
 
 
 def register_post_accumulate(hook: Callable[[Tensor], Any], parameter: Tensor) -> None:
-    """Like :func:`register`, for a hook that runs when the gradient has been accumulated."""
     register(hook, parameter, "post_accumulate_grad_hook")
 
 
@@ -180,7 +174,7 @@ class Usage:
         if not parameters:
             return
         if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
-            raise HookError(
+            raise ValueError(
                 f"{hooked[0]}: a hook was registered after boost, on a shard that no backward pass "
                 "reaches: register it on the model before boost, which carries it over"
             )
@@ -195,3 +189,62 @@ class Usage:
                 parameter.grad = None
         self._used.difference_update(id(p) for p in parameters.values())
         self._apart.forget()
+
+
+Final = Callable[[Sequence[Tensor]], None]
+"""Called with parameters whose ``.grad`` is final."""
+
+
+def watch_parameters(model: nn.Module, final: Final) -> None:
+    """Call ``final`` with each parameter of a model that is whole in this process.
+
+    A gradient that shares memory with another one, or with a tensor that the backward pass still
+    needs, is copied before, so that it can be changed.
+    """
+    usual: list[int] = []  # of a gradient that shares its memory with no other
+    single = nn.Parameter(torch.ones(2))
+    register_post_accumulate(lambda p: usual.append(_uses(p.grad)), single)
+    with torch.enable_grad():
+        (single * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+
+    def note(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            if _uses(gradient) > usual[0]:
+                parameter.grad = gradient.clone()
+            del gradient
+        final([parameter])
+
+    for parameter in model.parameters():
+        register_post_accumulate(note, parameter)
+
+
+def _uses(tensor: Any) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def watch_blocks(model: nn.Module, usage: Usage, group: dist.ProcessGroup, final: Final) -> None:
+    """Call ``final`` with the parameters of each block that ``fully_shard`` reduces together.
+
+    One collective of host memory for each block: which of its parameters any rank has used.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def watch(named: dict[str, nn.Parameter]) -> None:
+        seen: set[int] = set()
+
+        def note(parameter: Tensor) -> None:
+            if id(parameter) in seen:
+                seen.clear()  # not all of them had a gradient in the last backward pass
+            seen.add(id(parameter))
+            trained = {name: p for name, p in named.items() if p.requires_grad}
+            if seen.issuperset(map(id, trained.values())):
+                seen.clear()
+                usage.drop_unused(trained, group)
+                final([p for p in trained.values() if p.grad is not None])
+
+        for parameter in named.values():
+            register_post_accumulate(note, parameter)
+
+    for block in usage.blocks:
+        watch({names[id(parameter)]: parameter for parameter in block})

@@ -1,14 +1,18 @@
 """The device mesh: which ranks share pipelines, data, experts and weights.
 
 Ranks that communicate most (tensor) are neighbours; ``ep`` neighbouring data-parallel ranks share
-one set of experts.
+one set of experts, of which each holds some. A mixture is any module with a ``ModuleList`` called
+``experts`` and a method ``spread(group)``, which keeps only the experts of this rank, and from then
+on exchanges tokens with the other ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.config.sizes import MeshSizes
@@ -64,3 +68,39 @@ class Axes(NamedTuple):
 
 def position(rank: int, sizes: MeshSizes) -> tuple[int, int, int]:
     return rank // (sizes.dp * sizes.tp), rank // sizes.tp % sizes.dp, rank % sizes.tp
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, nn.ModuleList) and callable(getattr(module, "spread", None)):
+            yield name, module
+
+
+def of_experts(model: nn.Module) -> frozenset[str]:
+    return frozenset(
+        f"{name}.experts.{own}"
+        for name, module in mixtures(model)
+        for experts in [module.get_submodule("experts")]
+        for own, _ in (*experts.named_parameters(), *experts.named_buffers())
+    )
+
+
+def split_parameters(
+    model: nn.Module, experts: frozenset[str]
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    named = dict(model.named_parameters())
+    expert = {name: named.pop(name) for name in list(named) if name in experts}
+    return named, expert
+
+
+def spread_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Keep on each rank of ``group`` only its experts of every mixture."""
+    for _, module in list(mixtures(model)):
+        experts = list(module.get_submodule("experts").children())
+        held = [expert for expert in experts if next(expert.parameters(), None) is not None]
+        module.spread(group)  # type: ignore[operator]
+        for expert in held:
+            if next(expert.parameters(), None) is None:  # it lives on another rank
+                for part in expert.modules():
+                    part._buffers.update(dict.fromkeys(part._buffers))

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.collectives import several_ranks
-from runner.parallel.full_state_dict import fill_local
 
 _ADVICE = "torch.distributed is disabled"
 """Start of a warning of torch's where one process saves."""
@@ -38,30 +37,6 @@ _ADVICE = "torch.distributed is disabled"
 class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-class Source(Protocol):
-    """Whole tensors by name, which each rank reads its part of."""
-
-    @property
-    def stored(self) -> Mapping[str, Stored]: ...
-
-    def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill copies of tensors, which are stored in the same shape; every rank calls this."""
-
-
-def fill(tensors: Mapping[str, Sequence[Tensor]], source: Source) -> None:
-    """Fill ``tensors`` from ``source``; ValueError if it lacks one, or has another shape of it."""
-    held = source.stored
-    if missing := [name for name in tensors if name not in held]:
-        raise ValueError(f"what is loaded does not hold {first_few(missing)}")
-    for name, (tensor, *_) in tensors.items():
-        if held[name].shape != tuple(tensor.shape):
-            raise ValueError(
-                f"{name} has shape {list(held[name].shape)} where it is stored, but "
-                f"{list(tensor.shape)} here"
-            )
-    source.read(tensors)
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -92,7 +67,7 @@ def write_later(
 
 
 class Folder:
-    """A :class:`Source` that :func:`write` wrote."""
+    """Whole tensors by name that :func:`write` wrote, which each rank reads its part of."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -111,6 +86,7 @@ class Folder:
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fill copies of tensors, which are stored in the same shape; every rank calls this."""
         content = {name: first.detach() for name, (first, *_) in tensors.items()}
         reader = HuggingFaceStorageReader(self._path)
         with one_error():
@@ -120,15 +96,18 @@ class Folder:
                 local(other).copy_(local(first))
 
 
-class InMemory:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.stored = {name: Stored(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-
-    def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        for name, copies in tensors.items():
-            for tensor in copies:
-                fill_local(tensor, self._tensors[name].to(tensor.device, tensor.dtype))
+def fill(tensors: Mapping[str, Sequence[Tensor]], source: Folder) -> None:
+    """Fill ``tensors`` from ``source``; ValueError if it lacks one, or has another shape of it."""
+    held = source.stored
+    if missing := [name for name in tensors if name not in held]:
+        raise ValueError(f"what is loaded does not hold {first_few(missing)}")
+    for name, (tensor, *_) in tensors.items():
+        if held[name].shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{name} has shape {list(held[name].shape)} where it is stored, but "
+                f"{list(tensor.shape)} here"
+            )
+    source.read(tensors)
 
 
 @contextmanager

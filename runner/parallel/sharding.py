@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from runner.config.notation import first_few
 from runner.parallel.collectives import is_first
-from runner.parallel.experts import mixtures
 from runner.parallel.hooks import Usage, held_tensors
+from runner.parallel.mesh import mixtures
 
 log = logging.getLogger(__name__)
 

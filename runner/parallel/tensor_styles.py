@@ -7,7 +7,6 @@ part of its gradient. Without the check its replicas would silently diverge.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Mapping
@@ -27,7 +26,11 @@ HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_h
 
 
 class PlanError(ValueError):
-    """A plan cannot be applied to a model."""
+    """A plan cannot be applied to a model; ``argument`` of the plugin is to be changed."""
+
+    def __init__(self, message: str, argument: str = "tp_plan") -> None:
+        super().__init__(message)
+        self.argument = argument
 
 
 @dataclass(frozen=True)
@@ -60,22 +63,38 @@ PLACED: Mapping[str, Style] = {
 """Styles that shard parameters, or make their gradients partial."""
 
 
+def checked_plan(
+    model: nn.Module, given: Mapping[str, str] | None, ranks: int, sequence: bool
+) -> dict[str, str]:
+    """Return the style of each planned module by its qualified name, for ``ranks`` ranks."""
+    styles = plan_of(model, given)
+    check_heads(model, styles, ranks)
+    if sequence and "split_sequence" not in styles.values():  # attention would see later positions
+        raise PlanError(
+            "the plan for tensor parallelism splits no sequence: give the style split_sequence to "
+            "the module after which activations are to be split (such as the dropout after the "
+            "embedding), or choose sequence_parallel=false",
+            "sequence_parallel",
+        )
+    return styles
+
+
 def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the style of each planned module by its qualified name."""
-    plan = given if given is not None else own_plan(model)
+    modules = {name: module for name, module in model.named_modules() if name}
+    plan = own_plan(model) if given is None else given
     if not plan:
         raise PlanError(
             f"{type(model).__name__} has no plan for tensor parallelism: give plugin.tp_plan a "
             'YAML file with lines such as "blocks.*.mlp.up: colwise"'
         )
-    modules = {name: module for name, module in model.named_modules() if name}
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise PlanError(f"{pattern}: unknown style {style!r}; use {', '.join(STYLES)}")
         hits = fnmatch.filter(modules, pattern)
         if not hits:
-            raise PlanError(f"{pattern} matches no module; {_near(pattern, list(modules))}")
+            known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules)
+            raise PlanError(f"{pattern} matches no module; there are {first_few([*known], 8)}")
         for name in hits:
             _check_kind(name, modules[name], style)
         styles.update(dict.fromkeys(hits, style))
@@ -97,14 +116,6 @@ def own_plan(model: nn.Module) -> dict[str, str]:
         for pattern, style in plan.items()
         if style not in EXPERT_STYLES and fnmatch.filter(names, pattern)
     }
-
-
-def whole_experts(model: nn.Module) -> list[str]:
-    """Return the modules whose stacked experts a plan of transformers splits, and this one not."""
-    plan = getattr(model, "tp_plan", None) or {}
-    names = [name for name, _ in model.named_modules()]
-    patterns = [pattern for pattern, style in plan.items() if style in EXPERT_STYLES]
-    return [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
 
 
 def style_of(styles: Mapping[str, str], name: str) -> Style:
@@ -152,13 +163,6 @@ def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
                 )
 
 
-def _near(pattern: str, names: list[str]) -> str:
-    """Suggest the nearest patterns, in which ``*`` replaces numbers."""
-    patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
-    near = difflib.get_close_matches(pattern, patterns, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(patterns[:8])}"
-
-
 def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
     for name, module in model.named_modules():
         children = [child for child, _ in module.named_children()]
@@ -171,18 +175,9 @@ def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None
             if isinstance(heads, int) and heads % ranks:
                 raise PlanError(
                     f"{name} has {heads} heads ({attribute}), which tp_size {ranks} does not "
-                    f"divide: choose a tp_size that divides {heads}"
+                    f"divide: choose a tp_size that divides {heads}",
+                    "tp_size",
                 )
-
-
-def check_sequence(styles: Mapping[str, str]) -> None:
-    """Refuse a plan that splits no sequence: attention would see later positions."""
-    if "split_sequence" not in styles.values():
-        raise PlanError(
-            "the plan for tensor parallelism splits no sequence: give the style split_sequence to "
-            "the module after which activations are to be split (such as the dropout after the "
-            "embedding), or choose sequence_parallel=false"
-        )
 
 
 TOLERANCE = (0.01, 0.05)

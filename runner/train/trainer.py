@@ -114,15 +114,12 @@ class Trainer:
         if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
             text = "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
             _logger.warning(text + "the same as one batch of their size", accumulation_steps)
-        self.loss = WindowLoss(model, criterion, checked=True)
+        self.loss = WindowLoss(model, criterion)
         self.model, self.optimizer, *_ = self.booster.boost(
             model, optimizers or _sgd(model, criterion), criterion
         )
-        staged = self.model.pipeline is not None
-        if staged and self.loss.takes_batch:
+        if self.model.pipeline is not None and self.loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
-        divided = accumulation_steps > 1 or self.plugin.data_size > 1 or staged
-        self.loss.checked &= divided and self.plugin.reports_metrics and self.plugin.data_rank == 0
         self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
         self.evaluation = Evaluation(self.passes, asked.metrics)
 

@@ -69,11 +69,11 @@ def optimizers(net):
     ]
 
 
-def batch(step, micro, fixed=False):
-    """Tokens and targets of both ranks; each half chooses a branch, unless it is ``fixed``."""
+def batch(step, micro):
+    """Tokens and targets of both ranks; each half chooses a branch."""
     generator = torch.Generator().manual_seed(10 * step + micro)
     tokens = torch.randint(0, TOKENS, (SAMPLES, LENGTH), generator=generator)
-    if fixed or step % 3 == 2:
+    if step % 3 == 2:
         tokens[:, 0] = 2
     return tokens, torch.randint(0, TOKENS, (SAMPLES,), generator=generator)
 
@@ -177,16 +177,14 @@ class Plain:
         return found
 
 
-def train_plain(mode, micros, fixed=False):
+def train_plain(mode, micros):
     """Rows of (‖G‖, ‖G‖ clipped, share) and the weights, by one process over both halves."""
     net = network()
     plain = Plain(net, optimizers(net), mode)
     rows = []
     for step in range(STEPS):
         for micro in range(micros):
-            for tokens, targets in zip(
-                *(x.chunk(2) for x in batch(step, micro, fixed)), strict=True
-            ):
+            for tokens, targets in zip(*(x.chunk(2) for x in batch(step, micro)), strict=True):
                 (F.cross_entropy(net(tokens), targets) / (2 * micros)).backward()
         rows.append(plain.step())
     return rows, net.state_dict()

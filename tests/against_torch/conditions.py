@@ -9,7 +9,7 @@ import torch
 from timm.optim import AdamP, Lamb, Lars, Lion, NvNovoGrad
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
+from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
 
 from runner.booster import SinglePlugin
@@ -529,14 +529,6 @@ CONDITIONS = {
     "learned criterion": Condition(criterion=Learned, change=at(3, thaw_last)),
     "one call": Condition(mode="norm", options=("one call",)),
     "plain backward": Condition(passes=plain_backward, without=STAGES),
-    "closure": Condition(options=("closure",)),
-    "closure that does not clip": Condition(options=("closure",), mode="none"),
-    "lbfgs": Condition(
-        optimizer=lambda net: LBFGS(net.parameters(), lr=0.1, max_iter=2),
-        refused={ALL[2:]: "LBFGS (computes its steps from all|cannot step the) parameters"},
-        options=("closure",),
-        mode="norm",
-    ),
     "two backward passes": Condition(passes=twice, without=STAGES),
     "two backward passes of an object": Condition(
         lambda net: Boxed(*net),

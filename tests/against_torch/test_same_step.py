@@ -154,17 +154,8 @@ def in_plain_pytorch(name, title):
     def clip_now():
         found.append(clip(owner, mode, unscaled, INPUTS if "units" in condition.options else None))
 
-    def closure(step):
-        owner.zero_grad()
-        gradients(step)
-        clip_now()
-        return 0.0
-
     for step in range(STEPS):
         condition.change(step, net, optimizers[0])
-        if "closure" in condition.options:
-            optimizers[0].step(torch.enable_grad()(partial(closure, step)))
-            continue
         gradients(step)
         condition.after(step, net, optimizers[0])
         finite = all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
@@ -256,18 +247,8 @@ def train(booster, model, optimizer, condition, criterion, mode, average):
             decision = optimizer.clip(clipping)
         found.append((float(decision.norm), float(decision.fraction)))
 
-    def closure(step):
-        optimizer.zero_grad()
-        gradients(step)
-        if condition.mode != "none":
-            clip_now(step)
-        return 0.0
-
     for step in range(STEPS):
         condition.change(step, net, first)
-        if "closure" in condition.options:
-            optimizer.step(torch.enable_grad()(partial(closure, step)))
-            continue
         gradients(step)
         condition.after(step, net, first)
         clip_now(step)

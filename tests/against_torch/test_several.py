@@ -1,4 +1,4 @@
-"""Several optimizers, several models and a criterion that learns take one step together."""
+"""Several optimizers and a criterion that learns take one step together."""
 
 import pytest
 import torch
@@ -11,12 +11,11 @@ from runner.booster import Booster, PipelineParallelPlugin, SinglePlugin
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
-    TensorParallelPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
 from runner.data.dataset import TensorPairs
-from tests.against_torch.plain import PLUGINS, batch, clip, mean_square, off, part
+from tests.against_torch.plain import clip
 from tests.against_torch.plain import network as one
 from tests.ranks import run_ranks
 
@@ -90,51 +89,6 @@ def test_the_trainer_steps_all_optimizers_and_schedulers_and_the_criterion():
         torch.testing.assert_close(found, dict(wanted), rtol=0, atol=1e-12)
 
 
-def two_models(plugins):
-    """Weights of two models under one optimizer."""
-    found = {}
-    for name in plugins:
-        plugin = PLUGINS[name]() if name != "tensor" else TensorParallelPlugin(tp_plan=TWO_PLAN)
-        booster, models = Booster(plugin=plugin), parts_of(one())
-        adamw = AdamW([p for m in models for p in m.parameters()], lr=0.05, weight_decay=0.5)
-        wrapped, optimizer, *_ = booster.boost(models, adamw)
-        for step in range(6):
-            inputs, targets = (part(plugin, whole) for whole in batch(step // 2))
-            with booster.no_sync(wrapped) if step % 2 == 0 else torch.enable_grad():
-                booster.backward(mean_square(wrapped[1](wrapped[0](inputs)), targets), optimizer)
-            if step % 2:
-                optimizer.clip_grad_by_norm(2.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        states = [booster.state_dict(each) for each in wrapped]
-        found[name] = {f"{i}.{key}": v for i, s in enumerate(states) for key, v in s.items()}
-    return found
-
-
-TWO_PLAN = {"0": "colwise_rep"}
-
-
-def parts_of(model):
-    return [model[:2], nn.Sequential(*model[2:])]
-
-
-def test_two_models_under_one_optimizer():
-    model = one()
-    optimizer = AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
-    for step in range(3):
-        inputs, targets = batch(step)
-        (2 * mean_square(model(inputs), targets)).backward()
-        clip(model, 2.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    wanted = {
-        f"{i}.{key}": v for i, m in enumerate(parts_of(model)) for key, v in m.state_dict().items()
-    }
-    names = ["ddp", "fsdp", "zero1", "zero2", "zero3", "tensor"]
-    for name, weights in (two_models(["single"]) | run_ranks(two_models, 2, names)[0]).items():
-        assert off(weights, wanted) < 1e-9, name
-
-
 def test_a_script_that_trains_in_phases_makes_a_new_trainer_for_each():
     model = network()
     boosted, *_ = Booster().boost(model, SGD(model.parameters(), lr=1.0))
@@ -144,11 +98,7 @@ def test_a_script_that_trains_in_phases_makes_a_new_trainer_for_each():
     Booster().boost(model, SGD(model.parameters(), lr=1.0))
 
 
-def test_what_belongs_to_no_module_or_to_two_is_named():
-    first, second = network(), network()
-    second[2].weight = first[2].weight
-    with pytest.raises(ValueError, match=r"0\.2\.weight and 1\.2\.weight are one parameter of two"):
-        Booster().boost([first, second], SGD(first.parameters(), lr=1.0))
+def test_what_belongs_to_no_module_is_named():
     model, loose = network(), nn.Parameter(torch.zeros(4))
     optimizer = SGD([{"params": model.parameters()}, {"params": [loose]}], lr=1.0)
     for boost in (Booster().boost, lambda model, each: Trainer(model, [], optimizers=each)):
@@ -184,11 +134,6 @@ def refusals():
             booster.boost(model, SGD(model.parameters(), lr=1.0))
     with pytest.raises(ValueError, match="zero_bubble takes no gradient of a criterion's"):
         Booster(plugin=PipelineParallelPlugin(schedule="zero_bubble")).boost(one(), None, Scaled())
-    model = network()
-    boosted, *_ = Booster(plugin=TorchDDPPlugin(static_graph=True)).boost(model)
-    model[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"0\.weight was frozen or unfrozen after boost, but stat"):
-        boosted(pairs().inputs)
 
 
 def test_what_plugins_refuse():

@@ -152,21 +152,6 @@ def test_gradients_that_no_fused_step_can_clip_are_clipped_before(given):
     torch.testing.assert_close(weight.detach(), before - 0.1 * gradient, rtol=rel, atol=rel)
 
 
-def test_a_closure_computes_gradients_of_its_own():
-    model, optimizer = stepped()
-    optimizer.clip(build("norm", threshold=0.25), fold=True)
-    start = model.unwrap().weight.detach().clone()
-
-    def closure():
-        with torch.enable_grad():
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-        return 0.0
-
-    optimizer.step(closure)
-    torch.testing.assert_close(model.unwrap().weight.detach(), start - 0.1)
-
-
 def test_gradients_far_above_the_threshold():
     for size, threshold in ((1e25, 0.5), (1e30, 1e-9), (1e-25, 1e-30)):
         model, booster = nn.Linear(8, 1, bias=False), Booster()

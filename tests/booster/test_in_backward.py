@@ -193,7 +193,6 @@ def test_what_goes_wrong_in_a_backward_pass_is_refused():
     refused(StepOrderError, "one backward pass outside of no_sync", again)
     refused(ValueError, "already", lambda: optimizer.clip_in_backward(mode))
     refused(ValueError, "the same mode", lambda: optimizer.clip_grad_by_norm(1.0))
-    refused(ValueError, "closure", lambda: optimizer.step(lambda: 0.0))
     booster, model, optimizer, _ = boosted(Twice())
     # Reentrant segments accumulate a gradient twice, so it is not final after the first time.
     twice = lambda: booster.backward(model(batch(0)[0], True), optimizer)  # noqa: E731

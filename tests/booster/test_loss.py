@@ -34,13 +34,6 @@ class WithItems(WeightedByHand):
         return WEIGHT[targets].sum()
 
 
-class Contrastive(nn.Module):
-    """Each sample is told from the others of its batch."""
-
-    def forward(self, outputs, targets):
-        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
-
-
 CE, NLL, OUT = nn.CrossEntropyLoss, nn.NLLLoss(weight=WEIGHT), logits(4, 5)
 SOFT, SOME = OUT.detach().softmax(1), torch.tensor([0, 4, IGNORED, 3])
 SMOOTH = CE(weight=WEIGHT, label_smoothing=0.2, ignore_index=2)
@@ -65,10 +58,8 @@ SMOOTH = CE(weight=WEIGHT, label_smoothing=0.2, ignore_index=2)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_sums_over_items_of_parts_are_the_mean_of_the_whole(
-    criterion, outputs, targets, items, caplog
-):
-    loss = WindowLoss(nn.Identity(), criterion, checked=True)
+def test_sums_over_items_of_parts_are_the_mean_of_the_whole(criterion, outputs, targets, items):
+    loss = WindowLoss(nn.Identity(), criterion)
     total = counted = 0.0
     for at in (slice(0, 2), slice(2, 3), slice(3, None)):
         batch = (None, targets[at])
@@ -78,7 +69,6 @@ def test_sums_over_items_of_parts_are_the_mean_of_the_whole(
     torch.testing.assert_close(total / loss.divisor(counted), criterion(outputs, targets))
     assert loss.items((None, targets)).samples == len(targets)
     assert float(counted) == pytest.approx(items)
-    assert caplog.text == ""
 
 
 def test_tokens_that_are_ignored_are_no_items():
@@ -117,51 +107,6 @@ def test_nothing_divides_a_criterion_that_sums_and_one_that_does_not_reduce_is_r
     criterion = nn.CrossEntropyLoss()
     WindowLoss(nn.Identity(), criterion)
     assert criterion.reduction == "mean"
-
-
-# -- a criterion that is no mean over items
-
-
-class Counting(WeightedByHand):
-    """Keeps what it saw in a buffer and in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-        self.calls = []
-
-    def forward(self, outputs, targets):
-        self.seen += len(targets)
-        self.calls.append(len(targets))
-        return super().forward(outputs, targets)
-
-
-@pytest.mark.parametrize(
-    ("criterion", "warned"),
-    [
-        (Contrastive(), True),
-        (Counting(), True),
-        (WithItems(), False),
-        (lambda outputs, targets: F.cross_entropy(outputs, targets), False),
-        (nn.MultiMarginLoss(weight=WEIGHT), False),
-    ],
-    ids=["contrastive", "weighted", "with items", "function", "margin"],
-)
-def test_a_mean_that_cannot_be_undone_is_warned_about_once(criterion, warned, caplog):
-    loss = WindowLoss(nn.Identity(), criterion, checked=True)
-    batch = (None, torch.tensor([0, 1, 4, 4]))
-    drawn = torch.random.get_rng_state()
-    single = WindowLoss(nn.Identity(), criterion, checked=True)
-    single.sum(logits(1, 5), (None, torch.tensor([4])), 1)  # One sample tells nothing.
-    single = [*getattr(criterion, "calls", ())]
-    for _ in range(3):
-        loss.sum(logits(4, 5), batch, loss.items(batch).items)
-    if isinstance(criterion, Counting):  # The look at it leaves its state alone.
-        assert (criterion.calls, criterion.seen) == ([*single, 4, 4, 4], 13)
-    assert torch.equal(torch.random.get_rng_state(), drawn)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == warned
-    assert all("loss_items(targets)" in message for message in messages)
 
 
 # -- batches

@@ -376,7 +376,4 @@ def test_states_go_round():
     assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
     refused(ValueError, "2 optimizers|1 were", lambda: one.load_state_dict(saved.state_dict()))
     refused(RuntimeError, "2 optimizers", saved.unwrap)
-    refused(ValueError, "closure", lambda: saved.step(lambda: 0.0))
     assert one.unwrap() is one.optimizers[0]
-    one.backward(loss_of(module))
-    assert one.step(lambda: 0.0) is True

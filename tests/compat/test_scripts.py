@@ -92,7 +92,7 @@ def require_plain_torchs(name, plugin, folder):
         assert off <= 1e-6 * max(1.0, tensor.abs().max()), (name, key, off)
     assert any(not torch.equal(tensor, before[key]) for key, tensor in weights.items())
     if half and name == "bert":
-        saved = torch.load(folder / f"{EPOCHS}" / "optimizer", weights_only=True)
+        saved = torch.load(folder / f"{EPOCHS}" / "optimizer" / "optimizer.pt", weights_only=True)
         assert saved["loss_scale"]["scale"] == scale < 2.0**16, "a step has overflowed"
     samples = script.datasets(name)[1]
     plain.load_state_dict(weights)

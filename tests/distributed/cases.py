@@ -50,7 +50,6 @@ Stages, Tensors, Hybrid = PipelineParallelPlugin, TensorParallelPlugin, HybridPa
 Experts, Zero = MoeHybridParallelPlugin, LowLevelZeroPlugin
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
-    "static": partial(TorchDDPPlugin, static_graph=True),
     "fsdp": TorchFSDPPlugin,
     "fsdp_gathered": partial(TorchFSDPPlugin, reshard_after_forward=False),
     "hsdp": partial(TorchFSDPPlugin, dp_replicate=2),

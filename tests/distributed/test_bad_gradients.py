@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -122,75 +121,6 @@ def test_a_step_that_is_not_finite_is_that_of_one_process(world, kind):
             assert any(reader in ours[0]["error"] for reader in readers), ours[0]["error"]
         wrong += [f"{plugin}, {name}, {kept}: {line}" for line in found[:4]]
     assert not wrong, "\n".join(wrong)
-
-
-# -- one element of a final gradient, on each rank in turn
-
-POLICIES = {2: ("skip", "error", "ignore"), 4: ("skip",)}
-CLIPS = (NORM, ("value", 0.1, 2.0), ("adaptive", 0.1, 2.0))
-FINAL = {
-    2: ("fsdp", "zero1", "tensor", "1f1b", "moe"),
-    4: ("hybrid", "hybrid_zero1", "hybrid_fsdp_pp", "moe_dp"),
-}
-"""Not ddp: replicas of a final gradient are the same bits there, and none of them is bad alone."""
-
-
-def bad_elements(plugin, policy):
-    """Write a bad value to a shard of each rank; return what became of each step."""
-    loop = Loop(plugin, make(model_of(plugin)), scale=None, nonfinite=policy)
-    told = []
-    for culprit, place in product(range(dist.get_world_size()), range(len(CLIPS))):
-        loop.optimizer.zero_grad()
-        loop.backward(*batch_for(model_of(plugin)))
-        loop.optimizer.unscale()
-        before = [shard.weight.clone() for shard in loop.layout.shards]
-        name, error, metrics, taken = None, None, None, None
-        if dist.get_rank() == culprit:
-            shards = [p for p in loop.layout.shards if p.gradient is not None]
-            shards = [p for p in shards if p.gradient.numel()]
-            # One that only this rank has, and one that others have too.
-            kinds = [[p for p in shards if (p.num_replicas == 1) == own] for own in (True, False)]
-            wrong = [kind[-1] for kind in kinds if kind]
-            chosen = wrong[place % len(wrong)]
-            chosen.gradient.view(-1)[0] = (math.nan, -math.inf, math.nan)[place]
-            name = chosen.name
-        gradients = loop.own_gradients()
-        try:
-            metrics = [float(metric).hex() for metric in loop.clip(CLIPS[place]).metrics]
-        except NonFiniteGradient as raised:
-            error = str(raised)
-        pairs = zip(gradients, loop.own_gradients(), strict=True)
-        untouched = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-        if policy != "error":
-            taken = loop.optimizer.step()
-        after = [shard.weight for shard in loop.layout.shards]
-        untouched &= policy == "ignore" or all(map(torch.equal, after, before))
-        with torch.no_grad():
-            for weight, former in zip(after, before, strict=True):
-                weight.copy_(former)
-        told.append((name, untouched, [error, metrics, taken]))
-    return told
-
-
-def bad_under(plugins):
-    asked = product(plugins, POLICIES[dist.get_world_size()])
-    return [bad_elements(plugin, policy) for plugin, policy in asked]
-
-
-@pytest.mark.parametrize("world", FINAL)
-def test_one_bad_element_anywhere_is_known_everywhere(world):
-    ranks = run_ranks(bad_under, world, FINAL[world])
-    for number, (plugin, policy) in enumerate(product(FINAL[world], POLICIES[world])):
-        for fates in zip(*(rank[number] for rank in ranks), strict=True):
-            [name] = [name for name, *_ in fates if name is not None]
-            error, metrics, taken = fates[0][2]
-            assert all(fate == [error, metrics, taken] for *_, fate in fates), (plugin, policy)
-            assert all(untouched for _, untouched, _ in fates), (plugin, policy)
-            if policy == "error":
-                assert name in error
-            else:
-                assert taken is (policy == "ignore")
-                assert not math.isfinite(float.fromhex(metrics[0]))
 
 
 # -- spikes

@@ -6,18 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from runner.booster import Booster, SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster import Booster, SinglePlugin, TorchFSDPPlugin
 from runner.clip import build
 from tests.against_torch.by_tensor import MODES, STEPS, batch, network, optimizers, train_plain
 from tests.ranks import run_ranks
 
 PLUGINS = {
     "single": SinglePlugin,
-    "ddp": lambda: TorchDDPPlugin(find_unused_parameters=True, bucket_cap_mb=1e-3),
-    "views": lambda: TorchDDPPlugin(find_unused_parameters=True, gradient_as_bucket_view=True),
     "fsdp": TorchFSDPPlugin,
     "hsdp": lambda: TorchFSDPPlugin(dp_replicate=2),
-    "static": lambda: TorchDDPPlugin(static_graph=True),
 }
 
 WAYS = [(mode, True, 1) for mode in MODES]
@@ -28,7 +25,6 @@ FEW = [("value", True, 1), ("adaptive", False, 2), ("adagc", True, 1)]
 
 
 def train(plugin, mode, step, micros):
-    fixed = getattr(plugin, "ddp_kwargs", {}).get("static_graph", False)
     booster = Booster(plugin=plugin, nonfinite="error")
     raw = network()
     model, optimizer, *_ = booster.boost(raw, optimizers(raw))
@@ -38,7 +34,7 @@ def train(plugin, mode, step, micros):
     rows = []
     for number in range(STEPS):
         for micro in range(micros):
-            halves = zip(*(x.chunk(2) for x in batch(number, micro, fixed)), strict=True)
+            halves = zip(*(x.chunk(2) for x in batch(number, micro)), strict=True)
             mine = [*halves][plugin.data_rank :: plugin.data_size]
             with booster.no_sync(model) if micro < micros - 1 else nullcontext():
                 losses = [F.cross_entropy(model(x), y) for x, y in mine]
@@ -57,9 +53,9 @@ def all_ways(name, ways):
     return [train(PLUGINS[name](), *way) for way in ways]
 
 
-def compare(found, way, fixed=False):
+def compare(found, way):
     mode, _, micros = way
-    rows, weights = train_plain(mode, micros, fixed)
+    rows, weights = train_plain(mode, micros)
     for number, (got, wanted) in enumerate(zip(found[0], rows, strict=True)):
         assert got == pytest.approx(wanted, rel=1e-9, abs=1e-12), (way, number)
     assert any(row[2] for row in rows) == (mode != "none")
@@ -76,9 +72,9 @@ def test_one_process():
 
 @pytest.mark.parametrize("name", [name for name in PLUGINS if name != "single"])
 def test_two_ranks(name):
-    ways = WAYS if name in ("ddp", "fsdp") else FEW
+    ways = WAYS if name == "fsdp" else FEW
     ranks = run_ranks(all_ways, 2, name, ways)
     for number, way in enumerate(ways):
-        compare(ranks[0][number], way, fixed=name == "static")
+        compare(ranks[0][number], way)
         assert ranks[1][number][0] == ranks[0][number][0], way
         assert str(ranks[1][number][2]) == str(ranks[0][number][2]), way

@@ -39,7 +39,7 @@ def fewest(plugin: str) -> int:
     return 4 if four else 2
 
 
-OPTIONS = ("static", "offload", "zero_offload")
+OPTIONS = ("offload", "zero_offload")
 DAILY = [*FAMILIES[2], *FAMILIES[4], "pipeline_dp", "hybrid", "hybrid_ep_pp"]
 MORE = [(p, fewest(p)) for p in PLUGINS if p not in (*OPTIONS, *EIGHT[2:])]
 MORE += [("ddp", 3), ("fsdp", 3), ("zero1", 3), ("1f1b", 3), ("zero2", 4), ("tensor", 4)]
@@ -139,6 +139,5 @@ def test_the_rest_of_the_product(plugin, world, model):
 
 
 def test_options_of_plugins():
-    """PyTorch's ``no_sync`` fails in the first backward pass of a static graph."""
     cases = [Case("tied", mode, 2, steps=3) for mode in ("L2", "adaptive")]
     assert_agree(dict.fromkeys(OPTIONS, cases), 2)

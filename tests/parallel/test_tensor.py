@@ -11,7 +11,7 @@ from runner.config.plugin_section import STYLES
 from runner.models.gpt import GPT
 from runner.parallel.collectives import span
 from runner.parallel.tensor import RUNS
-from runner.parallel.tensor_styles import PLACED, PlanError, check_heads, check_sequence, plan_of
+from runner.parallel.tensor_styles import PLACED, PlanError, check_heads, checked_plan, plan_of
 
 
 def gpt(tied=False, heads=2):
@@ -49,7 +49,7 @@ def test_a_model_brings_its_own_plan_and_a_given_one_counts_instead():
 @pytest.mark.parametrize(
     ("layer", "plan", "says"),
     [
-        (None, {"blocks.*.mlp.upp": "colwise"}, r"no module; did you mean blocks\.\*\.mlp\.up"),
+        (None, {"blocks.*.mlp.upp": "colwise"}, r"matches no module; there are embed"),
         (None, {"transformer.h": "colwise"}, "matches no module; there are embed, positions"),
         (None, {"blocks.*.mlp.up": "columns"}, "unknown style 'columns'; use colwise, rowwise"),
         (None, {"blocks.*.mlp_norm": "rowwise"}, "rowwise is for torch.nn.Linear"),
@@ -87,10 +87,10 @@ def test_tied_weights_are_split_one_way(given):
 
 
 def test_a_sequence_is_split_by_a_plan_that_does():
-    check_sequence(plan_of(gpt()))
+    checked_plan(gpt(), None, 2, sequence=True)
     plan = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
     with pytest.raises(PlanError, match="give the style split_sequence to the module"):
-        check_sequence(plan_of(gpt(), plan))
+        checked_plan(gpt(), plan, 2, sequence=True)
     options = {"sequence_parallel": True, "tp_plan": plan}
     [(key, value, _)] = TensorParallelPlugin.problems(gpt(), 2, options)
     assert (key, value) == ("sequence_parallel", True)

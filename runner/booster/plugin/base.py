@@ -20,8 +20,8 @@ from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
-from runner.parallel.final_gradients import Final, watch_parameters
 from runner.parallel.gradient_sync import nothing
+from runner.parallel.hooks import Final, watch_parameters
 from runner.parallel.pipeline import Pipeline
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,11 +128,7 @@ class Plugin(ABC):
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes do not synchronise gradients.
-
-        Args:
-            model: ``module`` of what :meth:`configure` returned.
-        """
+        """Return a context in which backward passes of a distributed model do not synchronise."""
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Sum values over all data-parallel ranks, with bitwise equal results on all ranks."""

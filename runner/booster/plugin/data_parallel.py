@@ -9,33 +9,29 @@ all-gathered for the forward and backward pass of its block.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.booster.nonfinite import StepOrderError
 from runner.booster.plugin import base
 from runner.clip import Layout
-from runner.parallel import final_gradients
 from runner.parallel import gradient_sync as sync
-from runner.parallel.hooks import Usage, held_tensors, require_no_post_accumulate
+from runner.parallel.hooks import Usage, held_tensors, require_no_post_accumulate, watch_blocks
 from runner.parallel.mesh import grid
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
-
-_TRAINED = attrgetter("requires_grad")
 
 
 class TorchDDPPlugin(base.Plugin):
     """Data parallelism by :class:`torch.nn.parallel.DistributedDataParallel`.
 
     The arguments are those of DDP, except ``sync_batchnorm``: whether to compute batch norm over
-    the samples of all ranks (:class:`torch.nn.SyncBatchNorm`, only on GPUs). Both forward and
-    backward pass have to run inside ``no_sync``.
+    the samples of all ranks (:class:`torch.nn.SyncBatchNorm`, only on GPUs). ``static_graph`` means
+    ``find_unused_parameters``, because PyTorch 2.14 fails under ``no_sync`` of a static graph. Both
+    forward and backward pass have to run inside ``no_sync``.
 
     Raises:
         RuntimeError: there is no process group.
@@ -54,9 +50,8 @@ class TorchDDPPlugin(base.Plugin):
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
+            "find_unused_parameters": find_unused_parameters or static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
         }
         if not broadcast_buffers:
             # Passed only if it differs, because newer versions of torch renamed it.
@@ -69,22 +64,11 @@ class TorchDDPPlugin(base.Plugin):
         device = next(model.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
         wrapped = Replica(model, device_ids=ids, **self.ddp_kwargs)
-        return base.ParallelModel(
-            wrapped,
-            Layout.of_model(model),
-            sync_grads=wrapped.average_again,
-            watch_final=wrapped.watch_final,
-        )
+        return base.ParallelModel(wrapped, Layout.of_model(model), sync_grads=wrapped.average_again)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return DDP's context: gradients stay local until a backward pass outside.
-
-        With ``static_graph`` the first backward pass of a training has to average its gradients:
-        PyTorch 2.14 fails under ``DDP.no_sync`` there. The sum over the window is the same.
-        """
+        """Return DDP's context: gradients stay local until a backward pass outside."""
         assert isinstance(model, DistributedDataParallel)
-        if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
-            return nullcontext()
         return model.no_sync()
 
 
@@ -98,7 +82,6 @@ class Replica(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self._options = options
-        self._watched = False  # whether gradients are read in the backward pass
         self._note_trained()
         self._averages = False  # whether DDP averages in the next backward pass
         self._missed = False  # whether a backward pass has run in which it did not
@@ -106,7 +89,7 @@ class Replica(DistributedDataParallel):
 
     def _note_trained(self) -> None:
         self._held_parameters = list(self.module.parameters())
-        self._trained = list(map(_TRAINED, self._held_parameters))
+        self._trained = [p.requires_grad for p in self._held_parameters]
         with torch.enable_grad():
             views = [p.view_as(p).grad_fn for p in self._held_parameters if p.requires_grad]
         self._accumulators = [view.next_functions[0][0] for view in views if view is not None]
@@ -115,43 +98,24 @@ class Replica(DistributedDataParallel):
         """Run the model; register parameters that were frozen or unfrozen since the last pass."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        trained = list(map(_TRAINED, self._held_parameters))
-        if trained != self._trained and any(trained):
-            self._rebuild(trained)
-        outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        trained = [p.requires_grad for p in self._held_parameters]
         held = not self.require_backward_grad_sync
+        if trained != self._trained and any(trained):
+            # Ranks hold the same weights, but each of them its own buffers.
+            mode, hooks = self.training, self._comm_hooks
+            DistributedDataParallel.__init__(self, self.module, init_sync=False, **self._options)
+            self.training, self.require_backward_grad_sync = mode, not held
+            for hook, state in hooks:
+                self.register_comm_hook(state, hook)
+            self._note_trained()
+        outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._averages = self._averages or not held
         for output in held_tensors(outputs):
             if output.requires_grad and not output.is_leaf:
-                output.register_hook(self._held if held else self._reached)  # type: ignore[no-untyped-call]
+                output.register_hook(partial(self._note_pass, held))  # type: ignore[no-untyped-call]
         return outputs
 
-    def _rebuild(self, trained: list[bool]) -> None:
-        """Register the parameters that are trained now. Every rank has to call this."""
-        if self.static_graph:
-            named = zip(self.module.named_parameters(), trained, self._trained, strict=True)
-            name = next(name for (name, _), now, before in named if now != before)
-            raise ValueError(
-                f"{name} was frozen or unfrozen after boost, but static_graph=True takes the same "
-                "parameters in each step: use TorchDDPPlugin(static_graph=False)"
-            )
-        mode, syncs, hooks = self.training, self.require_backward_grad_sync, self._comm_hooks
-        # Ranks hold the same weights, but each of them its own buffers.
-        DistributedDataParallel.__init__(self, self.module, init_sync=False, **self._options)
-        self.training, self.require_backward_grad_sync = mode, syncs
-        for hook, state in hooks:
-            self.register_comm_hook(state, hook)
-        if self._watched:
-            self.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
-        self._note_trained()
-
-    def _reached(self, gradient: Tensor) -> None:
-        self._note_pass(held=False)
-
-    def _held(self, gradient: Tensor) -> None:
-        self._note_pass(held=True)
-
-    def _note_pass(self, held: bool) -> None:
+    def _note_pass(self, held: bool, gradient: Tensor) -> None:
         """Note that a backward pass runs; each pass has a number."""
         number = torch._C._current_graph_task_id()
         executes = torch._C._will_engine_execute_node
@@ -159,14 +123,7 @@ class Replica(DistributedDataParallel):
         if number == self._pass or not any(map(executes, self._accumulators)):
             return
         self._pass = number
-        if not self._averages and not held:
-            if self._watched:
-                raise StepOrderError(
-                    "a second backward pass of one forward pass would change gradients that were "
-                    "clipped already: with clip.when=backward a step has one backward pass outside "
-                    "of no_sync"
-                )
-            self._missed = True
+        self._missed = self._missed or not (self._averages or held)
         self._averages = False
 
     def average_again(self) -> None:
@@ -178,11 +135,6 @@ class Replica(DistributedDataParallel):
             self._missed = False
             group: Any = self.process_group
             sync.average(sync.Replicas(self._held_parameters, group, group.size()))
-
-    def watch_final(self, final: final_gradients.Final) -> None:
-        """Call ``final`` with parameters whose gradients have become final in a backward pass."""
-        final_gradients.watch_buckets(self, final)
-        self._watched = True
 
 
 class TorchFSDPPlugin(base.Plugin):
@@ -249,7 +201,7 @@ class TorchFSDPPlugin(base.Plugin):
                 sync.broadcast_buffers(model, self.world),
             ),
             broadcast_params=partial(reshard, [model]),
-            watch_final=partial(final_gradients.watch_blocks, model, usage, self.world),
+            watch_final=partial(watch_blocks, model, usage, self.world),
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
@@ -21,15 +21,13 @@ from torch.distributed.tensor import DTensor
 from runner.booster.plugin import base
 from runner.clip import Layout
 from runner.clip.units import head_weights
-from runner.config.notation import first_few
 from runner.config.plugin_section import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel import gradient_sync as sync
 from runner.parallel import stages, tensor_styles
-from runner.parallel.experts import mixtures, of_experts, spread_experts, stacked_experts
-from runner.parallel.hooks import Usage, post_accumulate_hooked, require_no_post_accumulate
-from runner.parallel.mesh import Axes, position
-from runner.parallel.overlap import Averaging
+from runner.parallel.gradient_sync import Averaging
+from runner.parallel.hooks import Usage, require_no_post_accumulate
+from runner.parallel.mesh import Axes, mixtures, of_experts, position, spread_experts
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.tensor import parallelize, partial_parameters
@@ -161,12 +159,17 @@ class HybridParallelPlugin(base.Plugin):
         sizes = self.sizes
         device = next(model.parameters()).device
         axes = Axes.of(device.type, sizes)
+        data, same = axes.dp.get_group(), axes.edp.get_group()
         if self.sync_batchnorm:
-            sync.synchronise_batch_norm(model, axes.dp.get_group())
+            sync.synchronise_batch_norm(model, data)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
-        styles = self._styles(model)
+        styles: dict[str, str] = {}
+        if sizes.tp > 1:
+            styles = tensor_styles.checked_plan(
+                model, self.tp_plan, sizes.tp, self.sequence_parallel
+            )
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._check_hooks(model)
         sync.broadcast_model(model, self.world)
@@ -194,9 +197,7 @@ class HybridParallelPlugin(base.Plugin):
 
         layout = Layout.of_sharded(model, self.world, whole, ranks, own.renamed, heads)
         replicas = sync.replicas_of(model, axes, experts, sharded=self.sharded)
-        broadcast_params: Callable[[], None] = (
-            partial(reshard, roots) if self.sharded else sync.nothing
-        )
+        broadcast_params = partial(reshard, roots) if self.sharded else sync.nothing
         steps = None
         if self.zero_stage == 1:
             partition = sync.Partition(replicas)
@@ -208,59 +209,41 @@ class HybridParallelPlugin(base.Plugin):
         averagings = [Averaging(each, backwards, waiting) for each in replicas]
         self._averagings[model] = averagings
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
-        waits = axes.dp.get_group() if sizes.ep > 1 or self.sharded else None
+        waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.num_microbatches)
         pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
+        calls = usage.drops(model, axes, experts) if self.sharded else []
+        if sizes.tp > 1:
+            split = [p for p in model.parameters() if isinstance(p, DTensor)]
+            calls.append(partial(sync.sum_partial, split))
+        calls += [each.finish for each in averagings]
+        calls += [partial(sync.sum_copies, each) for each in tied]
+        calls.append(sync.broadcast_buffers(model, data, lambda name: name not in experts))
+        calls.append(sync.broadcast_buffers(model, same, lambda name: name in experts))
+        if sizes.tp > 1:
+            replicated = tensor_styles.replicated(model)
+            calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
         return base.ParallelModel(
             model,
             layout,
-            sync_grads=sync.in_turn(
-                *(usage.drops(model, axes, experts) if self.sharded else ()),
-                partial(
-                    sync.sum_partial, [p for p in model.parameters() if isinstance(p, DTensor)]
-                ),
-                *(each.finish for each in averagings),
-                *(partial(sync.sum_copies, each) for each in tied),
-                sync.broadcast_buffers(
-                    model, axes.dp.get_group(), lambda name: name not in experts
-                ),
-                sync.broadcast_buffers(model, axes.edp.get_group(), lambda name: name in experts),
-                tensor_styles.ReplicaCheck(tensor_styles.replicated(model), axes.tp.get_group())
-                if sizes.tp > 1
-                else sync.nothing,
-            ),
+            sync_grads=sync.in_turn(*calls),
             broadcast_params=broadcast_params,
             steps=steps,
             pipeline=pipeline,
             renamed=own.renamed,
         )
 
-    def _styles(self, model: nn.Module) -> dict[str, str]:
-        if self.sizes.tp == 1:
-            return {}
-        styles = tensor_styles.plan_of(model, self.tp_plan)
-        whole = [] if self.tp_plan else tensor_styles.whole_experts(model)
-        if whole and self.rank == 0:
-            log.warning("tensor parallelism keeps experts whole: %s", first_few(whole, 3))
-        tensor_styles.check_heads(model, styles, self.sizes.tp)
-        if self.sequence_parallel:
-            tensor_styles.check_sequence(styles)
-        return styles
-
     def _check_hooks(self, model: nn.Module) -> None:
-        """Refuse post-accumulate hooks that would not run; warn about those that run too often."""
-        why = None
+        """Refuse post-accumulate hooks that would not run."""
+        why = ""
         if self.sizes.tp > 1:
             why = "tensor parallelism replaces parameters by the parts on each rank"
         elif self.sharded:
             why = f"zero_stage={self.zero_stage} computes with temporary copies of parameters"
         elif self.sizes.pp > 1 and SCHEDULES[self.schedule].splits_backward:
             why = f"schedule={self.schedule} computes the gradients of weights apart"
-        if why is not None:
+        if why:
             require_no_post_accumulate(model.named_parameters(), why)
-        hooked = ", ".join(post_accumulate_hooked(model.named_parameters()))
-        if hooked and self.sizes.pp > 1 and self.rank == 0:
-            log.warning("%s: a post-accumulate hook runs for each microbatch of a batch", hooked)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which gradients stay local, but those of sharded pipeline stages."""
@@ -272,18 +255,13 @@ def _problems(
 ) -> Iterator[base.Misfit]:
     """Yield what does not fit the model."""
     kind, plan, starts = type(model).__name__, options.get("tp_plan"), options.get("split")
-    asked = options.get("ep_size")
     if sizes.tp > 1 or plan:
-        argument, value = "tp_plan", plan
         try:
-            styles = tensor_styles.plan_of(model, plan)
-            argument, value = "tp_size", sizes.tp
-            tensor_styles.check_heads(model, styles, sizes.tp)
-            argument, value = "sequence_parallel", True
-            if sizes.tp > 1 and options.get(argument):
-                tensor_styles.check_sequence(styles)
+            sequence = sizes.tp > 1 and options.get("sequence_parallel", False)
+            tensor_styles.checked_plan(model, plan, sizes.tp, sequence)
         except tensor_styles.PlanError as error:
-            yield argument, value, str(error)
+            given = {"tp_plan": plan, "tp_size": sizes.tp, "sequence_parallel": True}
+            yield error.argument, given[error.argument], str(error)
     if sizes.pp > 1:
         count = sizes.pp * SCHEDULES[options.get("schedule", "1f1b")].stages_per_rank
         try:
@@ -293,15 +271,8 @@ def _problems(
         if callable(getattr(model, "loss", None)):
             own = f"{kind} computes its own loss, which a pipeline cannot cut"
             yield "pp_size", sizes.pp, own
-    if any(mixtures(model)):
-        return
-    if sizes.ep > 1 and (stacked := stacked_experts(model)):
-        cannot = (
-            f"the experts of {kind} are stacked in one parameter ({first_few(stacked, 2)}), which "
-            "cannot be distributed by expert; plugin=fsdp shards them"
-        )
-        yield "ep_size", asked or sizes.ep, cannot
-    elif asked and asked != 1:
+    asked = options.get("ep_size")
+    if asked and asked != 1 and not any(mixtures(model)):
         yield "ep_size", asked, f"{kind} has no experts to spread; model=moe has"
 
 

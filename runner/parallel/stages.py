@@ -162,18 +162,12 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
 
 
 def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[int]:
-    if len(starts) != stages - 1:
-        raise CutError(f"{stages} stages have {stages - 1} cuts, but {len(starts)} names are given")
     listed = [part.modules[0] for part in parts]
-    unknown = [name for name in starts if name not in listed]
-    if unknown:
+    bounds = [listed.index(name) for name in starts if name in listed]
+    if len(starts) != stages - 1 or len(bounds) < len(starts) or sorted({0, *bounds})[1:] != bounds:
         raise CutError(
-            f"no part begins with {', '.join(unknown)}; parts begin with {', '.join(listed)}"
-        )
-    bounds = [listed.index(name) for name in starts]
-    if bounds != sorted(set(bounds)) or 0 in bounds:
-        raise CutError(
-            f"{', '.join(starts)} are not in the order of the model: {', '.join(listed)}"
+            f"{', '.join(starts)} cannot be the starts of {stages} stages: name {stages - 1} of "
+            f"{', '.join(listed[1:])}, in this order"
         )
     return bounds
 

@@ -1,13 +1,14 @@
 """Plugins, which distribute a model over ranks, by their names in a configuration."""
 
 from runner.booster.plugin.base import ParallelModel, Plugin, SinglePlugin
-from runner.booster.plugin.data_parallel import TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster.plugin.ddp import TorchDDPPlugin
 from runner.booster.plugin.hybrid import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     MoeHybridParallelPlugin,
     PipelineParallelPlugin,
     TensorParallelPlugin,
+    TorchFSDPPlugin,
 )
 
 PLUGINS: dict[str, type[Plugin]] = {

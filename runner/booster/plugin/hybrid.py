@@ -1,7 +1,7 @@
 """Plugin ``hybrid``: data, tensor, pipeline and expert parallelism on one device mesh.
 
-The plugins ``zero``, ``tensor``, ``pipeline`` and ``moe``, below, are this one with most sizes set
-to 1.
+The plugins ``fsdp``, ``zero``, ``tensor``, ``pipeline`` and ``moe``, below, are this one with most
+sizes set to 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel import gradient_sync as sync
 from runner.parallel import stages, tensor_styles
 from runner.parallel.gradient_sync import Averaging
-from runner.parallel.hooks import Usage, require_no_post_accumulate
-from runner.parallel.mesh import Axes, mixtures, of_experts, position, spread_experts
+from runner.parallel.hooks import Usage, require_no_post_accumulate, watch_blocks
+from runner.parallel.mesh import Axes, grid, mixtures, of_experts, position, spread_experts
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
 from runner.parallel.tensor import parallelize, partial_parameters
@@ -102,6 +102,7 @@ class HybridParallelPlugin(base.Plugin):
             raise ValueError(
                 f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {zero_stage}"
             )
+        self.dp_replicate = 1
         self.sizes = MeshSizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
         pp = self.sizes.pp
         self.zero_stage, self.sharded = zero_stage, zero_stage >= 2
@@ -165,15 +166,12 @@ class HybridParallelPlugin(base.Plugin):
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
-        styles: dict[str, str] = {}
-        if sizes.tp > 1:
-            styles = tensor_styles.checked_plan(
-                model, self.tp_plan, sizes.tp, self.sequence_parallel
-            )
+        given, sequence = self.tp_plan, self.sequence_parallel
+        plan = partial(tensor_styles.checked_plan, model, given, sizes.tp, sequence)
+        styles = plan() if sizes.tp > 1 else {}
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._check_hooks(model)
         sync.broadcast_model(model, self.world)
-
         own = stages.keep_own(
             model, parts, self.pp_rank, sizes.pp, self.schedule, sharded=self.sharded
         )
@@ -182,14 +180,18 @@ class HybridParallelPlugin(base.Plugin):
                 log.warning("%s has no experts: it is repeated whole", type(model).__name__)
             spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
-            parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
+            parallelize(model, styles, axes.tp, sequence=sequence)
         modules = {number: stages.Stage(model, parts[number]) for number in own.numbers}
         roots = list(modules.values()) if parts else [model]
         usage = Usage()
         if self.sharded:
             apart = axes.edp if sizes.ep > 1 else None
+            mesh = axes.dp
+            if self.dp_replicate > 1:
+                shape = self.dp_replicate, sizes.dp // self.dp_replicate
+                mesh = grid(device.type, shape, ("dp_replicate", "dp_shard"))
             for root in roots:
-                shard_model(root, axes.dp, self.sharding, usage, apart, ends=not parts)
+                shard_model(root, mesh, self.sharding, usage, apart, ends=not parts)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
@@ -212,6 +214,9 @@ class HybridParallelPlugin(base.Plugin):
         waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.num_microbatches)
         pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
+        watch = None
+        if self.sharded and sizes.pp == sizes.ep == sizes.tp == 1:
+            watch = partial(watch_blocks, model, usage, data)
         calls = usage.drops(model, axes, experts) if self.sharded else []
         if sizes.tp > 1:
             split = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -223,14 +228,9 @@ class HybridParallelPlugin(base.Plugin):
         if sizes.tp > 1:
             replicated = tensor_styles.replicated(model)
             calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
+        finish = sync.in_turn(*calls)
         return base.ParallelModel(
-            model,
-            layout,
-            sync_grads=sync.in_turn(*calls),
-            broadcast_params=broadcast_params,
-            steps=steps,
-            pipeline=pipeline,
-            renamed=own.renamed,
+            model, layout, finish, broadcast_params, steps, pipeline, own.renamed, watch
         )
 
     def _check_hooks(self, model: nn.Module) -> None:
@@ -274,6 +274,57 @@ def _problems(
     asked = options.get("ep_size")
     if asked and asked != 1 and not any(mixtures(model)):
         yield "ep_size", asked, f"{kind} has no experts to spread; model=moe has"
+
+
+class TorchFSDPPlugin(HybridParallelPlugin):
+    """Fully sharded data parallelism by torch's ``fully_shard``.
+
+    FSDP2 (Zhao et al. 2023, arXiv 2304.11277): each parameter is a DTensor sharded along its first
+    dimension, and all-gathered for the forward and backward pass of its block.
+
+    Args:
+        reshard_after_forward: whether to reshard the parameters of a block after its forward pass
+            and gather them again for its backward pass: less memory, more communication.
+        dp_replicate: number of replicas; each is sharded over world size ÷ ``dp_replicate`` ranks.
+        param_dtype: ``bf16`` or ``fp16``, the dtype in which parameters are gathered and computed;
+            gradients are reduced in float32. None keeps the dtype of each parameter.
+        cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
+        sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks
+            (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: ``dp_replicate`` does not divide the world size.
+    """
+
+    def __init__(
+        self,
+        reshard_after_forward: bool = True,
+        dp_replicate: int = 1,
+        param_dtype: str | None = None,
+        cpu_offload: bool = False,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        super().__init__(
+            zero_stage=3,
+            reshard_after_forward=reshard_after_forward,
+            param_dtype=param_dtype,
+            cpu_offload=cpu_offload,
+            sync_batchnorm=sync_batchnorm,
+        )
+        if self.world_size % dp_replicate:
+            raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
+        self.dp_replicate = dp_replicate
+
+    @classmethod
+    def problems(
+        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
+    ) -> list[base.Misfit]:
+        """Return a problem if ``dp_replicate`` does not divide the world size."""
+        replicas = options.get("dp_replicate", 1)
+        if ranks % replicas:
+            return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]
+        return []
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):

@@ -1,14 +1,11 @@
-"""Plugins ``ddp`` and ``fsdp``: each rank trains on its part of the samples.
+"""Plugin ``ddp``: every rank holds the whole model, and trains on its part of the samples.
 
-Under ``ddp`` every rank holds the whole model. After the backward pass of the last microbatch all
-ranks hold bitwise equal gradients, so clipping needs no collective. Under ``fsdp`` (FSDP2; Zhao et
-al. 2023, arXiv 2304.11277) each parameter is a DTensor sharded along its first dimension, and
-all-gathered for the forward and backward pass of its block.
+After the backward pass of the last microbatch all ranks hold bitwise equal gradients, so clipping
+needs no collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,9 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runner.booster.plugin import base
 from runner.clip import Layout
 from runner.parallel import gradient_sync as sync
-from runner.parallel.hooks import Usage, held_tensors, require_no_post_accumulate, watch_blocks
-from runner.parallel.mesh import grid
-from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
+from runner.parallel.hooks import held_tensors
 
 
 class TorchDDPPlugin(base.Plugin):
@@ -135,75 +130,3 @@ class Replica(DistributedDataParallel):
             self._missed = False
             group: Any = self.process_group
             sync.average(sync.Replicas(self._held_parameters, group, group.size()))
-
-
-class TorchFSDPPlugin(base.Plugin):
-    """Fully sharded data parallelism by torch's ``fully_shard``.
-
-    Args:
-        reshard_after_forward: whether to reshard the parameters of a block after its forward pass
-            and gather them again for its backward pass: less memory, more communication.
-        dp_replicate: number of replicas; each is sharded over world size ÷ ``dp_replicate`` ranks.
-        param_dtype: ``bf16`` or ``fp16``, the dtype in which parameters are gathered and computed;
-            gradients are reduced in float32. None keeps the dtype of each parameter.
-        cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
-        sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks
-            (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: ``dp_replicate`` does not divide the world size.
-    """
-
-    def __init__(
-        self,
-        reshard_after_forward: bool = True,
-        dp_replicate: int = 1,
-        param_dtype: str | None = None,
-        cpu_offload: bool = False,
-        sync_batchnorm: bool = False,
-    ) -> None:
-        self.world = base.require_process_group("TorchFSDPPlugin")
-        if self.world_size % dp_replicate:
-            raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
-        self.sharding = Sharding(reshard_after_forward, base.dtype_of(param_dtype), cpu_offload)
-        self.dp_replicate = dp_replicate
-        self.sync_batchnorm = sync_batchnorm
-
-    @classmethod
-    def problems(
-        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
-    ) -> list[base.Misfit]:
-        """Return a problem if ``dp_replicate`` does not divide the world size."""
-        replicas = options.get("dp_replicate", 1)
-        if ranks % replicas:
-            return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]
-        return []
-
-    def configure(self, model: nn.Module) -> base.ParallelModel:
-        """Shard each block (each element of a ModuleList), then the rest of the model."""
-        if self.sync_batchnorm:
-            sync.synchronise_batch_norm(model, self.world)
-        why = "fsdp computes with temporary copies of parameters"
-        require_no_post_accumulate(model.named_parameters(), why)
-        whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        sync.broadcast_model(model, self.world)
-        device = next(model.parameters()).device.type
-        axes = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
-        axes["dp_shard"] = self.world_size // self.dp_replicate
-        usage = Usage()
-        shard_model(model, grid(device, tuple(axes.values()), tuple(axes)), self.sharding, usage)
-        return base.ParallelModel(
-            model,
-            Layout.of_sharded(model, self.world, whole),
-            sync_grads=sync.in_turn(
-                partial(usage.drop_unused, dict(model.named_parameters()), self.world),
-                sync.broadcast_buffers(model, self.world),
-            ),
-            broadcast_params=partial(reshard, [model]),
-            watch_final=partial(watch_blocks, model, usage, self.world),
-        )
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay unsharded and local."""
-        return unsynchronised(model)

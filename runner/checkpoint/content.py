@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
-from runner.booster.joint import CRITERION
+from runner.booster.booster import CRITERION
 from runner.booster.saved import OPTIMIZER
 from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
-from runner.booster.joint import CRITERION
+from runner.booster.booster import CRITERION
 from runner.booster.loss import Criterion, WindowLoss
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig

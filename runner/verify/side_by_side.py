@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from runner.booster import Booster, NonFiniteGradient, Plugin
 from runner.booster.batch import mapped
-from runner.booster.joint import CRITERION
+from runner.booster.booster import CRITERION
 from runner.booster.loss import Criterion
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
 from runner.clip import build as build_mode

@@ -108,11 +108,10 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "zscore": ("zscore", {"threshold": 0.2, "warmup_steps": 3, "history": "raw"}),
     "schedule": ("schedule", {"threshold": 0.02, "of": "value", "warmup_steps": 4}),
     "rms": ("update", {"threshold": 0.05}),
-    "sigma": ("update", {"threshold": 0.001, "rule": "sigma", "window": 2}),
     "spike": ("spike", {"threshold": 4.0, "min_steps": 1}),
     "spike L1": ("spike", {"threshold": 4.0, "min_steps": 1, "norm_type": 1.0}),
 }
-OF_ADAMW = ("rms", "sigma", "spike", "spike L1")
+OF_ADAMW = ("rms", "spike", "spike L1")
 """Modes that read an optimizer's second moments."""
 
 

@@ -58,4 +58,4 @@ def test_a_plan_counts_data_parallel_ranks_alone(layout, how):
     expected = steps_of_torch(LAYOUTS[layout], **how)
     assert end_of(job.config).value == min(expected, job.config.calibrate.steps)
     data = build.make_data(job.config.data)
-    assert build.steps_of(job.config, data, LAYOUTS[layout]) == expected
+    assert build.steps_of(job.config, data) == expected

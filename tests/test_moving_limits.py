@@ -57,7 +57,7 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(mode, tmp_path):
         (["clip=percentile", "clip.history=both"], ["clip.history=both", "raw", "clipped"]),
         (["clip=zscore", "clip.rule=maen"], ["clip.rule=maen", "mean"]),
         (["clip=schedule", "clip.of=nrom"], ["clip.of.mode=nrom", "norm"]),
-        (["clip=schedule", "clip.of=none"], ["clip.of=none"]),
+        (["clip=schedule", "clip.of=none"], ["clip.of.threshold"]),
         (["clip=schedule", "clip.of={mode:adaptive,epz:1}"], ["clip.of.epz=1", "mean eps?"]),
         (["clip=schedule", "clip.of={mode:adaptive,eps:-1}"], ["clip.of.eps=-1"]),
         (["clip=schedule", "clip.of={mode:value,threshold:1}"], ["clip.of.threshold=1"]),

@@ -20,7 +20,7 @@ from runner.clip.mode import NEVER
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.compose.jobs import key_of
 from runner.config.duration import Duration
-from runner.config.modes import built_in
+from runner.config.modes import MODES
 from runner.config.schema import RunConfig
 from runner.run_folder import keys
 from runner.telemetry.sinks.sink import Sink
@@ -59,7 +59,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return the content of ``calibrate.json``; ``measured`` is the result of ``execute``."""
     clip = config.clip
-    mode, info = (clip.mode, clip.info) if clip.info.clips else ("norm", built_in("norm").info)
+    mode, info = (clip.mode, clip.info) if clip.info.clips else ("norm", MODES["norm"].info)
     norms, peaks = measured["norms"], measured["peaks"]
     first = warm_up(len(norms), config.calibrate.warmup_steps)
     parts = None if info.parts is None else Histogram(**measured["parts"])

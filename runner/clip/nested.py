@@ -13,15 +13,13 @@ from runner.clip import ClipMode, Decision, Layout, Number, build, transfer
 from runner.clip.decision import Inner
 from runner.clip.layout import OptionError
 from runner.clip.norms import combine
-from runner.config.modes import Mode, kind_and_options, wrong_inside
+from runner.config.modes import Mode, inner_mode
 from runner.config.problem import NOTHING
 
 
-def made(where: str, given: Any, outer: Mode, **options: Any) -> ClipMode:
+def made(given: Any, outer: Mode, **options: Any) -> ClipMode:
     """Make a mode inside of another one."""
-    for key, message, _ in wrong_inside(where, given, **options):
-        raise ValueError(f"{key}: {message}")
-    kind, own = kind_and_options(given)
+    kind, own = inner_mode(given, **options)
     shared = {"norm_type": outer.norm_type, "scales": outer.scales}
     return build(kind, **own, **options, **shared)
 
@@ -51,7 +49,7 @@ class NestedMode(ClipMode):
         named = given if isinstance(given, Mapping) else {str(i): m for i, m in enumerate(given)}
         if self.threshold is not None or not named:
             raise ValueError(f"{option} are at least one mode, with a threshold each and no other")
-        self.modes = {name: made(f"{option}.{name}", one, self) for name, one in named.items()}
+        self.modes = {name: made(one, self) for name, one in named.items()}
 
     def together(
         self,

@@ -28,7 +28,7 @@ class ScheduleClip(Schedule, ClipMode):
         for option, why, *_ in self.conflicts(vars(self)):
             raise ValueError(f"{option} {why}")
         super().__post_init__()
-        self.inner = nested.made("of", self.of, self, threshold=self.threshold)
+        self.inner = nested.made(self.of, self, threshold=self.threshold)
         self._set_limit()
 
     @property

@@ -26,6 +26,12 @@ from runner.config.section import (
 __all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "info_of", "load", "options_of"]
 
 
+Inner = Annotated[Any, PlainValidator(lambda given: checked(given))]
+"""A mode inside of another one: a number is a limit of the norm, a text the name of a mode."""
+InnerWithout = Annotated[Any, PlainValidator(lambda given: checked(given, threshold=1.0))]
+"""The same without a threshold, which the mode around it sets."""
+
+
 @dataclass(eq=False)
 class Schedule(Mode):
     """Another mode clips, with a λ that depends on the number of the step (OLMo's warm-up)."""
@@ -33,7 +39,7 @@ class Schedule(Mode):
     info = ModeInfo("steps", "‖G‖", "‖G‖", "Dashed: the threshold of each step.", follows="steps")
     at_once: ClassVar = {"warmup_steps": 0}
 
-    of: Any = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
+    of: InnerWithout = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
     warmup_steps: Natural = option(1000, "multiply it by warmup_factor in so many first steps")
     warmup_factor: Positive = option(10.0, "multiply the threshold by this in the first step")
     warmup: Literal["constant", "linear"] = option(
@@ -51,26 +57,23 @@ class Schedule(Mode):
 
     @classmethod
     def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        kind, own = kind_and_options(options["of"])
+        kind, own = inner_mode(options["of"], threshold=1.0)
         inner = described_by(kind).info_with(own)
         note = cls.info.note if inner.limits_norm else inner.note
         return replace(inner, follows=inner.follows or "steps", note=note)
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        """Yield wrong options of the mode that clips, and shapes that exclude each other."""
-        found = list(wrong_inside("of", options["of"], threshold=options["threshold"]))
-        if not any(one.key in ("of", "of.mode", "of._target_") for one in found):
-            kind = described_by(kind_and_options(options["of"])[0])
-            if issubclass(kind, Schedule) or not kind.info.takes_threshold:
-                found = [Conflict("of", "has no threshold of its own that a schedule could set")]
-        yield from found
+        """Yield a λ that the mode cannot have, and a decay without an end."""
+        kind, own = inner_mode(options["of"], threshold=1.0)
+        described = described_by(kind)
+        if issubclass(described, Schedule):
+            yield "of", "has no threshold of its own that a schedule could set"
+        else:
+            usual = {name: default for name, (_, default) in options_of(described).items()}
+            yield from described.conflicts({**usual, **own, "threshold": options["threshold"]})
         if options["decay"] != "constant" and options["steps"] is None:
             yield "steps", f"clip.decay={options['decay']} needs the number of its steps"
-
-
-Inner = Annotated[Any, PlainValidator(lambda given: inner_mode(given))]
-"""A mode inside of another one: a number is a limit of the norm, a text the name of a mode."""
 
 
 @dataclass(eq=False)
@@ -119,11 +122,6 @@ MODES: Mapping[str, type[Mode]] = {
 NAMES = tuple(MODES)
 
 
-def built_in(name: str) -> type[Mode]:
-    """Return the description of the mode called ``name``."""
-    return MODES[name]
-
-
 @cache
 def _reader() -> TypeAdapter[ModeInfo]:
     return TypeAdapter(ModeInfo)
@@ -165,14 +163,6 @@ class ModeOptions(Section):
             yield from (Conflict(*each) for each in self.described.conflicts(self.options))
 
 
-class _InnerOptions(ModeOptions):
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.described.info.needs_optimizer:
-            yield Conflict("mode", "limits what the optimizer does, so no other mode can hold it")
-        else:
-            yield from super().conflicts()
-
-
 @cache
 def model_of(described: type[Mode], base: type[ModeOptions], defaults: bool) -> Any:
     """Return the model of a mode; without ``defaults``, which are in ``conf/``, for one of ours."""
@@ -199,30 +189,34 @@ def described_by(kind: str | type[Mode]) -> type[Mode]:
     return MODES[kind] if isinstance(kind, str) else kind
 
 
-def kind_and_options(given: Any) -> tuple[str | type[Mode], dict[str, Any]]:
-    """Return the name or the class of a mode inside of another one, and its options."""
+def checked(given: Any, **outer: Any) -> Any:
+    """Return a mode inside of another one as it is, if it is right."""
+    inner_mode(given, **outer)
+    return given
+
+
+def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, Any]]:
+    """Return the name or the class of a mode inside of another one, and its options.
+
+    Raises:
+        ValueError: an option is wrong, also beside ``outer``, which the mode around it sets.
+    """
     if isinstance(given, int | float) and not isinstance(given, bool):
-        return "norm", {"threshold": given}
-    if given is None or isinstance(given, str):
+        given = {"mode": "norm", "threshold": given}
+    elif given is None or isinstance(given, str):
         given = {"mode": given or "none"}
     elif not isinstance(given, Mapping):
         raise ValueError("must be a mode, such as {mode:norm,threshold:1.0}, or a number or none")
     own = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
-    mode, target = given.get("mode", MISSING), given.get("_target_")
-    if target is not None:
+    kind: str | type[Mode] = given.get("mode", MISSING)
+    if (target := given.get("_target_")) is not None:
         try:
-            return load(str(target)), own
+            kind = load(str(target))
         except ModeError as error:
-            raise refusal([Conflict("_target_", str(error))]) from error
-    if mode not in NAMES:
-        text = f"must be one of {', '.join(NAMES)}{did_you_mean(mode, NAMES)}"
-        raise refusal([Conflict("mode", text, mode)])
-    return mode, own
-
-
-def inner_mode(given: Any, **outer: Any) -> Any:
-    """Return a mode inside of another one, which sets the options ``outer``, if it is right."""
-    kind, own = kind_and_options(given)
+            raise refusal([Conflict("_target_", str(error), target)]) from error
+    elif kind not in NAMES:
+        text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
+        raise refusal([Conflict("mode", text, kind)])
     described = described_by(kind)
     known = {"threshold", *options_of(described)} - outer.keys()
     found = [
@@ -230,7 +224,9 @@ def inner_mode(given: Any, **outer: Any) -> Any:
         for name, value in own.items()
         if name not in known
     ]
-    model = model_of(described, _InnerOptions, True)  # type: ignore[arg-type]
+    if described.info.needs_optimizer:
+        found.append(Conflict("mode", "limits what the optimizer does: no mode can hold it", kind))
+    model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
     try:
         model.model_validate({"threshold": described.threshold, **own, **outer})
     except ValidationError as error:
@@ -239,15 +235,4 @@ def inner_mode(given: Any, **outer: Any) -> Any:
             found.append(one._replace(value=value))
     if found:
         raise refusal(found)
-    return given
-
-
-def wrong_inside(where: str, given: Any, **outer: Any) -> Iterator[Conflict]:
-    """Yield what is wrong with a mode inside of another one, at the key ``where``."""
-    try:
-        inner_mode(given, **outer)
-    except ValidationError as error:
-        for one in conflicts_of(error.errors(), ()):
-            yield one._replace(key=f"{where}.{one.key}")
-    except ValueError as error:
-        yield Conflict(where, str(error), given)
+    return kind, own

@@ -24,7 +24,7 @@ from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
 from runner.config.duration import Duration
-from runner.config.modes import NAMES, built_in
+from runner.config.modes import MODES
 from runner.config.notation import plural
 from runner.config.problem import leaves
 from runner.config.schema import RunConfig
@@ -88,7 +88,7 @@ def execute(
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, elements, some)
     searches = trainer.skipped_steps.searches
     setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
-    known = clip.mode in NAMES and info == built_in(clip.mode).info
+    known = clip.mode in MODES and info == MODES[clip.mode].info
     own = {} if known else {keys.CLIP_MODE: asdict(info)}
     return {
         **summary,

@@ -27,7 +27,7 @@ from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
 from runner.config.duration import Duration
-from runner.config.modes import built_in
+from runner.config.modes import MODES
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs, length_of
 from runner.parallel.collectives import on_first
@@ -202,7 +202,7 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     chosen = config.clip
     if name == chosen.mode:
         return build_mode(chosen.kind, **chosen.options), False
-    described = built_in(name)
+    described = MODES[name]
     info = described.info
     # A mode that needs the optimizer has nothing to compare with in the first step.
     known = info.needs_optimizer or "threshold" in described.at_once

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from runner.compose.request import request
 from runner.config.check import examine
 from runner.config.folders import find, options, read_yaml
-from runner.config.modes import NAMES, built_in, options_of
+from runner.config.modes import MODES, NAMES, options_of
 from tests.config.composed import changed, plain
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
@@ -36,7 +36,7 @@ def test_every_option_of_a_group_gives_what_its_file_says(group):
         found = chosen(group, option)
         assert fixed.items() <= found.items()
         # A clipping mode has its own options besides, and no others.
-        own = options_of(built_in(option)) if group == "clip" else {}
+        own = options_of(MODES[option]) if group == "clip" else {}
         assert set(own) <= set(found)
         keys.add(tuple(key for key in found if key not in own))
         if group in ("clip", "plugin", "precision", "tracker"):

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from runner.config.clip_section import clip_model, modes_with
+from runner.config.clip_section import clip_model
+from runner.config.modes import MODES, options_of
 from runner.config.problem import (
     MISSING,
     NOTHING,
@@ -27,15 +28,12 @@ from runner.config.section import Conflict, Keys, conflicts_of, section_of
 
 
 class Key(NamedTuple):
-    """One key that this project owns."""
-
     name: str  # dotted
     meaning: str
     default: Any = MISSING  # that of an option of a user's clipping mode; files have all others
 
 
 def parse(plain: Mapping[str, Any]) -> RunConfig:
-    """Return the typed configuration that ``plain`` describes."""
     config, problems = examine(plain)
     if config is None:
         raise RequestError(problems)
@@ -70,8 +68,10 @@ def examine(
 
 def _unknown(name: str, value: Any, known: Collection[str]) -> Problem:
     section, _, option = name.partition(".")
-    if section == "clip" and (modes := modes_with(option.partition(".")[0])):
-        return Problem(name, value, f"is an option of {or_list(f'clip={mode}' for mode in modes)}")
+    option = option.partition(".")[0]
+    having = [f"clip={name}" for name, mode in MODES.items() if option in options_of(mode)]
+    if section == "clip" and having:
+        return Problem(name, value, f"is an option of {or_list(having)}")
     return unknown_key(name, known, value)
 
 

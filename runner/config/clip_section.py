@@ -12,19 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
-from runner.config.mode import Mode, ModeError, ModeInfo, load, options_of
+from runner.config import section as t
+from runner.config.mode import Mode, ModeError, ModeInfo, load
 from runner.config.modes import MODES, NAMES, ModeOptions, model_of, name_of
-from runner.config.section import (
-    Conflict,
-    Count,
-    NormOrder,
-    OneOf,
-    Positive,
-    Section,
-    Text,
-    conflicts_of,
-    key,
-)
+from runner.config.section import Conflict, OneOf, Section, conflicts_of, key
 
 WINDOW = 128
 """Number of kept steps that ``sigma`` compares with by default."""
@@ -37,11 +28,11 @@ class Skip(Section):
         "skip a step above mean + k sigma, or k times the average (ema)", None
     )
     of: Literal["norm", "loss", "either"] = key("judge the norm, the loss, or both", "norm")
-    k: Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
+    k: t.Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
-    min_steps: Count | None = key("skip none before; null: window/2, 1/(1 - decay)", None)
-    accept_after: Count | None = key("accept a level after so many skips; null: never", 20)
+    min_steps: t.Count | None = key("skip none before; null: window/2, 1/(1 - decay)", None)
+    accept_after: t.Count | None = key("accept a level after so many skips; null: never", 20)
 
     @model_validator(mode="before")
     @classmethod
@@ -55,7 +46,6 @@ class Skip(Section):
         return None if self.rule is None else dict(self)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield the options that no rule reads, or that the chosen one does not."""
         if self.rule is None:
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:
@@ -88,12 +78,10 @@ def skip_options(**given: Any) -> Skip:
 
 
 class Clip(ModeOptions):
-    """How the gradient of each optimizer step is clipped."""
-
     mode: Annotated[str, OneOf(NAMES)] = key("choose what is clipped, and how")
-    norm_type: NormOrder = key("measure this norm of the gradient: 1, 2 or inf, as a paper does")
+    norm_type: t.NormOrder = key("measure this norm of the gradient: 1, 2 or inf")
     nonfinite: Literal["skip", "error", "ignore"] = key("what to do with a step of NaN or inf")
-    max_skips: Count | None = key("end the run after so many skips in a row; null: never")
+    max_skips: t.Count | None = key("end the run after so many skips in a row; null: never")
     # With a default, unlike other keys: files of users, and runs recorded earlier, lack them.
     scales: Literal["auto", "all"] = key(
         "multiply and compare all gradients, or (auto) all but the matrices of Muon", "auto"
@@ -105,11 +93,10 @@ class Clip(ModeOptions):
         "step each parameter in the backward pass too, to save memory", False
     )
     skip: Skip = key("leave out whole steps whose loss or gradient norm is a spike", Skip())
-    what_if: list[Positive] = key("log the share of steps that these thresholds would have clipped")
+    what_if: list[t.Positive] = key("log the share of steps that these thresholds would clip")
 
     @property
     def own_target(self) -> str | None:
-        """Full name of the class, where the mode is a user's own."""
         return getattr(self, "target", None)
 
     @property
@@ -124,7 +111,6 @@ class Clip(ModeOptions):
 
     @property
     def info(self) -> ModeInfo:
-        """Facts about the mode with these options."""
         return self.described.info_with(self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -132,7 +118,6 @@ class Clip(ModeOptions):
         return read_clip, (self.model_dump(by_alias=True),)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield conflicts of the mode, and thresholds that cannot be tried beside it."""
         found = list(super().conflicts())
         yield from found
         if self.scales == "all" and self.described.info.parts is not None:
@@ -150,7 +135,7 @@ def _loaded(target: str) -> str:
 
 
 class _OwnClip(Clip):
-    mode: Text = key("name of the mode: that of its class")
+    mode: t.Text = key("name of the mode: that of its class")
     target: Annotated[str, AfterValidator(_loaded)] = Field(
         alias="_target_", description="clip by this class, which derives from runner.clip.ClipMode"
     )
@@ -166,7 +151,6 @@ class _UnknownOwn(_OwnClip):
 
 
 def clip_model(plain: object) -> type[Clip]:
-    """Return the model of section ``clip`` for its mode."""
     given = plain if isinstance(plain, Mapping) else {}
     mode, target = given.get("mode"), given.get("_target_")
     made: type[Clip] = _Unknown if target is None else _UnknownOwn
@@ -179,10 +163,4 @@ def clip_model(plain: object) -> type[Clip]:
 
 
 def read_clip(plain: object) -> Clip:
-    """Check section ``clip``; a ``ValidationError`` names what is wrong."""
     return clip_model(plain).model_validate(plain)
-
-
-def modes_with(option: str) -> list[str]:
-    """Return the modes of this project that have an option of their own."""
-    return [name for name in NAMES if option in options_of(MODES[name])]

@@ -12,8 +12,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFull(OSError):
-    """A disk is full; the message is one line that names it."""
-
     def __str__(self) -> str:
         return str(self.args[-1])
 

@@ -15,8 +15,6 @@ https://github.com/pytorch/pytorch/issues/135712
 
 
 class StartedRank(NamedTuple):
-    """The place of this process among the ranks of a launcher."""
-
     rank: int
     world_size: int
     local_rank: int | None
@@ -51,12 +49,10 @@ def slurm_job() -> str | None:
 
 
 def was_requeued() -> bool:
-    """Return whether Slurm started this process's job again, such as after a pre-emption."""
     return bool(_number("SLURM_RESTART_COUNT"))
 
 
 def node_name() -> str:
-    """Return the name of this machine: that of the node under Slurm, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -73,7 +69,6 @@ def elastic_agent() -> str | None:
 
 
 def restarts() -> int:
-    """Return how often torchrun started ranks again after one of this machine failed."""
     return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 

@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Refusal(ValueError):
-    """A file cannot be read; the message says why."""
+    pass
 
 
 def find(name: str) -> Path:

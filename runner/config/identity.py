@@ -16,7 +16,6 @@ from runner.config.duration import Duration
 from runner.config.problem import MISSING, leaves
 
 MASK = "***"
-"""Stands for a secret in records."""
 
 _SECRET = re.compile(
     r"(^|[._])(password|passwd|secret|api_?key|(access|api|auth|hf|wandb)_?token)$|^token$|\.token$",

@@ -135,7 +135,6 @@ class ModeError(ValueError):
 
 @cache
 def load(target: str) -> type[Mode]:
-    """Import a user's clipping mode."""
     module, _, name = str(target).rpartition(".")
     if not module:
         raise ModeError("must be the full name of a class, such as package.Mode")

@@ -9,19 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator, TypeAdapter, ValidationError, create_model
 
+from runner.config import section as t
 from runner.config import simple_modes as simple
 from runner.config.mode import Conflicts, Mode, ModeError, ModeInfo, load, option, options_of
 from runner.config.problem import MISSING, NOTHING, did_you_mean, unknown_key
-from runner.config.section import (
-    Conflict,
-    Count,
-    Natural,
-    Positive,
-    Section,
-    conflicts_of,
-    key,
-    refusal,
-)
+from runner.config.section import Conflict, Section, conflicts_of, key, refusal
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "info_of", "load", "options_of"]
 
@@ -40,16 +32,16 @@ class Schedule(Mode):
     at_once: ClassVar = {"warmup_steps": 0}
 
     of: InnerWithout = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
-    warmup_steps: Natural = option(1000, "multiply it by warmup_factor in so many first steps")
-    warmup_factor: Positive = option(10.0, "multiply the threshold by this in the first step")
+    warmup_steps: t.Natural = option(1000, "multiply it by warmup_factor in so many first steps")
+    warmup_factor: t.Positive = option(10.0, "multiply the threshold by this in the first step")
     warmup: Literal["constant", "linear"] = option(
         "constant", "keep the factor until the warm-up ends, or go to the threshold in a line"
     )
     decay: Literal["constant", "linear", "cosine"] = option(
         "constant", "change the threshold after the warm-up, in a line or by half a cosine"
     )
-    steps: Count | None = option(None, "let the decay take so many steps after the warm-up")
-    end_factor: Positive = option(0.1, "multiply the threshold by this after the decay")
+    steps: t.Count | None = option(None, "let the decay take so many steps after the warm-up")
+    end_factor: t.Positive = option(0.1, "multiply the threshold by this after the decay")
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
@@ -64,7 +56,6 @@ class Schedule(Mode):
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        """Yield a λ that the mode cannot have, and a decay without an end."""
         kind, own = inner_mode(options["of"], threshold=1.0)
         described = described_by(kind)
         if issubclass(described, Schedule):
@@ -142,17 +133,15 @@ class ModeOptions(Section):
 
     described: ClassVar[type[Mode]] = Mode
 
-    threshold: Positive | None = key(
+    threshold: t.Positive | None = key(
         "lower it to clip more; `python -m runner calibrate` suggests one"
     )
 
     @property
     def options(self) -> dict[str, Any]:
-        """The threshold, and what the mode alone has."""
         return {name: getattr(self, name) for name in ("threshold", *options_of(self.described))}
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield a threshold that is missing or not used, and conflicts of the mode."""
         info, name = self.described.info, name_of(self.described)
         if self.threshold is None and info.takes_threshold:
             yield Conflict("threshold", f"clip={name} needs a finite number greater than 0")
@@ -180,7 +169,6 @@ def model_of(described: type[Mode], base: type[ModeOptions], defaults: bool) -> 
 
 
 def name_of(described: type[Mode]) -> str:
-    """Return the name of a mode, or of the user's class."""
     return next((name for name, one in MODES.items() if one is described), described.__name__)
 
 
@@ -190,7 +178,6 @@ def described_by(kind: str | type[Mode]) -> type[Mode]:
 
 
 def checked(given: Any, **outer: Any) -> Any:
-    """Return a mode inside of another one as it is, if it is right."""
     inner_mode(given, **outer)
     return given
 
@@ -218,9 +205,9 @@ def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, An
         text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
         raise refusal([Conflict("mode", text, kind)])
     described = described_by(kind)
-    known = {"threshold", *options_of(described)} - outer.keys()
+    known, around = {"threshold", *options_of(described)} - outer.keys(), "is set around this mode"
     found = [
-        Conflict(name, unknown_key(name, known).message, value)
+        Conflict(name, around if name in outer else unknown_key(name, known).message, value)
         for name, value in own.items()
         if name not in known
     ]

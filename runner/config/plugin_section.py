@@ -21,8 +21,6 @@ from runner.config.sizes import MeshSizes, SizeError, Sizes, least_ranks, may_gr
 
 
 class Schedule(NamedTuple):
-    """One pipeline schedule."""
-
     stages_per_rank: int
     fills_every_stage: bool
     splits_backward: bool = False
@@ -98,8 +96,6 @@ def uses() -> Mapping[str, tuple[Any, list[str]]]:
 
 
 class PluginSection(Sizes):
-    """How model and optimizer are spread over ranks."""
-
     find_unused_parameters: bool = key("ddp: set it if some parameters take no part in the loss")
     reshard_after_forward: bool = key("fsdp, zero_stage 3: false takes memory, saves traffic")
     dp_replicate: Count = key("fsdp: number of replicas, each sharded over its share of the ranks")

@@ -43,8 +43,6 @@ def _reads_as_other(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a request."""
-
     key: str
     value: Any
     message: str
@@ -52,7 +50,6 @@ class Problem:
 
     @property
     def word(self) -> str:
-        """The key and its value, as a user types them."""
         key = _brief(self.key)
         return key if self.value is NOTHING else f"{key}={_brief(shown(self.value))}"
 
@@ -64,11 +61,6 @@ def _brief(text: str, longest: int = 400) -> str:
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]} … {text[-20:]} ({len(text):,} characters)"
-
-
-@dataclass(frozen=True)
-class DataMismatch(Problem):
-    """The model does not take the samples of the data."""
 
 
 class RequestError(Exception):
@@ -119,19 +111,12 @@ _ELSEWHERE = {
 }
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the name of ``names`` that ``name`` most likely means; None if none is near."""
-    by_lower = {other.lower(): other for other in names}
-    if (meant := _ELSEWHERE.get(name.lower())) in by_lower:
-        return meant
-    found = get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
-
-
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` to end a message; empty if no name is near."""
-    near = nearest_name(name, names) if isinstance(name, str) else None
-    return f"; did you mean {near}?" if near else ""
+    lower, by_lower = str(name).lower(), {other.lower(): other for other in names}
+    meant = _ELSEWHERE.get(lower, "")
+    near = [meant] if meant in by_lower else get_close_matches(lower, by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:

@@ -96,7 +96,6 @@ class RunConfig(Keys):
     recipe: Text = key("start from this published setting; none: from none")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield values of several sections that exclude each other."""
         plugin = self.plugin
         if self.optimizer.target in WHOLE_PARAMETERS and plugin.shards_parameters:
             message = f"steps whole parameters, which plugin={plugin.name} shards; use plugin=ddp"
@@ -120,7 +119,6 @@ class RunConfig(Keys):
             yield Conflict("data.batch_size", f"must be {parts} or more, {filled}")
 
     def _in_backward(self) -> Iterator[Conflict]:
-        """Yield what does not go with clipping in the backward pass."""
         clip, plugin = self.clip, self.plugin.name
         if clip.when != "backward":
             if clip.step_in_backward:

@@ -60,7 +60,6 @@ def that(meaning: str, holds: Callable[[Any], bool]) -> PlainValidator:
 
 
 def text_like(pattern: str, meaning: str) -> PlainValidator:
-    """Allow text of a form."""
     return that(meaning, lambda value: isinstance(value, str) and bool(re.search(pattern, value)))
 
 
@@ -124,8 +123,6 @@ def refusal(conflicts: Iterable[Conflict]) -> ValidationError:
 
 
 class Keys(BaseModel):
-    """Keys with values, immutable."""
-
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
     )
@@ -141,8 +138,6 @@ class Keys(BaseModel):
 
 
 class Section(Keys):
-    """A section of the configuration."""
-
     def conflicts(self) -> Iterator[Conflict]:
         """Yield the values that exclude each other. Every value has the right type by then."""
         yield from ()
@@ -167,7 +162,6 @@ class Target(Section):
 
     @classmethod
     def of(cls, target: str, arguments: Mapping[str, Any]) -> Self:
-        """Return the section that names ``target`` and gives it ``arguments``."""
         return cls.model_validate({"_target_": target, **arguments})
 
     @property
@@ -189,7 +183,6 @@ class Target(Section):
 
 
 def section_of(field: FieldInfo) -> type[Keys] | None:
-    """Return the model of a field that is a section."""
     hint = field.annotation
     return hint if isinstance(hint, type) and issubclass(hint, Keys) else None
 

@@ -79,7 +79,6 @@ class Tracker(Section):
     timeout: t.Positive = key("wait at most so many seconds at the end until wandb has the run")
 
     def uses(self, tracker: str) -> bool:
-        """Return whether the run is recorded with ``tracker``."""
         return tracker in (self.name, *self.also)
 
 
@@ -148,7 +147,6 @@ class SweepSection(Section):
 
     @property
     def maximizes(self) -> bool:
-        """Whether a higher objective is better."""
         if self.direction is None:
             return higher_is_better(self.objective)
         return self.direction == "maximize"
@@ -181,5 +179,4 @@ class Verify(Section):
 
     @property
     def bound(self) -> float:
-        """The largest relative error that counts as rounding."""
         return self.tolerance or (1e-9 if self.dtype == "float64" else 1e-5)

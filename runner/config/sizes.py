@@ -24,8 +24,6 @@ class SizeError(ValueError):
 
 
 class Sizes(Section):
-    """The sizes of section ``plugin``."""
-
     name: Annotated[str, option_of("plugin")] = key("choose the plugin")
     nproc: Count | None = key("start so many ranks on each machine; null: the product of the sizes")
     nnodes: Count | None = key("train on so many machines; null: as many as were started", None)
@@ -45,7 +43,6 @@ class MeshSizes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """World size."""
         return self.dp * self.tp * self.pp
 
     @classmethod
@@ -57,7 +54,6 @@ class MeshSizes(NamedTuple):
         pp_size: int | None = 1,
         ep_size: int | None = 1,
     ) -> MeshSizes:
-        """Divide ``ranks`` among the axes."""
         given = _given(dp_size, tp_size, pp_size)
         rest, product = _open_size(given), prod(given.values())
         if ranks % product or (rest is None and ranks != product):

@@ -103,3 +103,21 @@ def test_an_unsettled_section_is_checked_value_by_value_alone():
     changed(found, "data.batch_size", 1)
     assert list(problems(found)) == ["data.batch_size"]
     assert examine(found, unsettled={"plugin"})[1] == examine(found, unsettled={"clip"})[1] == []
+
+
+def test_a_mode_inside_of_another_one_is_named_with_its_place():
+    links = [
+        {"mode": "adagc", "threshold": -1, "beta": 2},
+        {"mode": "norm", "eps": 1},
+        "spike",
+        1.0,
+    ]
+    found = problems(changed(plain("clip=chain"), "clip.links", links))
+    keys = ["0.beta", "0.threshold", "1.eps", "2.mode", "2.threshold"]
+    assert sorted(found) == [f"clip.links.{key}" for key in keys]
+    groups = {"a.*": {"mode": "nrom"}, "*.b": {"_target_": "nowhere.Mode"}, "*": {"mode": "norm"}}
+    found = problems(changed(plain("clip=groups", "clip.groups={*:1.0}"), "clip.groups", groups))
+    assert sorted(found) == [
+        f"clip.groups.{key}" for key in ("*.b._target_", "*.threshold", "a.*.mode")
+    ]
+    assert "did you mean norm?" in found["clip.groups.a.*.mode"]

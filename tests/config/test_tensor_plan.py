@@ -49,13 +49,10 @@ def test_of_a_file_the_content_goes_on(file, monkeypatch):
     ("text", "parts"),
     [
         ("", ["must be patterns of modules with styles"]),
-        ("- a\n- b\n", ["must be patterns of modules with styles"]),
-        ("1: colwise\n", ["1 has the unknown style colwise"]),
         ("a: colwise\na: rowwise\n", ["duplicate key"]),
         ("a: {b: colwise}\n", ["a has the unknown style {b:colwise}"]),
         ("a: row\nb: null\n", ["did you mean rowwise?", "b has the unknown style null"]),
         ("a: [colwise\n", ["line 2, column 1"]),
-        (b"\xff\xfe\xfa", ["cannot be read"]),
         (None, ["there is no file"]),
     ],
 )
@@ -63,7 +60,7 @@ def test_a_file_that_holds_no_plan_is_named(file, text, parts):
     if text is None:
         file.unlink()
     else:
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        file.write_text(text)
     with pytest.raises(RequestError) as error:
         job(file)
     [problem] = error.value.problems

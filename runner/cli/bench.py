@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.bench import TABLES
-from runner.cli import FAILED, INTERRUPTED, command_parser, new_folder
+from runner.cli import command_parser, new_folder
 from runner.config.problem import Problem, RequestError
 from runner.telemetry.sinks.console import announce, print_line
 
@@ -27,8 +27,7 @@ def main(words: Sequence[str]) -> int:
     """Measure the tables that are asked for, print them, and write them to a new folder."""
     parser = command_parser("bench", DESCRIPTION)
     add = parser.add_argument
-    about = f"tables to measure: {', '.join(TABLES)}; all by default"
-    add("tables", nargs="*", metavar="TABLE", help=about)
+    add("tables", nargs="*", metavar="TABLE", help="tables to measure; all by default")
     add("--peers", action="store_true", help="measure timm, Fabric and Accelerate too")
     add("--quick", action="store_true", help="small sizes, few pairs: shows that everything runs")
     add("--pairs", type=int, metavar="N", help="interleaved pairs of each row (usually 15)")
@@ -42,7 +41,6 @@ def main(words: Sequence[str]) -> int:
     import torch
 
     from runner.bench.timing import FILE, Setting, record
-    from runner.launch import signals
     from runner.launch.failure import Failure, attempt
     from runner.train import stop
 
@@ -55,14 +53,9 @@ def main(words: Sequence[str]) -> int:
         setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)
         command = shlex.join(["python", "-m", "runner", "bench", *words])
         ended = attempt(lambda: record(asked.tables or TABLES, setting, folder, command))
-    noted = stop.reset()
+    stop.reset()
     if isinstance(ended, Failure):
-        code = signals.exit_code(noted) if noted else ended.exit_code
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if code > 128:
-            raise SystemExit(code)
         print_line(f"clip-runner: {ended.error}", sys.stderr)
-        return FAILED
+        return ended.exit_code
     print_line(f"\n{folder / FILE}")
     return 0

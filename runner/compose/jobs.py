@@ -100,17 +100,14 @@ def where(target: object) -> Where:
     return LAUNCHERS[str(target).rpartition(".")[2]][0]
 
 
-def only_for_sweeps(overrides: Iterable[Override], writes: bool) -> Iterator[Problem]:
-    """Yield a problem for each override that only a sweep accepts, since none is asked for."""
-    homes = re.compile(r"(sweep|hydra\.sweep|hydra[./]sweeper|hydra[./]launcher)(\.|$)")
-    listed = (
+def only_for_sweeps(overrides: Iterable[Override]) -> Iterator[Problem]:
+    """Yield a problem for each override that lists values, since no sweep is asked for."""
+    text = (
         "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and "
         "text with a comma in quotes"
     )
-    for one in overrides:
-        if one.is_sweep_override() or (writes and homes.match(one.key_or_group)):
-            text = listed if one.is_sweep_override() else "goes with a sweep: add -m"
-            yield Problem(one.get_key_element(), one.get_value_string(), text)
+    listed = (one for one in overrides if one.is_sweep_override())
+    yield from (Problem(one.get_key_element(), one.get_value_string(), text) for one in listed)
 
 
 def sweep(

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.composer import Composed, Composer, Source
 from runner.compose.jobs import Job
-from runner.compose.values import unresolved
+from runner.compose.values import reason
 from runner.config.check import examine
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import MASK, NOT_HASHED, masked, masked_words
@@ -69,10 +69,12 @@ def checked(made: Composed) -> Job:
         config.pop("hydra", None)
     try:
         resolved, plain = resolved_and_recorded(config)
-    except OmegaConfBaseException:
+    except OmegaConfBaseException as error:  # a value refers to something that does not exist
         written: Any = OmegaConf.to_container(config)
         resolved = plain = written
-        problems += unresolved(config)
+        key = str(error.full_key)
+        text = dict(leaves("", written)).get(key, NOTHING)
+        problems.append(Problem(key, text, f"cannot be resolved: {reason(error)}"))
     typed, found = examine(resolved, made.unsettled)
     known = {one.key for one in problems}
     problems += (one for one in found if one.key not in known)

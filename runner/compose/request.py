@@ -116,7 +116,7 @@ def request(
             jobs, placed, found = sweep(composer, made, overrides, _job, earlier)
         else:
             folder, found = destination(config, "run", earlier)
-            found += only_for_sweeps(overrides, writes)
+            found += only_for_sweeps(overrides)
             try:
                 jobs = [_job(made, None)]
             except RequestError as error:

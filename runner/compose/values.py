@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.check import owned_keys
 from runner.config.problem import (
@@ -105,17 +104,3 @@ def reason(error: BaseException) -> str:
     noise = ("To append", "full_key", "object_type")
     kept = [line.strip() for line in lines if not line.strip().startswith(noise)]
     return " ".join(filter(None, kept)) or type(error).__name__
-
-
-def unresolved(node: Any, path: str = "") -> Iterator[Problem]:
-    """Yield each value below ``node`` that refers to something which does not exist."""
-    raw: Any = OmegaConf.to_container(node, resolve=False)
-    for key, value in raw.items() if isinstance(raw, dict) else enumerate(raw or ()):
-        where = f"{path}.{key}" if path else str(key)
-        try:
-            content = None if OmegaConf.is_missing(node, key) else node[key]
-        except (OmegaConfBaseException, HydraException, ValueError, TypeError) as error:
-            yield Problem(where, value, f"cannot be resolved: {reason(error)}")
-            continue
-        if OmegaConf.is_config(content):
-            yield from unresolved(content, where)

@@ -9,12 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def _of(metric: str) -> str:
-    """Return the prefix of the keys of one metric for each of several things."""
-    return f"{metric}/"
-
-
 TRAIN_STEP = "train/step"
 TRAIN_LOSS = "train/loss"
 TRAIN_LR = "train/lr"
@@ -55,8 +49,8 @@ EVAL = "eval/"  # prefix of all metrics of an evaluation
 EVAL_LOSS = f"{EVAL}loss"
 EVAL_ACCURACY = f"{EVAL}accuracy"
 
-LAYER_NORM = _of(GRAD_NORM)  # prefix of the gradient norm of one parameter
-LAYER_UPDATE = _of(UPDATE_RATIO)  # prefix of the update-to-weight ratio of one parameter
+LAYER_NORM = f"{GRAD_NORM}/"  # prefix of the gradient norm of one parameter
+LAYER_UPDATE = f"{UPDATE_RATIO}/"  # prefix of the update-to-weight ratio of one parameter
 # Prefix of the share of steps so far that another threshold would have clipped
 WHAT_IF = "clip/what_if/"
 # Facts about a clipping mode that is not one of this project's own (summary only)
@@ -78,6 +72,6 @@ def what_if(threshold: float) -> str:
 
 def inner(path: Sequence[tuple[str, str]]) -> list[str]:
     """Return the key of each metric of a mode inside of another one, for what it clips."""
-    place = "".join(_of(kind) + _of(name) for kind, name in path)
+    place = "".join(f"{kind}/{name}/" for kind, name in path)
     metrics = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
     return [f"clip/{place}{metric}" for metric in metrics]

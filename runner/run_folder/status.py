@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,20 +71,10 @@ class Record:
         """Write the configuration and the state ``running``."""
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         write_text(self._folder / files.CONFIG, text)
-        self._status = {
-            "state": "running",
-            "exit_code": None,
-            "error": None,
-            "rank": None,
-            "config_hash": config_hash,
-            "started": now(),
-            "ended": None,
-            "step": 0,
-            "wandb_run_id": wandb_run_id,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            keys.WALL_SECONDS: 0.0,
-        }
+        self._status = {"state": "running", "exit_code": None, "error": None, "rank": None}
+        self._status |= {"config_hash": config_hash, "wandb_run_id": wandb_run_id, "step": 0}
+        self._status |= {"started": now(), "ended": None, keys.WALL_SECONDS: 0.0}
+        self._status |= {"pid": os.getpid(), "host": socket.gethostname()}
         jobs = {SLURM_JOB: slurm_job(), ELASTIC_JOB: elastic_job(), ELASTIC_AGENT: elastic_agent()}
         self._status |= {key: job for key, job in jobs.items() if job} | dict(resumed or {})
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
@@ -160,14 +150,11 @@ def is_unfinished(folder: Path) -> bool:
 def is_alive(pid: int) -> bool:
     """Return whether a process of this machine runs; a zombie does not."""
     try:
-        os.kill(pid, 0)
         # The state follows the command name, which may itself hold blanks and parentheses.
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
-    except (ProcessLookupError, OverflowError):
+    except OSError:
         return False
-    except OSError:  # it belongs to another user, or there is no /proc
-        return True
+    return stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
 
 
 def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
@@ -181,13 +168,10 @@ def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
 
 def provenance() -> dict[str, str]:
     """Return ``versions`` and, in a git checkout, ``git``: the commit, and whether files differ."""
-    versions = [f"python {platform.python_version()}"]
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):  # a checkout that was never installed
-            versions.append(f"{name} {version(name)}")
+    versions = [f"{name} {version(name)}" for name in PACKAGES]
+    made = {"versions": ", ".join([f"python {platform.python_version()}", *versions])}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    made = {"versions": ", ".join(versions)}
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-        made |= {"git": done.stdout.strip()} if done.stdout.strip() else {}
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        made["git"] = done.stdout.strip()
     return made

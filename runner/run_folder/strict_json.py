@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,6 @@ def write_text(path: Path, text: str) -> None:
 def encode(value: Any, *, indent: int | None = None) -> str:
     """Return the JSON text of a JSON-like value. A finite float reads back bit for bit."""
     return json.dumps(spelled(value), allow_nan=False, indent=indent)
-
-
-def fast_encoder() -> Callable[[Any], bytes]:
-    """Return a function that does what :func:`encode` does in a tenth of the time, for rows."""
-    from pydantic_core import to_json  # programs that only read start faster without it
-
-    return partial(to_json, inf_nan_mode="strings")
 
 
 def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:

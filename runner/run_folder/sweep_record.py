@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -73,7 +72,7 @@ class SweepRecord:
         """Return the record in the folder of a sweep."""
         path = folder / files.SWEEP
         try:
-            return _reader().validate_json(path.read_bytes())
+            return _READER.validate_json(path.read_bytes())
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -103,9 +102,7 @@ class SweepRecord:
         return {entry.number: entry for entry in self.entries}[number]
 
 
-@cache
-def _reader() -> TypeAdapter[SweepRecord]:
-    return TypeAdapter(SweepRecord)
+_READER = TypeAdapter(SweepRecord)
 
 
 @contextmanager

@@ -107,11 +107,6 @@ FLAGS = [
 ]
 SWEEPS = [
     ("clip.threshold=0.1,0.25", ["clip.threshold=0.1,0.25", "add -m"]),
-    ("sweep.name=mine seed=1", ["sweep.name=mine", "goes with a sweep", "add -m"]),
-    (
-        "hydra/sweeper=optuna hydra.sweeper.n_trials=8 hydra/launcher=basic",
-        ["(3 problems)", "hydra/sweeper=optuna", "hydra.sweeper.n_trials='8'", "add -m"],
-    ),
     ("-m clip=norm,valeu seed=1,-1", ["clip=valeu", "value?", "seed=-1"]),
     ("-m recipe=glob(zz*)", ["recipe=glob(zz*)", "at least one value"]),
     ("-m clip.threshold=interval(0,1)", ["=interval(0,1)", "range(start,stop,step)"]),

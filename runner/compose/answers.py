@@ -12,13 +12,12 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose import recipes
 from runner.compose.composer import Composer, Source
 from runner.compose.request import logging_restored, request
 from runner.config.check import owned_keys
-from runner.config.problem import MISSING, shown
+from runner.config.problem import shown
 from runner.config.schema import SHORT
 
 # Keys that are set by choosing an option of a group.
@@ -28,10 +27,9 @@ _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe
 def help_text(given: Sequence[str], source: Source | None = None) -> str:
     """Return the text of ``--help``, with the values that the overrides ``given`` give."""
     wanted = request(given, source=source, writes=False)
-    composer, config = wanted.composer, wanted.composed
+    composer = wanted.composer
     with composer.active():
-        config = config or composer.compose([]).config  # a sweep has no single values
-        assert config is not None
+        config = wanted.composed or composer.compose([]).config  # a sweep has no single values
         groups = sorted(set(composer.loader.list_groups("")) - {"hydra", "recipe"})
         found = recipes.read_all(composer.source.recipes)
         parts = {
@@ -67,10 +65,7 @@ def _keys(config: DictConfig) -> str:
     for key in owned_keys({"clip": clip}).values():
         if key.name in _CHOSEN or key.name.endswith("._target_"):
             continue
-        try:
-            value = OmegaConf.select(config, key.name, default=key.default)
-        except OmegaConfBaseException:
-            value = MISSING
+        value = OmegaConf.select(config, key.name, default=key.default)
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         rows.append((f"{short.get(key.name, key.name)}={shown(plain)}", key.meaning))
     return _table(rows)

@@ -92,8 +92,8 @@ def _run(config: DictConfig, place: str) -> float | None:
         if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):
             return None
         entry = _entry(record, settings.job.num, plain, words)
-        entry.folder, entry.state = str(folder.relative_to(sweep)), "running"
-        entry.pid, entry.job = os.getpid(), slurm_job() if place == "elsewhere" else None
+        entry.state, entry.pid = "running", os.getpid()
+        entry.job = slurm_job() if place == "elsewhere" else None
     print_line(live.news(record, entry), sys.stderr)
     resolved, plain = (grouped(one, record.name) for one in (resolved, plain))
     full = False

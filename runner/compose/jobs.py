@@ -46,8 +46,7 @@ LAUNCHERS: Mapping[str, tuple[Where, str]] = {
 _MOST_WRONG = 10
 """Wrong jobs after which no further one is checked: most of their problems are the same."""
 
-_UNSET = "unset"
-"""Value in a list of ``sweep.zip`` that leaves its key out of the job."""
+_UNSET = "unset"  # value in a list of ``sweep.zip`` that leaves its key out of the job
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tests.process import ROOT
 HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config", "compose"): 3710,
-    ("cli",): 945,
+    ("cli",): 930,
     ("launch",): 1345,
     ("sweep",): 690,
     ("telemetry",): 1495,
@@ -26,7 +26,7 @@ LINES = {
     ("optim",): 400,
     ("data", "models"): 2145,
     ("report",): 2378,
-    ("run_folder",): 715,
+    ("run_folder",): 660,
     ("verify", "calibrate", "dashboard"): 1206,
     ("bench",): 847,
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,7 @@ _COMPARED = {
 }
 
 
-@dataclass(frozen=True)
-class SideMetrics:
+class SideMetrics(NamedTuple):
     """Metrics of one clipped step as floats; see :class:`runner.clip.Decision`."""
 
     norm: float
@@ -46,15 +44,8 @@ class SideMetrics:
         return cls(*(float(metric) for metric in decision.metrics[:6]))
 
 
-@dataclass(frozen=True)
-class Naive:
-    """Result of ``torch.nn.utils.get_total_norm`` on the gradients of one rank."""
-
-    norm: float | None
-    raised: str | None = None
-    message: str = ""
-    error: float = math.inf
-    rank: int = 0
+Naive = dict[str, Any]
+"""``torch.nn.utils.get_total_norm`` of the gradients of one rank: the norm, or what it raised."""
 
 
 def compare_step(
@@ -88,7 +79,7 @@ def compare_step(
         if names:
             who = first_few(sorted(names), WORST)
             failures.append(f"in step {step}, {who}: a gradient {where}")
-    sides = {"plugin": asdict(ours), "reference": asdict(reference)}
+    sides = {"plugin": ours._asdict(), "reference": reference._asdict()}
     return {"step": step, **found, **sides, "failures": failures, "errors": errors}
 
 
@@ -181,14 +172,14 @@ def _size(tensor: Tensor | None) -> float:
 
 def disagreements(step: int, ranks: Sequence[SideMetrics]) -> list[str]:
     """Return messages about metrics of ``ranks`` that are not equal bit for bit."""
-    found: dict[str, str] = {}
-    for rank, metrics in enumerate(ranks):
-        for name, first in vars(ranks[0]).items():
-            other = getattr(metrics, name)
+    found = []
+    for name, (first, *others) in zip(SideMetrics._fields, zip(*ranks, strict=True), strict=True):
+        for rank, other in enumerate(others, 1):
             if other != first and not (math.isnan(other) and math.isnan(first)):
-                message = f"{name} of step {step} is {other!r} on rank {rank}, {first!r} on rank 0"
-                found.setdefault(name, message)
-    return list(found.values())
+                where = f"{other!r} on rank {rank}, {first!r} on rank 0"
+                found.append(f"{name} of step {step} is {where}")
+                break
+    return found
 
 
 def naive_norm(layout: Layout, norm_type: float) -> Naive | None:
@@ -208,20 +199,21 @@ def naive_norm(layout: Layout, norm_type: float) -> Naive | None:
     dist.all_gather_object(everywhere, meshes)
     if len(meshes) == 1 and not all(everywhere[rank] == meshes for rank in next(iter(meshes))):
         return None
-    rank = dist.get_rank()
+    found: Naive = {"norm": None, "raised": None, "message": "", "rank": dist.get_rank()}
     try:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        found["norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     except Exception as error:
-        return Naive(None, type(error).__name__, str(error).strip().partition("\n")[0], rank=rank)
-    return Naive(float(whole), rank=rank)
+        found["raised"] = type(error).__name__
+        found["message"] = str(error).strip().partition("\n")[0]
+    return found
 
 
 def worst_naive(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
     """Return the result with the largest error; one that raised has the largest of all."""
     made = [
-        one if one.norm is None else replace(one, error=relative(one.norm, norm))
+        one | {"error": math.inf if one["norm"] is None else relative(one["norm"], norm)}
         for one in outcomes
         if one is not None
     ]
-    return max(made, key=lambda one: (one.raised is not None, one.error), default=None)
+    return max(made, key=lambda one: (one["raised"] is not None, one["error"]), default=None)

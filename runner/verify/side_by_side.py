@@ -9,7 +9,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -120,8 +119,8 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
         assert reference is not None
         metrics, loss, wanted = reference.step()
         one = compare_step(len(steps) + 1, ranks, gradients, metrics, wanted, bound)
-        worst = worst_naive(naive, metrics.norm)
-        steps.append({**one, "naive": worst and asdict(worst), "loss": {"reference": loss}})
+        one["naive"] = worst_naive(naive, metrics.norm)
+        steps.append(one | {"loss": {"reference": loss}})
 
     _watch(mode, trainer, seen)
     trainer.fit()

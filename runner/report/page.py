@@ -31,14 +31,7 @@ def write(folder: Path, left: int = 0) -> Path:
 
 
 def write_page(sweep: SweepRuns, left: int = 0) -> Path:
-    target = sweep.folder / files.PAGE
-    # An override may hold bytes that are no UTF-8; the page shows a question mark for each.
-    write_text(target, html(sweep, left).encode("utf-8", "replace").decode("utf-8"))
-    return target
-
-
-def html(sweep: SweepRuns, left: int = 0) -> str:
-    """Return the page of a sweep or a run of which ``left`` runs have not ended."""
+    """Write the page of runs that were read before, of which ``left`` runs have not ended."""
     # Importing plotly takes a fifth of a second, which readers of folders need not spend.
     from runner.report.charts import sections
 
@@ -52,7 +45,7 @@ def html(sweep: SweepRuns, left: int = 0) -> str:
     )
     pages.filters |= {"plural": plural, "inert": _inert}
     scripts = [_asset("plotly/plotly-cartesian.min.js"), _asset("page.js")]
-    return pages.get_template("page.html").render(
+    html = pages.get_template("page.html").render(
         sweep=sweep,
         found=found,
         left=left,
@@ -72,6 +65,9 @@ def html(sweep: SweepRuns, left: int = 0) -> str:
         scripts=scripts,
         policy=_policy(scripts),
     )
+    # An override may hold bytes that are no UTF-8; the page shows a question mark for each.
+    write_text(sweep.folder / files.PAGE, html.encode("utf-8", "replace").decode("utf-8"))
+    return sweep.folder / files.PAGE
 
 
 def _inert(text: str) -> str:

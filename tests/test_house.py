@@ -25,9 +25,9 @@ LINES = {
     ("clip",): 4160,
     ("optim",): 400,
     ("data", "models"): 2145,
-    ("report",): 2378,
+    ("report",): 2374,
     ("run_folder",): 660,
-    ("verify", "calibrate", "dashboard"): 1206,
+    ("verify", "calibrate", "dashboard"): 1197,
     ("bench",): 847,
 }
 """The most lines of each room. A change that makes a room smaller lowers its number."""

@@ -95,8 +95,8 @@ class OptimizerWrapper(StepOrder):
             raise ValueError("gradients are clipped in the backward pass already")
         if watch is None:
             raise ValueError(
-                "clipping in the backward pass works with SinglePlugin and TorchFSDPPlugin: "
-                "under others gradients become final after the backward pass"
+                "clipping in the backward pass works with SinglePlugin, TorchFSDPPlugin and "
+                "LowLevelZeroPlugin(stage=2): elsewhere gradients become final after it"
             )
         fp16, skip = self.loss_scale is not None, self.skip is not None
         options = {"step": step, "nonfinite": self.nonfinite, "fp16": fp16, "skip": skip}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.booster import Booster, SinglePlugin, TorchFSDPPlugin
+from runner.booster import Booster, LowLevelZeroPlugin, SinglePlugin, TorchFSDPPlugin
 from runner.clip import build
 from tests.ranks import run_ranks
 
@@ -16,6 +16,7 @@ PLUGINS = {
     "single": SinglePlugin,
     "fsdp": TorchFSDPPlugin,
     "hsdp": lambda: TorchFSDPPlugin(dp_replicate=2),
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
 }
 MODES = {
     "none": (None, {}),
@@ -118,7 +119,7 @@ def all_ways(name, ways):
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_steps_are_those_of_clipping_after_the_backward_pass(name):
-    ways = FEW if name == "hsdp" else WAYS
+    ways = FEW if name in ("hsdp", "zero2") else WAYS
     ranks = [all_ways(name, ways)] if name == "single" else run_ranks(all_ways, 2, name, ways)
     for number, way in enumerate(ways):
         wanted, weights, _ = train(SinglePlugin(), *way, early=False)

@@ -348,10 +348,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
 
 class TensorParallelPlugin(HybridParallelPlugin):
-    """Tensor parallelism, by default over all ranks, and data parallelism over the remaining ones.
-
-    Arguments are those of :class:`~runner.booster.HybridParallelPlugin`.
-    """
+    """Tensor parallelism, by default over all ranks, and data parallelism over the others."""
 
     def __init__(
         self, tp_size: int | None = None, dp_size: int | None = None, **options: Any
@@ -360,10 +357,7 @@ class TensorParallelPlugin(HybridParallelPlugin):
 
 
 class PipelineParallelPlugin(HybridParallelPlugin):
-    """Pipeline parallelism, by default over all ranks, and data parallelism over the others.
-
-    Arguments are those of :class:`~runner.booster.HybridParallelPlugin`.
-    """
+    """Pipeline parallelism, by default over all ranks, and data parallelism over the others."""
 
     def __init__(
         self, pp_size: int | None = None, dp_size: int | None = None, **options: Any
@@ -372,10 +366,7 @@ class PipelineParallelPlugin(HybridParallelPlugin):
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """Expert parallelism, by default over all data-parallel ranks; other weights are replicated.
-
-    Arguments are those of :class:`~runner.booster.HybridParallelPlugin`.
-    """
+    """Expert parallelism, by default over all data-parallel ranks; other weights are repeated."""
 
     def __init__(self, ep_size: int | None = None, **options: Any) -> None:
         super().__init__(ep_size=ep_size, **options)

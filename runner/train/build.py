@@ -171,7 +171,12 @@ def make_plugin(config: RunConfig) -> Plugin:
 
 def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
     kind = PLUGINS[config.plugin.name]
-    known = {key for each in kind.mro() for key in inspect.signature(each).parameters}
+    known: set[str] = set()
+    for each in kind.mro():
+        taken = inspect.signature(each).parameters.values()
+        known |= {one.name for one in taken}
+        if all(one.kind is not one.VAR_KEYWORD for one in taken):
+            break  # It passes no further arguments on to its base.
     return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
 
 

@@ -43,6 +43,11 @@ class Unfinished(ClipMode):
 
 class Undeclared(RunningMean):
     power: float = 2.0
+
+
+@dataclass
+class Untyped(RunningMean):
+    power: Nowhere = 2.0
 '''
 TARGET = "clip._target_=own_clipping.RunningMean"
 SMALL = "model=gpt model.context=32 model.width=32 data=text data.sequence_length=32"
@@ -113,6 +118,7 @@ WRONG = {
     "clip._target_=json.JSONDecoder": "is no clipping mode|runner.clip.ClipMode",
     "clip._target_=own_clipping.Unfinished": "is abstract|decide_finite",
     "clip._target_=own_clipping.Undeclared": "@dataclass|power",
+    "clip._target_=own_clipping.Untyped": "types of its options cannot be|Nowhere",
     "clip._target_=own": "clip._target_=own|full name of a class",
 }
 

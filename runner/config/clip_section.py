@@ -24,9 +24,7 @@ WINDOW = 128
 class Skip(Section):
     """Whole optimizer steps that are left out because their loss or gradient norm is a spike."""
 
-    rule: Literal["sigma", "ema"] | None = key(
-        "skip a step above mean + k sigma, or k times the average (ema)", None
-    )
+    rule: Literal["sigma", "ema"] | None = key("skip above mean + k sigma, or k averages", None)
     of: Literal["norm", "loss", "either"] = key("judge the norm, the loss, or both", "norm")
     k: t.Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
@@ -83,15 +81,9 @@ class Clip(ModeOptions):
     nonfinite: Literal["skip", "error", "ignore"] = key("what to do with a step of NaN or inf")
     max_skips: t.Count | None = key("end the run after so many skips in a row; null: never")
     # With a default, unlike other keys: files of users, and runs recorded earlier, lack them.
-    scales: Literal["auto", "all"] = key(
-        "multiply and compare all gradients, or (auto) all but the matrices of Muon", "auto"
-    )
-    when: Literal["step", "backward"] = key(
-        "clip before the optimizer step, or each gradient as soon as it is final", "step"
-    )
-    step_in_backward: bool = key(
-        "step each parameter in the backward pass too, to save memory", False
-    )
+    scales: Literal["auto", "all"] = key("scale all gradients; auto: not Muon's matrices", "auto")
+    when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
+    step_in_backward: bool = key("step each parameter in the backward pass too", False)
     skip: Skip = key("leave out whole steps whose loss or gradient norm is a spike", Skip())
     what_if: list[t.Positive] = key("log the share of steps that these thresholds would clip")
 
@@ -129,14 +121,14 @@ class Clip(ModeOptions):
             yield Conflict("what_if", f"clip={name} has no fixed threshold: leave it empty")
 
 
-def _loaded(target: str) -> str:
-    load(target)
+def _usable(target: str) -> str:
+    model_of(load(target), _OwnClip, True)  # type: ignore[arg-type]
     return target
 
 
 class _OwnClip(Clip):
     mode: t.Text = key("name of the mode: that of its class")
-    target: Annotated[str, AfterValidator(_loaded)] = Field(
+    target: Annotated[str, AfterValidator(_usable)] = Field(
         alias="_target_", description="clip by this class, which derives from runner.clip.ClipMode"
     )
 

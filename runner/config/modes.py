@@ -34,12 +34,8 @@ class Schedule(Mode):
     of: InnerWithout = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
     warmup_steps: t.Natural = option(1000, "multiply it by warmup_factor in so many first steps")
     warmup_factor: t.Positive = option(10.0, "multiply the threshold by this in the first step")
-    warmup: Literal["constant", "linear"] = option(
-        "constant", "keep the factor until the warm-up ends, or go to the threshold in a line"
-    )
-    decay: Literal["constant", "linear", "cosine"] = option(
-        "constant", "change the threshold after the warm-up, in a line or by half a cosine"
-    )
+    warmup: Literal["constant", "linear"] = option("constant", "end it at once, or in a line")
+    decay: Literal["constant", "linear", "cosine"] = option("constant", "go on to end_factor")
     steps: t.Count | None = option(None, "let the decay take so many steps after the warm-up")
     end_factor: t.Positive = option(0.1, "multiply the threshold by this after the decay")
 
@@ -73,11 +69,7 @@ class Chain(Mode):
 
     info = ModeInfo(stat="value that each link compares with its threshold", nested="links")
 
-    links: list[Inner] = option(
-        list,
-        "clip by these modes in order; each has a mode, a threshold, and options of this mode",
-        min_length=1,
-    )
+    links: list[Inner] = option(list, "clip by these modes, one after the other", min_length=1)
 
 
 @dataclass(eq=False)
@@ -86,11 +78,7 @@ class ByGroups(Mode):
 
     info = ModeInfo("groups", "value that each group compares with its λ", nested="groups")
 
-    groups: dict[str, Inner] = option(
-        dict,
-        "clip parameters by patterns of names: each has a mode with options, a limit, or none",
-        min_length=1,
-    )
+    groups: dict[str, Inner] = option(dict, "patterns of names, each with a mode", min_length=1)
 
 
 MODES: Mapping[str, type[Mode]] = {
@@ -133,9 +121,7 @@ class ModeOptions(Section):
 
     described: ClassVar[type[Mode]] = Mode
 
-    threshold: t.Positive | None = key(
-        "lower it to clip more; `python -m runner calibrate` suggests one"
-    )
+    threshold: t.Positive | None = key("lower it to clip more; `calibrate` suggests one")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -130,10 +130,7 @@ class Shutdown(Section):
 
 
 class Resume(Section):
-    source: t.Text = key(
-        "continue from what the run's folder holds (auto), never, or a path",
-        alias="from",
-    )
+    source: t.Text = key("auto: what the run's folder holds; never; or a path", alias="from")
     force: bool = key("continue though the checkpoint is that of another configuration")
 
 
@@ -153,9 +150,7 @@ class SweepSection(Section):
 
 
 class Report(Section):
-    baseline: t.Text | t.Natural | None = key(
-        "compare settings with this one: its name, or the number of a run; null: the best"
-    )
+    baseline: t.Text | t.Natural | None = key("compare with this setting; null: the best")
 
 
 class Calibrate(Section):

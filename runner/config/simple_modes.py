@@ -69,12 +69,8 @@ class Adaptive(Mode):
         by_tensor=True,
     )
 
-    exclude: Literal["auto"] | Texts = option(
-        "auto", "do not clip parameters of these names, as [head.*]; auto: weights of the heads"
-    )
-    units: OutputDims | None = option(
-        None, "name the dimensions that index a parameter's outputs, where a warning asks for it"
-    )
+    exclude: Literal["auto"] | Texts = option("auto", "do not clip these; auto: heads' weights")
+    units: OutputDims | None = option(None, "name the outputs, where a warning asks for it")
     eps: Positive = option(1e-3, "count a weight's norm as at least this, so that zeros can move")
 
 
@@ -86,9 +82,7 @@ class PerParameter(Mode):
         "tensors", "‖g_p‖ of a tensor", "‖g_p‖", by_tensor=True, grid=(0.03, 0.1, 0.3, 1.0)
     )
 
-    by: Literal["tensor", "block"] = option(
-        "tensor", "limit the norm of each tensor, or of each block: names with a prefix as blocks.3"
-    )
+    by: Literal["tensor", "block"] = option("tensor", "block: names with a prefix as blocks.3")
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
@@ -115,9 +109,7 @@ class AdaGC(Mode):
     absolute: Positive = option(1.0, "limit the norm of the whole gradient to this in the warm-up")
     beta: float = option(0.98, "weigh the steps before in the running mean of a norm", ge=0, lt=1)
     warmup_steps: Natural = option(100, "keep the smallest norm of each tensor in so many steps")
-    history: Literal["clipped", "raw"] = option(
-        "clipped", "let norms after clipping, or those before it, enter the running mean"
-    )
+    history: Literal["clipped", "raw"] = option("clipped", "norms of the running mean")
 
 
 @dataclass(eq=False)
@@ -135,12 +127,8 @@ class Percentile(Mode):
     )
     at_once: ClassVar = {"threshold": 10.0, "min_steps": 1}
 
-    window: Count | None = option(
-        None, "take the percentile of so many of the latest steps; null: of all, as published"
-    )
-    history: Literal["raw", "clipped"] = option(
-        "raw", "keep norms as measured (raw) or as clipped, which lets the limit fall"
-    )
+    window: Count | None = option(None, "use so many of the latest steps; null: all")
+    history: Literal["raw", "clipped"] = option("raw", "norms that the percentile is of")
     min_steps: Count = option(10, "clip from this step on; 1: as published")
 
     @classmethod
@@ -173,12 +161,8 @@ class ZScore(Mode):
     )
     decay: float = option(0.97, "weigh earlier steps in mean and variance", gt=0, lt=1)
     warmup_steps: Count = option(25, "start from so many steps, which are not clipped")
-    history: Literal["raw", "clipped"] = option(
-        "clipped", "let norms enter the mean as clipped, or raw, which accepts a lasting rise"
-    )
-    eps: Positive = option(
-        1e-6, "add this to the standard deviation; less of the mean is a plateau"
-    )
+    history: Literal["raw", "clipped"] = option("clipped", "norms of mean and variance")
+    eps: Positive = option(1e-6, "norms that vary by less of their mean are not clipped")
 
 
 @dataclass(eq=False)

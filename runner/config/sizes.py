@@ -41,10 +41,6 @@ class MeshSizes(NamedTuple):
     pp: int = 1
     ep: int = 1
 
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.tp * self.pp
-
     @classmethod
     def of(
         cls,

@@ -34,7 +34,7 @@ STATE_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random",
 
 
 class Training(Protocol):
-    """What is saved: :class:`runner.Trainer` is one. Its state is that of runner/train/state.py."""
+    """What is saved: a :class:`runner.Trainer`."""
 
     model: ModelWrapper
     optimizer: OptimizerWrapper
@@ -62,7 +62,7 @@ def _write(
     rest: bytes | None,
     about: Mapping[str, Any],
 ) -> Path:
-    content = {"step": step, **_names(training), **about}
+    content = _about(training, step, about)
     part = on_first(lambda: folder.begin(checkpoints, step))
     with _removed_on_error(part):
         write(tensors, part)
@@ -86,7 +86,7 @@ class Writing:
         after: Callable[[], None],
     ) -> None:
         tensors, rest = _content(training)
-        content = {"step": step, **_names(training), **about}
+        content = _about(training, step, about)
         part = self._part = on_first(lambda: folder.begin(checkpoints, step))
         written = write_later(tensors, part, group)
 
@@ -102,11 +102,9 @@ class Writing:
         executor.shutdown(wait=False)
 
     def failed(self) -> bool:
-        """Return whether this rank knows that the checkpoint could not be written."""
         return self._finished.done() and self._finished.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the checkpoint; every rank has to call this."""
         wait([self._finished])
         with _removed_on_error(self._part):
             on_first(self._finished.result)
@@ -191,17 +189,13 @@ def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
 
 
 def _values(training: Training) -> dict[str, Any]:
-    """Return the state of a training besides its tensors, with the random states of this rank."""
     rest: dict[str, Any] = training.state.state_dict(with_optimizers=False)
     return rest | {"optimizers": saved.optimizer_values(training.optimizer)}
 
 
-def _names(training: Training) -> dict[str, Any]:
-    names = training.model.names.items()
-    return {
-        "tied": {name: first for name, first in names if name != first},
-        "criterion": list(_criterion(training)),
-    }
+def _about(training: Training, step: int | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    tied = {name: first for name, first in training.model.names.items() if name != first}
+    return {"step": step, "tied": tied, "criterion": list(_criterion(training)), **about}
 
 
 def _model(training: Training) -> dict[str, Tensor]:

@@ -29,7 +29,6 @@ class DamagedCheckpoint(ValueError):
 
 
 def begin(folder: Path, step: int | None) -> Path:
-    """Make the folder that a checkpoint is written to, until it is whole."""
     _tidy(folder)
     name = files.FINAL if step is None else _name(step)
     part = folder / f".{name}{_PART}"
@@ -38,7 +37,6 @@ def begin(folder: Path, step: int | None) -> Path:
 
 
 def complete(part: Path, about: dict[str, Any]) -> Path:
-    """Write the manifest of a checkpoint and give the folder its name."""
     content = {file.name: _entry(file) for file in sorted(part.iterdir())}
     manifest = part / files.MANIFEST
     manifest.write_text(encode({"version": VERSION, **about, "files": content}, indent=2) + "\n")
@@ -159,14 +157,11 @@ def prune(
 def best_of(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:
     """Return the checkpoint with the best value; of several, the first one after the evaluation."""
     scored = []
-    for one in sorted(checkpoints):
-        try:
-            metrics = manifest_of(one).get("metrics")
-        except DamagedCheckpoint:
-            continue
-        value = number(metrics.get(metric)) if isinstance(metrics, dict) else None
-        if value is not None and math.isfinite(value):
-            scored.append((-value if maximizes else value, one))
+    for one in checkpoints:
+        with suppress(DamagedCheckpoint):
+            value = number((manifest_of(one).get("metrics") or {}).get(metric))
+            if value is not None and math.isfinite(value):
+                scored.append((-value if maximizes else value, one))
     return min(scored)[1] if scored else None
 
 

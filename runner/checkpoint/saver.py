@@ -78,17 +78,15 @@ class CheckpointSaver:
             ValueError: the folder holds checkpoints of another training, which would be removed;
                 or the state of the training cannot be saved.
         """
-        if self.keep:
-            on_first(lambda: self._require_own(step))
-            content.require_savable(training)
-
-    def _require_own(self, step: int) -> None:
-        newest = None if step else next(folder.whole(self.folder), None)
+        if not self.keep:
+            return
+        newest = None if step else on_first(lambda: next(folder.whole(self.folder), None))
         if newest is not None:
             raise ValueError(
                 f"{self.folder} holds {newest[0].name} of an earlier training, which this one "
                 "would remove: load it to continue, or choose another folder"
             )
+        content.require_savable(training)
 
     def due(self) -> bool:
         """Return whether this rank asks for a checkpoint: the first one by its clock, and any rank
@@ -107,13 +105,8 @@ class CheckpointSaver:
     def save(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
         """Save a checkpoint between two steps; every rank has to call this.
 
-        Args:
-            training: the training.
-            step: number of optimizer steps taken.
-            metrics: last values of all metrics; those of evaluations and ``best`` are recorded.
-
-        Raises:
-            OSError: this checkpoint or the one before cannot be written, on every rank.
+        ``metrics`` are the last values; those of evaluations and ``best`` are recorded. An OSError,
+        of this checkpoint or the one before, is raised on every rank.
         """
         self.wait()
         if not self.keep:
@@ -134,21 +127,13 @@ class CheckpointSaver:
         self._saved = time.monotonic()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete; every rank has to call this.
-
-        Raises:
-            OSError: it could not be written, on every rank.
-        """
+        """Wait until the last checkpoint is complete; every rank has to call this."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.wait()
 
     def finish(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
-        """Complete the last checkpoint, and save the final weights; every rank has to call this.
-
-        Raises:
-            OSError: one of them cannot be written, on every rank.
-        """
+        """Complete the last checkpoint, and save the final weights; every rank has to call this."""
         self.wait()
         if self.save_final:
             about = {"step": step, **self._described(training, metrics)}

@@ -16,7 +16,7 @@ from runner.config.problem import or_list
 from runner.config.section import Conflict, Keys, Target, Text, key
 from runner.config.sections import OWN_DATA, DataSection, LossSection
 
-__all__ = ["OWN_DATA", "SHORT", "DataSection", "LossSection", "RunConfig", "not_measured"]
+__all__ = ["NO_UPDATE_RATIO", "OWN_DATA", "SHORT", "DataSection", "LossSection", "RunConfig"]
 __all__ += ["refusals"]
 
 SHORT = {"resume": "resume.from", "clip.skip": "clip.skip.rule"}
@@ -55,12 +55,7 @@ def refusals(
         yield "clip.step_in_backward", "this mode limits the step itself: use true"
 
 
-def not_measured(step: bool) -> Mapping[str, str]:
-    """Return the measurements of section ``telemetry`` that are not possible, with the reasons."""
-    gone = "compares gradients that are clipped, or freed, in the backward pass: use clip.when=step"
-    stepped = "copies the weights before a step: use clip.step_in_backward=false"
-    found = {"noise_scale": gone}
-    return found | {"update_ratio": stepped} if step else found
+NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
 
 
 class RunConfig(Keys):
@@ -101,14 +96,6 @@ class RunConfig(Keys):
             message = f"steps whole parameters, which plugin={plugin.name} shards; use plugin=ddp"
             yield Conflict("optimizer._target_", message)
         yield from self._in_backward()
-        if self.telemetry.noise_scale:
-            if {plugin.tp_size, plugin.pp_size, plugin.ep_size} != {1}:
-                only = f"plugin=single, ddp, fsdp or zero, not plugin={plugin.name}"
-                message = f"needs ranks that have the whole gradient of their samples: {only}"
-                yield Conflict("telemetry.noise_scale", message)
-            elif plugin.name == "single" and self.accumulation.steps == 1:
-                message = "compares parts of a batch: use accumulation.steps=2 or plugin=ddp"
-                yield Conflict("telemetry.noise_scale", message)
         for name in self.verify.modes or ():
             if name != self.clip.mode and (nested := MODES[name].info.nested):
                 message = f"{name} needs clip.{nested}: give clip={name} with its {nested}"
@@ -136,6 +123,5 @@ class RunConfig(Keys):
             skip=clip.skip.rule is not None,
         )
         yield from (Conflict(*each) for each in found)
-        for name, why in not_measured(clip.step_in_backward).items():
-            if getattr(self.telemetry, name):
-                yield Conflict(f"telemetry.{name}", why)
+        if clip.step_in_backward and self.telemetry.update_ratio:
+            yield Conflict("telemetry.update_ratio", NO_UPDATE_RATIO)

@@ -116,7 +116,6 @@ class Telemetry(Section):
     per_layer: bool = key("log the gradient norm of each parameter, to find the layer that spikes")
     # With defaults: runs that were recorded earlier lack them.
     update_ratio: bool = key("log the norm of each update over that of the weights", False)
-    noise_scale: bool = key("estimate the gradient noise scale from parts of the batch", False)
     probe: t.Natural = key("print so many elements of the first parameter after each microbatch")
 
 

@@ -22,7 +22,7 @@ from runner.config.problem import Problem, RequestError, Stopped
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
 from runner.launch import failure, signals
-from runner.launch.failure import KNOBS, RankFailed
+from runner.launch.failure import KNOBS, Failure
 from runner.run_folder import files
 from runner.run_folder.rows import follow
 from runner.telemetry.sinks.sink import Sink
@@ -92,7 +92,6 @@ def _feed(file: Path, stopped: threading.Event, sinks: Sequence[Sink], earlier: 
 
 
 def _launch(job: Job, ranks: int) -> dict[str, Any]:
-    """Start the ranks, and return what the first one returns."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -149,8 +148,8 @@ def _end_of(job: Job, size: int, rank: int, process: Any) -> Exception:
     if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
         return failure.blamed(job.folder, size, job.config.launch.timeout)
     if code > 0:
-        return RankFailed(rank, f"rank {rank} exited with code {code}")
+        return Failure(f"rank {rank} exited with code {code}", rank)
     end = f"rank {rank} was ended by {process.signal_name()}"
     if code == -signal.SIGKILL:
         end += f", as the system does if it runs {KNOBS}"
-    return RankFailed(rank, end)
+    return Failure(end, rank)

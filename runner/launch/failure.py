@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGINT
 from typing import Any, Literal
@@ -45,24 +45,16 @@ _WORKER = re.compile(
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a run did not finish."""
+@dataclass(eq=False)
+class Failure(Exception):
+    """Why a run did not finish; raised where a rank failed."""
 
-    state: Literal["failed", "interrupted"]
-    exit_code: int
     error: str
     rank: int | None = None
-    disk_full: bool = False
     node: str | None = None
-
-
-class RankFailed(Exception):
-    """A rank failed."""
-
-    def __init__(self, rank: int, error: str, node: str | None = None) -> None:
-        super().__init__(rank, error, node)
-        self.rank, self.error, self.node = rank, error, node
+    state: Literal["failed", "interrupted"] = "failed"
+    exit_code: int = 1
+    disk_full: bool = False
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
@@ -104,16 +96,16 @@ def stopped_by(error: BaseException) -> int:
 
 def _why(error: BaseException) -> Failure:
     if number := stopped_by(error):
-        return Failure("interrupted", signals.exit_code(number), signals.reason(number))
-    if isinstance(error, RankFailed):
+        code = signals.exit_code(number)
+        return Failure(signals.reason(number), state="interrupted", exit_code=code)
+    if isinstance(error, Failure):
         full = disk.told_by_rank(error.error)
-        return Failure("failed", 1, full or error.error, error.rank, full is not None, error.node)
+        return replace(error, error=full or error.error, disk_full=full is not None)
     full = disk.told(error)
-    return Failure("failed", 1, full or described(error), 0, full is not None)
+    return Failure(full or described(error), 0, disk_full=full is not None)
 
 
 def clear(folder: Path) -> None:
-    """Remove what ranks wrote."""
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
 
 
@@ -153,14 +145,14 @@ def follow_others(folder: Path, rank: int) -> None:
         time.sleep(0.2)
 
 
-def blamed(folder: Path, size: int, timeout: float) -> RankFailed:
+def blamed(folder: Path, size: int, timeout: float) -> Failure:
     """Return the rank because of which the others lost a connection."""
     until = time.monotonic() + PATIENCE
     while True:
         told = [read_object(_file(folder, rank)) for rank in range(size)]
         for rank, one in enumerate(told):
             if one.get("error"):
-                return RankFailed(rank, one["error"], one.get("node"))
+                return Failure(one["error"], rank, one.get("node"))
         silent = [rank for rank, one in enumerate(told) if "error" not in one]
         if not silent or time.monotonic() > until:
             break
@@ -172,7 +164,7 @@ def blamed(folder: Path, size: int, timeout: float) -> RankFailed:
     error = f"{who} hangs or was killed: the others lost the connection, or {waited}"
     if not silent:
         error = f"each rank lost the connection to another one, or {waited}"
-    return RankFailed(first, "\n".join([*_stacks(folder, size), error]), node)
+    return Failure("\n".join([*_stacks(folder, size), error]), first, node)
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -195,7 +187,6 @@ def _watch(file: Path, seconds: float) -> None:
 
 
 def _stacks(folder: Path, size: int) -> list[str]:
-    """Return where the main thread of each rank was that wrote its stack, as lines of text."""
     lines = []
     for rank in range(size):
         with suppress(OSError):

@@ -122,8 +122,12 @@ def get_dist_logger(name: str = "runner") -> DistributedLogger:
 
     It prints to standard error if nobody has set up logging.
     """
-    if not logging.getLogger(name).hasHandlers():
-        logging.basicConfig(level=logging.INFO, format="[%(name)s] %(message)s")
+    logger = logging.getLogger(name)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
     return DistributedLogger(name)
 
 

@@ -135,7 +135,6 @@ def train_as_rank(
 
 
 def _answer_signals(job: Job, rank: int) -> None:
-    """Note signals that ask to stop."""
 
     def note(number: int, frame: FrameType | None) -> None:
         if number not in job.handled and number != signal.SIGTERM:  # by which the agent ends ranks

@@ -49,7 +49,6 @@ class Start:
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run before."""
         return number(self.former.get(keys.WALL_SECONDS)) or 0.0
 
     def status(self, last_step: int) -> dict[str, Any]:
@@ -71,7 +70,6 @@ ANEW = Start()
 
 
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
-    """Return where a run in ``folder`` starts."""
     source, former = config.resume.source, read_object(folder / files.STATUS)
     unfinished = is_unfinished(folder)
     if bool(former) != unfinished:
@@ -133,7 +131,6 @@ def _taken(folder: Path, by: str) -> RequestError:
 
 
 def _require_usable(checkpoint: Path) -> dict[str, Any]:
-    """Check a checkpoint, with the state of the training in it, and return its manifest."""
     from runner.checkpoint.content import state_of
 
     manifest = require_whole(checkpoint)

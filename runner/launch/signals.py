@@ -29,8 +29,7 @@ ECHO_OF_LAUNCHER = 3.0
 AT_ONCE = 5.0  # seconds that the main thread has to end where no training polls
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
-LastWords = Callable[[int, str], None]
-"""Called with the exit code and the reason, in a thread of its own."""
+LastWords = Callable[[int, str], None]  # takes the exit code and the reason, in a thread
 
 
 class Terminated(SystemExit):
@@ -42,8 +41,6 @@ class Terminated(SystemExit):
 
 
 class _State:
-    """Signals of this process."""
-
     number = 0
     at = 0.0
     timeout = 30.0
@@ -54,12 +51,10 @@ class _State:
 
 
 def exit_code(number: int) -> int:
-    """Return the exit code of a run that a signal stopped: 130, 129 or 143."""
     return 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
 
 
 def reason(number: int) -> str:
-    """Return why a run was stopped by a signal."""
     if number == signal.SIGINT:
         return "interrupted by the user"
     return f"terminated by {signal.Signals(number).name}"
@@ -80,12 +75,10 @@ def listen() -> None:
 
 
 def handled() -> list[int]:
-    """Return the numbers of the signals that this process handles."""
     return [number for number in ASKING if signal.getsignal(number) is _handle]
 
 
 def ignore() -> None:
-    """Ignore the signals from now on: nothing is left to do but to end."""
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
 
@@ -128,7 +121,6 @@ def requeue() -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Note a signal; raise in the main thread if no training polls."""
     stop.request(number)
     if stop.is_polled() or _State.raised:
         return
@@ -158,7 +150,6 @@ def _limit() -> float:
 
 
 def _end(why: str) -> None:
-    """End this process as it is, after the last words."""
     code, why = exit_code(_State.number), f"{reason(_State.number)}; {why}"
 
     def speak() -> None:

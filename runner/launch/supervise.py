@@ -190,7 +190,6 @@ def _close(
 
 
 def write_page(folder: Path, left: int = 0) -> Path | None:
-    """Write ``report.html`` into the folder of a run or sweep."""
     try:
         from runner import report
 

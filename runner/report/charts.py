@@ -112,9 +112,6 @@ def _clipping(groups: Sequence[Group]) -> Iterator[Chart]:
             title, note = f"Threshold{of}", "The threshold of each step."
             what = Curves(f"threshold-{mode}", title, "threshold", moving, note)
             yield from _draw(what, facet.own)
-    note = "Estimated batch size at which noise and signal of the gradient are equally large."
-    key, title = keys.NOISE_SCALE, "Gradient noise scale"
-    yield from _draw(Curves("noise", title, "samples", key, note, **_STEPS), groups)
 
 
 def norm(run: Run) -> Series:

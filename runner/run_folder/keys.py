@@ -40,8 +40,6 @@ CLIP_PEAK = "clip/peak"
 CLIP_STREAK = "clip/longest_streak"
 # Norm of what a step added to the weights ÷ norm of the weights before the step
 UPDATE_RATIO = "update/ratio"
-NOISE_SCALE = "noise/scale"  # gradient noise scale, in samples
-NOISE_ERROR = "noise/error"  # its standard error
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"
 

@@ -1,23 +1,17 @@
-"""Measurements of a step beside its metrics: norms of layers, updates, the gradient noise scale."""
+"""Measurements of which each rank has a share: norms of parameters, and of their updates."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from runner.clip import Layout, Number, ParamShard
+from runner.clip import Layout, ParamShard
 from runner.clip.norms import Powers, combined_norms, powers_of
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
-
-WINDOW = 100
-"""Number of measured steps that the noise scale is over."""
 
 
 class Gauges:
@@ -92,54 +86,3 @@ class Gauges:
         powers = powers_of(self._shards, tensors, 2.0, each=True)[1]
         assert powers is not None
         return powers.of_parameters(self._layout)
-
-
-class NoiseShare(NamedTuple):
-    """What the noise scale needs of one step; the means over the data-parallel ranks count."""
-
-    microbatches: Number  # Σ n_c/N·|g_c|²
-    whole: Number  # |g|², NaN where it is the square of the norm that clipping measures
-    parts: float
-    samples: float
-
-
-class NoiseScale:
-    """The batch size at which noise and gradient are equally large: B = tr(Σ) ÷ |G|².
-
-    Σ is the covariance of the gradient of one sample and G the true gradient (McCandlish, Kaplan,
-    Amodei et al. 2018, arXiv 1812.06162, section 2.2). The squared norms of gradients of two batch
-    sizes give estimates of both without bias (appendix A.1). Those of a single step are very noisy,
-    and so is their ratio: both are averaged over steps apart, and the ratio of the means comes with
-    its standard error. The small batches are the microbatches of all data-parallel ranks: C of
-    them with n_c of the N items, with gradients g_c and their mean g = Σ n_c/N·g_c.
-    ``E[Σ n_c/N·|g_c|²] = |G|² + C·tr(Σ)/N`` and ``E[|g|²] = |G|² + tr(Σ)/N``.
-    """
-
-    def __init__(self) -> None:
-        # tr(Σ) of one sample and |G|² of a step, both times the square of the same number.
-        self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-
-    def add(self, share: Sequence[float], norm: float) -> None:
-        small, whole, parts, samples = map(float, share)
-        whole, count = norm**2 if math.isnan(whole) else whole, round(parts)
-        noise = (small - whole) / (count - 1) if count > 1 else math.nan
-        s, q = noise * samples, whole - noise
-        if math.isfinite(s) and math.isfinite(q):
-            self._last.append((s, q))
-
-    def row(self) -> Row:
-        """Return the scale over the last steps, and its standard error by the delta method."""
-        if len(self._last) < 2:
-            return {}
-        s, q = np.array(self._last).T
-        if not (mean := float(q.mean())) > 0:
-            return {}
-        ratio = float(s.mean()) / mean
-        error = float(np.std(s - ratio * q, ddof=1)) / math.sqrt(len(s)) / mean
-        return {keys.NOISE_SCALE: ratio, keys.NOISE_ERROR: error}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": [list(each) for each in self._last]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._last = deque(((s, q) for s, q in state["last"]), maxlen=WINDOW)

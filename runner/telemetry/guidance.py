@@ -21,7 +21,6 @@ from runner.run_folder import keys
 
 FEWEST = 50  # steps below which there is no advice on a threshold
 MOSTLY = 0.5  # share clipped above which a threshold does more than cut outliers
-FULLY = 0.95  # share of clipped steps above which a threshold is practically always exceeded
 
 Topic = Literal["nonfinite", "spikes", "few", "never", "limits", "cancels", "weighs", "nothing"]
 
@@ -38,7 +37,6 @@ class Setting:
 
     @property
     def stat(self) -> str:
-        """Name of what the mode compares with λ."""
         left_out = self.effect.left_out if self.mode.parts is None else ""
         return f"{self.mode.stat} without {left_out}'s matrices" if left_out else self.mode.stat
 
@@ -123,14 +121,9 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
     effect, whole = setting.effect, setting.mode.parts is None
     parts = "steps" if whole else f"{setting.mode.parts} on average"
     text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
-    if whole and effect.left_out:
-        text += f"The gradients of {effect.left_out} are not scaled. "
     remedy = setting.remedy(peak, "To clip spikes alone, raise")
     updates = setting.mode.clips == "updates"
     if effect.scales or updates:
-        if effect.floor and not updates:
-            text += f"eps of {effect.name} is not negligible for gradients this small, so clipping "
-            text += "makes the steps smaller. "
         if whole:
             text += "A threshold that clips so many steps acts like a lower learning rate, not as "
             text += f"a limit on spikes. {remedy[:-1]}, and lower optimizer.lr if training then "
@@ -143,6 +136,5 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
         text += f"{effect.name} steps by the sign of a mean of gradients: clipping does not make "
         text += "its steps smaller, it lowers the weight of clipped gradients in that mean. "
         return Remark("weighs", text + remedy, ("clip.threshold",), effect.name)
-    text += f"{effect.name} normalizes its updates, so this does not make the steps smaller"
-    text += ": thresholds this low train nearly alike. " if whole and share > FULLY else ". "
+    text += f"{effect.name} normalizes its updates, so this does not make the steps smaller. "
     return Remark("cancels", text + remedy, ("clip.threshold",), effect.name)

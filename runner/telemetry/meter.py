@@ -22,7 +22,7 @@ from runner.clip import Decision, Number, transfer
 from runner.config.notation import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
-from runner.telemetry.gauges import Gauges, NoiseScale, NoiseShare
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.sinks.sink import Sink
 
 
@@ -37,26 +37,24 @@ class StepMetrics(NamedTuple):
     tokens: int | None
     seconds: float
     layers: Tensor | None = None
-    noise: NoiseShare | None = None
 
     def numbers(self) -> tuple[Number, ...]:
-        """Return what travels to the host: :class:`StepValues`, noise, and those of inner modes."""
+        """Return what travels to the host: :class:`StepValues`, and those of inner modes."""
         scaled = self.decision.norm_scaled
         loss = math.nan if self.loss is None else self.loss
         own = (loss, *self.decision.metrics, math.nan if scaled is None else scaled)
         inner = (number for _, each in _inner(self.decision) for number in each.metrics)
-        return (*own, self.decision.spike, *(self.noise or ()), *inner)
+        return (*own, self.decision.spike, *inner)
 
-    def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Sequence[float], Row]:
-        """Return the step's values, its noise, and metrics of inner modes, given its numbers."""
+    def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Row]:
+        """Return the step's values, and metrics of inner modes, given its numbers."""
         values = StepValues._make(numbers[: len(StepValues._fields)])
-        rest, size = numbers[len(values) :], len(self.noise or ())
         if not math.isfinite(values.norm):  # nothing was clipped
             skipped = Decision.skipped(values.norm, values.threshold)
-            return StepValues(*map(float, (values.loss, *skipped.metrics))), rest[:size], {}
+            return StepValues(*map(float, (values.loss, *skipped.metrics))), {}
         named = (key for path, _ in _inner(self.decision) for key in keys.inner(path))
-        inner = zip(named, rest[size:], strict=True)
-        return values, rest[:size], {key: value for key, value in inner if not math.isnan(value)}
+        inner = zip(named, numbers[len(values) :], strict=True)
+        return values, {key: value for key, value in inner if not math.isnan(value)}
 
 
 class StepValues(NamedTuple):
@@ -113,7 +111,6 @@ class Meter:
     what_if: Sequence[float] = ()
     layers: Gauges | None = None
     follow: Callable[[Sequence[tuple[int, StepValues]]], None] | None = None
-    noise: NoiseScale | None = None
     skips: bool = False  # whether a rule skips spikes, which rows then count
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
@@ -129,7 +126,6 @@ class Meter:
         self._above = dict.fromkeys(map(float, self.what_if), 0)
 
     def row_due(self, step: int) -> bool:
-        """Return whether ``step`` gets a row even without an evaluation."""
         return step % self.interval == 0
 
     def push(self, step: StepMetrics, evaluation: Mapping[str, float] | None = None) -> None:
@@ -153,35 +149,22 @@ class Meter:
             gauged = self.layers.over_ranks(shares)
         rows, layers = _to_host([step.numbers() for step in pending], gauged)
         found = [step.on_host(row) for step, row in zip(pending, rows, strict=True)]
-        losses: list[float | None] = [values.loss for values, *_ in found]
-        noise = [each for _, each, _ in found]
+        losses: list[Any] = [values.loss for values, _ in found]
         if self.mean_over_data is not None:
-            losses, noise = self._over_data(losses, noise, together)
+            losses = self.mean_over_data(losses) if together else [None] * len(losses)
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
-        for number, (step, (values, _, inner)) in enumerate(zip(pending, found, strict=True)):
-            loss = None if step.loss is None else losses[number]
-            self._count(step, values, loss, noise[number])
+        for step, (values, inner), mean in zip(pending, found, losses, strict=True):
+            loss = None if step.loss is None else mean
+            self._count(step, values, loss)
             measured = next(layers, None) if step.layers is not None else None
-            further = last if number == len(pending) - 1 else None
+            further = last if step is pending[-1] else None
             if further is not None or self.row_due(step.step):
                 row = self._row(step, loss, values)
                 if self.layers is not None and measured is not None:
                     row |= self.layers.row(measured)
                 self._write(row | inner, further or {})
         if together and self.follow is not None:
-            numbered = zip(pending, found, strict=True)
-            self.follow([(step.step, values) for step, (values, *_) in numbered])
-
-    def _over_data(
-        self, losses: list[Any], noise: list[Sequence[float]], together: bool
-    ) -> tuple[list[float | None], list[Sequence[float]]]:
-        """Average losses, and what noise is estimated from, over the data-parallel ranks."""
-        if not together:
-            return [None] * len(losses), [()] * len(noise)
-        assert self.mean_over_data is not None
-        every = iter(self.mean_over_data([*losses, *chain.from_iterable(noise)]))
-        mean: list[float | None] = [*islice(every, len(losses))]
-        return mean, [list(islice(every, len(each))) for each in noise]
+            self.follow([(s.step, values) for s, (values, _) in zip(pending, found, strict=True)])
 
     def summary(self) -> dict[str, Any]:
         """Return the metrics of the whole run: every step counts, whatever the interval."""
@@ -209,18 +192,14 @@ class Meter:
             "total": asdict(self._total),
             "norms": torch.from_numpy(np.array(self.norms)),
             "max_stats": torch.from_numpy(np.array(self.max_stats)),
-            "noise": None if self.noise is None else self.noise.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; what it does not hold, because it was not measured, begins now."""
         self.last, self.best = dict(state["last"]), dict(state["best"])
         self._window, self._total = Sums(**state["window"]), Sums(**state["total"])
         self.norms = array("d", state["norms"].tolist())
         self.max_stats = array("d", state["max_stats"].tolist())
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
-        if self.noise is not None and state["noise"] is not None:
-            self.noise.load_state_dict(state["noise"])
 
     def _so_far(self) -> dict[str, float]:
         """Return what is counted over all steps: skips, and what ``what_if`` would have clipped."""
@@ -230,9 +209,7 @@ class Meter:
             found[keys.CLIP_SKIPPED] = total.skipped
         return found | {keys.what_if(t): above / steps for t, above in self._above.items()}
 
-    def _count(
-        self, step: StepMetrics, values: StepValues, loss: float | None, noise: Sequence[float]
-    ) -> None:
+    def _count(self, step: StepMetrics, values: StepValues, loss: float | None) -> None:
         self.norms.append(values.norm)
         self.max_stats.append(values.max_stat)
         for sums in (self._window, self._total):
@@ -242,11 +219,8 @@ class Meter:
             self._above[threshold] += values.max_stat > threshold
         if loss is not None:
             self._best(keys.TRAIN_LOSS, loss)
-        if self.noise is not None and noise:
-            self.noise.add(noise, values.norm)
 
     def _write(self, row: Row, further: Mapping[str, float]) -> None:
-        """Write the row of a step, with further metrics that have a best value."""
         row |= further
         for key, value in further.items():
             self._best(key, value)
@@ -284,11 +258,9 @@ class Meter:
             row[keys.CLIP_THRESHOLD] = values.threshold
         if not math.isnan(values.norm_scaled):
             row[keys.GRAD_NORM_SCALED] = values.norm_scaled
-        noise = {} if self.noise is None else self.noise.row()
-        return row | self._so_far() | noise
+        return row | self._so_far()
 
     def _best(self, key: str, value: float) -> None:
-        """Keep the lowest loss and the highest accuracy."""
         if not math.isnan(value):
             better = max if higher_is_better(key) else min
             self.best[key] = better(self.best.get(key, value), value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -157,8 +158,7 @@ class GradientMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that :meth:`state_dict` returned."""
-        self.steps, self._samples = state["steps"], state["samples"]
-        self._tokens = state["tokens"]
+        self.steps, self._samples, self._tokens = state["steps"], state["samples"], state["tokens"]
         self._meter.load_state_dict(state["meter"])
 
     def _decision(
@@ -184,23 +184,12 @@ class GradientMonitor:
         return list((total / self._world).tolist())
 
 
-class _Calls:
-    """Calls a function with each row."""
-
-    def __init__(self, function: Callable[[Row], Any]) -> None:
-        self.write = function
-
-    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        pass
-
-
-def _sink(to: To) -> Sink:
-    """Return what takes the rows that are to go to ``to``."""
+def _sink(to: To) -> Any:
     if isinstance(to, str | Path):
         path = Path(to) / files.ROWS if Path(to).is_dir() else Path(to)
         path.parent.mkdir(parents=True, exist_ok=True)
         return JsonlSink(path)
-    return _Calls(to) if callable(to) else to
+    return SimpleNamespace(write=to, close=lambda *_: None) if callable(to) else to
 
 
 def _number(value: Tensor | float) -> Number:

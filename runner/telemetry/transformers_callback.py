@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import TrainerCallback
+
 from runner.clip import apply_gradient_clipping
 from runner.telemetry.monitor import GradientMonitor, To
-
-try:
-    from transformers import TrainerCallback
-except ImportError as error:  # pragma: no cover
-    raise ImportError(
-        "ClippingCallback is for the Trainer of transformers: pip install transformers"
-    ) from error
 
 
 class ClippingCallback(TrainerCallback):

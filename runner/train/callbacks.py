@@ -26,8 +26,7 @@ class Training(Protocol):
     plugin: Plugin
     state: Any
 
-    def end_early(self, reason: str) -> None:
-        """End the training after this step."""
+    def end_early(self, reason: str) -> None: ...
 
 
 class CallbackError(RuntimeError):
@@ -178,8 +177,7 @@ class EarlyStopping(Callback):
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.best_step = state["best"], state["best_step"]
-        self.waited = state["waited"]
+        self.best, self.best_step, self.waited = (state[key] for key in self.state_dict())
 
     def _end_if_due(self, trainer: Training) -> None:
         if self.waited >= self.patience:

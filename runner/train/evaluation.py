@@ -186,7 +186,6 @@ class EvalMetrics:
 
 @contextmanager
 def _naming(asked: Asked) -> Iterator[None]:
-    """Turn the error of a metric into one that names the metric."""
     try:
         yield
     except MetricError:
@@ -212,7 +211,6 @@ def _made(asked: Mapping[str, Any]) -> Any:
 
 
 def _named(name: str, kind: str, size: int) -> Any:
-    """Make a metric of torchmetrics by its name."""
     from torchmetrics import classification, regression
 
     full = _FULL.get(name) or "".join(part.capitalize() for part in name.split("_"))

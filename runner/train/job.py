@@ -49,11 +49,6 @@ _OF_SCHEDULE = ("scheduler.", "train.max_duration", "data.", "accumulation.")
 """Keys on which the schedule of the learning rate depends."""
 
 
-def _say(text: str) -> None:
-    print_line(text)
-    logging.getLogger("runner.probe").info(text)
-
-
 def execute(
     config: RunConfig,
     sinks: Sequence[Sink],
@@ -66,7 +61,7 @@ def execute(
     recorded = _recorded(folder)
     callbacks = [*build.make_callbacks(config), *_savers(config, folder, recorded)]
     if config.telemetry.probe:
-        callbacks.append(Probe(config.telemetry.probe, _say))
+        callbacks.append(Probe(config.telemetry.probe, print_line))
     trainer = make_trainer(config, sinks, callbacks=callbacks)
     ranks, device = trainer.plugin.world_size, trainer.device
     if trainer.plugin.rank == 0:
@@ -168,15 +163,11 @@ def _warn_of_another_layout(
         return  # a checkpoint of the library, which does not tell
     before, now = saved["config"]["plugin"], recorded["plugin"]
     if (before, saved["world_size"]) != (now, ranks):
-        log.warning(
-            "the checkpoint was saved under plugin=%s on %s, and this run is plugin=%s on %s: "
-            "weights, optimizer state and samples are the same; sums are rounded in another order, "
-            "and dropout draws other numbers",
-            before.get("name"),
-            plural(saved["world_size"], "rank"),
-            now.get("name"),
-            plural(ranks, "rank"),
+        text = (
+            "the checkpoint was saved under plugin=%s on %s: weights, optimizer state and samples "
         )
+        text += "are the same here; sums are rounded in another order, dropout draws other numbers"
+        log.warning(text, before.get("name"), plural(saved["world_size"], "rank"))
 
 
 def make_trainer(
@@ -238,7 +229,7 @@ def make_trainer(
             config.log.flush,
             clip.what_if,
             config.telemetry.per_layer,
-            Measurements(config.telemetry.update_ratio, config.telemetry.noise_scale),
+            Measurements(config.telemetry.update_ratio),
         ),
         callbacks=[SkippedSteps(clip.max_skips), *callbacks],
     )

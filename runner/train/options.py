@@ -18,12 +18,9 @@ class Measurements:
     Attributes:
         update_ratio: log ‖ΔW‖ ÷ ‖W‖, with W the weights before a step and ΔW what the step added.
             Where layer norms are logged, that of each parameter too. Takes a copy of the weights.
-        noise_scale: estimate the gradient noise scale, see
-            :class:`runner.telemetry.gauges.NoiseScale`.
     """
 
     update_ratio: bool = False
-    noise_scale: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,18 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
-from torch.utils.hooks import RemovableHandle
 
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
 from runner.booster.batch import mapped
 from runner.booster.loss import Count, WindowLoss
 from runner.clip import Number, transfer
-from runner.clip.norms import local_power, power_sum
-from runner.clip.shard import local
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
-from runner.parallel.hooks import computed_with
-from runner.telemetry.gauges import NoiseShare
 from runner.train.state import Window, Windows, has_no_sample
 from runner.train.stop import beat
 
@@ -117,7 +111,6 @@ def count(
 
 
 def _is_partitioned(loader: Any) -> bool:
-    """Return whether a loader is known to divide its data over ranks."""
     if isinstance(loader, StreamLoader):
         return loader.dataset.divided_by != "itself"
     return isinstance(getattr(loader, "batch_sampler", None), PartitionedBatches) or isinstance(
@@ -134,7 +127,6 @@ class Passes:
     optimizer: OptimizerWrapper
     loss: WindowLoss
     device: torch.device
-    microbatch: int = 0  # number of the current one in its window, from 1
 
     def __post_init__(self) -> None:
         # Without autocast the wrapper would only cost a call.
@@ -159,7 +151,7 @@ class Passes:
         total: Tensor | None = None
         for number, (batch, own) in enumerate(zip(batches, counts, strict=True), 1):
             beat()
-            self.microbatch, last = number, number == len(batches)
+            last = number == len(batches)
             # Ranks synchronise their gradients on the last microbatch only.
             with nullcontext() if last else self.booster.no_sync(self.model, self.optimizer):
                 loss = self._train(batch, own, weight)
@@ -205,72 +197,3 @@ class Passes:
         if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
             return move(self.device)
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
-
-
-class MicrobatchNorms:
-    """Measures the gradient of each microbatch on this rank, before ranks combine theirs: what
-    :class:`runner.telemetry.gauges.NoiseScale` needs of a step.
-    """
-
-    def __init__(self, plugin: Plugin, optimizer: OptimizerWrapper, passes: Passes) -> None:
-        experts = getattr(getattr(plugin, "sizes", None), "ep", 1)
-        if plugin.data_size != plugin.world_size or experts > 1:
-            raise ValueError(
-                "the gradient noise scale needs ranks that have the whole gradient of their "
-                "samples: no tensor, pipeline or expert parallelism"
-            )
-        self._plugin, self._optimizer, self._passes = plugin, optimizer, passes
-        self._hooks: list[RemovableHandle] = []
-        self._powers: list[list[Number]] = []  # of each microbatch, of each gradient
-
-    def begin(self, microbatches: int) -> None:
-        """Measure the backward passes of a step of so many microbatches."""
-        self.stop()
-        self._powers = [[] for _ in range(microbatches)]
-        for shard in self._optimizer.layout.shards:
-            parameter = computed_with(shard.param)
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(self._note))  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def end(self, items: Sequence[float | None], total: Count, norm_type: float) -> NoiseShare:
-        """Return this rank's share after the backward passes, before gradients are clipped."""
-        size, layout, loss_scale = self._plugin.data_size, self._optimizer.layout, 1.0
-        if self._optimizer.loss_scale is not None:
-            loss_scale = self._optimizer.loss_scale.scale
-        # Each gradient of a rank is ``size`` times its part of the mean over ranks. So is its part
-        # of a sum over ranks, which is a mean of what is returned.
-        unit = total.items / (size * loss_scale**2)
-        parts = [(n, powers) for n, powers in zip(items, self._powers, strict=True) if n]
-        each = _total([_total(powers) * (unit / n) for n, powers in parts])
-        self.stop()
-        whole: Number = math.nan  # the norm that clipping measures
-        if norm_type != 2.0:
-            self._optimizer.begin_clip()
-            # Where a rank holds the whole gradient, each of them has the same one.
-            whole = local_power(layout, 2.0) * (1.0 if layout.group is None else size)
-        return NoiseShare(each, whole, float(size * len(parts)), float(total.samples))
-
-    @torch.no_grad()
-    def _note(self, gradient: Tensor) -> None:
-        here = local(gradient.detach())
-        if here.layout is torch.strided and here.numel():
-            self._powers[self._passes.microbatch - 1].append(_power(here))
-
-    def stop(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._powers = []
-
-
-def _power(gradient: Tensor) -> Number:
-    if transfer.can_read(gradient.device):
-        return power_sum([gradient])
-    wide = transfer.widest(gradient.device)
-    power: Tensor = torch.linalg.vector_norm(gradient, dtype=wide).square()
-    return power
-
-
-def _total(values: Sequence[Number]) -> Number:
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return torch.stack(tensors).sum() if tensors else float(sum(values))

@@ -11,13 +11,12 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
 from runner.booster import SinglePlugin
@@ -64,17 +63,13 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
         data = _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
     criterion = _made("loss", config.loss, build.make_criterion, problems)
-    graded: bool | None = None
     if data is not None:
-        problems += _durations(config, data)
+        problems += [*_durations(config, data), *_logged_keys(config, model, data, compared)]
     if model is not None:
         problems += _plugin(config, model, None if data is None else data.tokens_per_sample)
         if data is not None and (criterion is not None or config.loss.target is None):
-            graded, found = _fit(config, model, data, criterion)
-            problems += found
+            problems += _fit(config, model, data, criterion)
         problems += _mode(config, model)
-    if data is not None and model is not None and not problems:
-        problems += _logged_keys(config, model, data, graded, compared)
     _optimizer_and_scheduler(config, data, model, problems)
     for target in config.callbacks:
         _made("callbacks", target, _make_callback, problems)
@@ -98,7 +93,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _machine(config: RunConfig) -> Iterator[Problem]:
-    """Check what depends on this machine: devices, precision, number of ranks."""
     joined, precision = joined_ranks(), config.precision.name
     if joined and joined > 1 and config.plugin.name == "single":
         several = f"is one process, but {joined} ranks were started; plugin=ddp spreads over them"
@@ -142,10 +136,9 @@ def _misfit(config: RunConfig) -> SizeError | None:
 
 def _make_data(section: DataSection) -> Data:
     data = build.make_data(section)
-    for part, dataset in (("train", data.train), ("test", data.test)):
-        known = isinstance(dataset, IterableDataset) or hasattr(dataset, "__len__")
-        if not known and (part, dataset) != ("test", None):
-            needed = f"its {part} data has no length, and is no IterableDataset"
+    for dataset in (data.train, data.test):
+        if dataset is not None and not isinstance(dataset, IterableDataset | Sized):
+            needed = "a data set has no length, and is no IterableDataset"
             raise build.TargetError(f"{section.target}: {needed}")
     return data
 
@@ -172,7 +165,6 @@ def _about_meta(error: Exception) -> bool:
 
 
 def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
-    """Check that the data has what durations count, and one whole microbatch."""
     ends = {"train.max_duration": config.train.max_duration, "eval.interval": config.eval.interval}
     for key, duration in ends.items():
         if data.tokens_per_sample is None and duration.unit == "tok":
@@ -187,10 +179,6 @@ def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
 
 def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator[Problem]:
     kind, options = build.plugin_of(config)
-    layers = any(isinstance(module, _BatchNorm) for module in model.modules())
-    if config.plugin.sync_batchnorm and not layers:
-        none = f"{type(model).__name__} has no batch norm layer to synchronise; use false"
-        yield Problem("plugin.sync_batchnorm", True, none)
     if _misfit(config) is None:
         for key, value, message in kind.problems(model, build.ranks_of(config), options):
             yield Problem(f"plugin.{key}", value, message)
@@ -253,12 +241,10 @@ def _require_plain_step(target: Target, made: Any) -> None:
             raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
 
 
-def _fit(
-    config: RunConfig, model: nn.Module, data: Data, criterion: Any
-) -> tuple[bool | None, list[Problem]]:
-    """Return whether outputs are graded as classes, and what does not fit."""
+def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> list[Problem]:
+    """Check that two samples go through model and criterion, and that metrics take the outputs."""
     if length_of(data.train) == 0:
-        return None, []
+        return []
     key, samples = "model._target_", None
     target: str | None = config.model.target
     try:
@@ -275,27 +261,24 @@ def _fit(
                 key, target = "loss._target_", config.loss.target
                 if criterion is None and _are_numbers(targets_of(samples)):
                     message = "must name a criterion, such as torch.nn.MSELoss: the targets are "
-                    return None, [Problem(key, None, f"{message}numbers, not classes")]
+                    return [Problem(key, None, f"{message}numbers, not classes")]
             loss.sum(outputs, batch, items=1)
-        graded = loss.classified(outputs, samples) is not None
         if config.eval.metrics:
             EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
-        return graded, []
     except (BatchError, DataUnavailable) as error:
-        return None, [Problem("data._target_", config.data.target, str(error))]
+        return [Problem("data._target_", config.data.target, str(error))]
     except MetricError as error:
-        return None, [Problem("eval.metrics", error.asked, str(error))]
+        return [Problem("eval.metrics", error.asked, str(error))]
     except Exception as error:
-        if _about_meta(error):
-            return None, []
-        shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(samples) if leaf.ndim]
-        given = ", ".join(f"[{', '.join(shape)}]" for shape in shapes)
-        message = f"does not take a sample of {config.data.target} ({given}): {_first_line(error)}"
-        return None, [Problem(key, target, message)]
+        if not _about_meta(error):
+            shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(samples) if leaf.ndim]
+            given = ", ".join(f"[{', '.join(shape)}]" for shape in shapes)
+            message = f"does not take a sample of {config.data.target} ({given}): "
+            return [Problem(key, target, message + _first_line(error))]
+    return []
 
 
 def _are_numbers(targets: Any) -> bool:
-    """Return whether targets are neither classes nor probabilities of classes."""
     if targets is None or not targets.is_floating_point():
         return False
     sums = targets.sum(-1)
@@ -305,12 +288,12 @@ def _are_numbers(targets: Any) -> bool:
 
 
 def _logged_keys(
-    config: RunConfig, model: nn.Module, data: Data, graded: bool | None, compared: bool
+    config: RunConfig, model: nn.Module | None, data: Data, compared: bool
 ) -> Iterator[Problem]:
     """Check that the run logs the objective of its sweep, and what early stopping watches."""
-    names = logged(config, data, graded)
+    names = logged(config, data)
     key, watched = config.sweep.objective, config.early_stopping.metric
-    layers = [keys.layer_norm(name) for name, _ in model.named_parameters()]
+    layers = [] if model is None else [keys.layer_norm(n) for n, _ in model.named_parameters()]
     known = key in names or (config.telemetry.per_layer and key in layers)
     # The objective of a single run without held-out data is the default one, which nobody chose.
     if not known and (compared or data.test is not None or not key.startswith(keys.EVAL)):
@@ -325,9 +308,9 @@ def _logged_keys(
         yield Problem("early_stopping.metric", watched, message)
 
 
-def logged(config: RunConfig, data: Data, graded: bool | None) -> list[str]:
+def logged(config: RunConfig, data: Data) -> list[str]:
     """Return the metrics that a run logs, apart from norms of layers."""
-    evaluation = [keys.EVAL_LOSS] if graded is False else [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
+    evaluation = [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
     evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
     evaluation = [] if data.test is None else list(dict.fromkeys(evaluation))
     meter = Meter(what_if=config.clip.what_if)

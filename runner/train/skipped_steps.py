@@ -66,7 +66,6 @@ class SkippedSteps:
         self._failure: NonFiniteGradient | None = None
 
     def of(self, booster: Booster, optimizer: OptimizerWrapper, windows: Windows) -> Self:
-        """Follow the steps of one training."""
         self._booster, self._plugin = booster, booster.plugin
         self._optimizer, self._windows = optimizer, windows
         return self

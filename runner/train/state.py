@@ -157,7 +157,6 @@ class Windows:
 
 
 def has_no_sample(loader: Any, microbatch: int) -> bool:
-    """Return whether this rank has no sample of a microbatch that it has read from a loader."""
     if isinstance(loader, StreamLoader):
         return loader.weightless(microbatch)
     order = getattr(loader, "batch_sampler", None)
@@ -194,7 +193,6 @@ class TrainState:
     schedulers_behind: bool = False  # an optimizer step was made that they have not followed
 
     def step_schedulers(self) -> None:
-        """Step the schedulers if the last optimizer step was taken."""
         if self.schedulers and self.schedulers_behind and self.optimizer.was_taken():
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -219,7 +217,6 @@ class TrainState:
                 raise ValueError(f"this data has no tokens, so {end} never ends")
 
     def state_dict(self, with_optimizers: bool = True) -> dict[str, Any]:
-        """Return the state between two optimizer steps, as nested dicts and lists."""
         if self.optimizer.stage is not StepState.EMPTY:
             raise StepOrderError("the training state can be read between optimizer steps only")
         self.step_schedulers()
@@ -277,7 +274,6 @@ class TrainState:
         return found
 
     def _progress_of(self, state: Mapping[str, Any]) -> Progress:
-        """Return the counts of a state, and its position in microbatches of this run."""
         progress, theirs = Progress(**state["progress"]), state["microbatch"]
         own, samples = self.windows.samples, progress.batch * (theirs or 0)
         if own == theirs or own is None or theirs is None:

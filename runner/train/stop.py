@@ -12,7 +12,6 @@ _polled = False
 
 
 def beat() -> None:
-    """Count one more microbatch."""
     global begun
     begun += 1
 
@@ -31,7 +30,6 @@ def request(number: int) -> None:
 
 
 def is_polled() -> bool:
-    """Return whether a training loop reads the request."""
     return _polled
 
 

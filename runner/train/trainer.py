@@ -21,14 +21,14 @@ from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build
 from runner.config.duration import Duration
 from runner.config.problem import Stopped
-from runner.config.schema import not_measured
+from runner.config.schema import NO_UPDATE_RATIO
 from runner.run_folder import keys
-from runner.telemetry.gauges import Gauges, NoiseScale
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.train.callbacks import Callbacks
 from runner.train.evaluation import Evaluation
 from runner.train.options import Algorithm, Evaluate, InBackward, Log
-from runner.train.passes import Asked, MicrobatchNorms, Passes, count
+from runner.train.passes import Asked, Passes, count
 from runner.train.progress import Progress
 from runner.train.skipped_steps import SkippedSteps
 from runner.train.state import TrainState, Window, Windows
@@ -132,15 +132,11 @@ class Trainer:
         log = log or Log()
         meter = self._meter(log, mode)
         if isinstance(algorithm, InBackward):
-            for name, why in not_measured(algorithm.step).items():
-                if getattr(log.measurements, name):
-                    raise ValueError(f"{name}: {why}")
+            if algorithm.step and log.measurements.update_ratio:
+                raise ValueError(f"update_ratio {NO_UPDATE_RATIO}")
             self.optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer)
         else:
             self.optimizer.bind(mode)
-        self._noise: MicrobatchNorms | None = None
-        if log.measurements.noise_scale:
-            self._noise = MicrobatchNorms(self.plugin, self.optimizer, self.passes)
         windows = Windows(train_dataloader, accumulation_steps)
         self.saver, skipped = _one(CheckpointSaver, callbacks), _one(SkippedSteps, callbacks)
         self.skipped_steps = (skipped or SkippedSteps()).of(self.booster, self.optimizer, windows)
@@ -157,7 +153,6 @@ class Trainer:
     def _meter(self, log: Log, mode: ClipMode) -> Meter:
         meter = Meter(log.sinks, log.interval, log.flush, what_if=log.what_if)
         meter.skips, updates = self.booster.skip is not None, log.measurements.update_ratio
-        meter.noise = NoiseScale() if log.measurements.noise_scale else None
         if log.per_layer or updates:
             meter.layers = Gauges(self.optimizer.layout, mode.norm_type, log.per_layer, updates)
         self._gauges = meter.layers
@@ -205,9 +200,6 @@ class Trainer:
             with suppress(Exception):
                 state.meter.flush(together=False)
             raise
-        finally:
-            if self._noise is not None:
-                self._noise.stop()
         return summary
 
     def _step(self, window: Window) -> None:
@@ -219,9 +211,6 @@ class Trainer:
         items, sums = count(window, state.windows, self.loss, self.plugin, first, asks)
         if self.optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
-        noise = self._noise if meter.row_due(before.step + 1) else None
-        if noise is not None:
-            noise.begin(len(window.batches))
 
         # Microbatches
         loss = self.passes.accumulate(
@@ -233,7 +222,6 @@ class Trainer:
 
         # Clip and step
         gauges = self._gauges if evaluates or meter.row_due(at.step) else None
-        shares = None if noise is None else noise.end(items, total, state.mode.norm_type)
         state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
         each = gauges is not None and gauges.per_layer
         decision = self.skipped_steps.clip(state.mode, before, window, loss, each)
@@ -251,7 +239,7 @@ class Trainer:
         state.progress = at
         now = time.perf_counter()
         counted = (at.samples, at.tokens, now - self._started)
-        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers, shares)
+        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers)
         self.callbacks.call("on_step", self, metrics)
         evaluates = evaluates or self.callbacks.ended is not None
         evaluation = self.evaluate() if evaluates else None
@@ -264,7 +252,6 @@ class Trainer:
         self._started = time.perf_counter()
 
     def _save_or_stop(self, asked: Asked, before: Progress) -> None:
-        """Save a checkpoint if one is due after this step, and stop if a rank was asked to."""
         at, saver, meter = self.state.progress, self.saver, self.state.meter
         stops = asked.stop != 0 and not at.reached(self.max_duration)
         if saver is not None:
@@ -328,7 +315,6 @@ class Trainer:
 
 
 def _one(kind: type[T], callbacks: Sequence[object]) -> T | None:
-    """Return the one callback of a kind that the loop knows by name; None if there is none."""
     found = [each for each in callbacks if isinstance(each, kind)]
     if len(found) > 1:
         raise ValueError(f"one {kind.__name__} at most, not {len(found)}")

@@ -69,10 +69,6 @@ COMBINATIONS = [
     ("plugin=single plugin.nproc=2", ["plugin.nproc=2", "plugin=ddp"]),
     ("plugin=ddp plugin.tp_size=2", ["plugin.tp_size=2", "plugin=ddp", "plugin=tensor"]),
     ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["must be 4 or more"]),
-    (
-        "telemetry.noise_scale=true plugin=tensor plugin.nproc=2 model=gpt data=text",
-        ["telemetry.noise_scale=true", "ddp, fsdp or zero, not plugin=tensor"],
-    ),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),
     *(
         (f"clip.when=backward {words}", ["(1 problem)", *parts])

@@ -1,7 +1,6 @@
 """What scripts ask about their ranks, telling a lost rank from an error, and a process's memory."""
 
 import os
-import sys
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
@@ -13,7 +12,7 @@ from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.clip.transfer import start_gather
 from runner.launch.failure import may_be_lost_peer
 from runner.launch.rank import join
-from tests.process import python, wait_for
+from tests.process import wait_for
 from tests.ranks import run_ranks
 
 
@@ -70,30 +69,3 @@ def test_a_coordinator_needs_ranks_and_its_master_goes_first(tmp_path):
     first, second = run_ranks(asked, 2, tmp_path)
     assert first == (2, True, False, "of the first rank\n")
     assert second == (2, False, True, "")
-
-
-# Steps that allocate as much as the steps before: how often each had a page mapped.
-FAULTS = """
-import os, resource, statistics, torch
-from runner.launch.process_group import keep_freed_memory
-def median(device):
-    keep_freed_memory(device)
-    counts = []
-    for _ in range(13):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        held = torch.ones(2**24), torch.ones(2**22)  # 80 MiB, more than glibc keeps by itself
-        del held
-        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return statistics.median(counts[3:])
-given_back = [median("cuda")]
-os.environ["MALLOC_ARENA_MAX"] = "2"
-given_back.append(median("cpu"))
-del os.environ["MALLOC_ARENA_MAX"]
-print(*given_back, median("cpu"))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_freed_memory_is_used_again_unless_the_user_chose():
-    *others, kept = map(float, python("-c", FAULTS).stdout.split())
-    assert kept * 10 < min(others)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner.compose.request import request
 from tests.launch.ends import read
 from tests.launch.secretive import RECORDED, Planted
 from tests.process import python
@@ -39,15 +38,3 @@ def test_a_sweep_leaves_no_secret(environment):
     (sweep,) = (outputs / "sweeps").iterdir()
     for entry in read(sweep, "sweep.json")["runs"]:
         assert "+model.api_key=***" in entry["words"]
-
-
-def test_a_secret_is_no_part_of_a_configuration(outputs, monkeypatch):
-    def composed(token, typed):
-        monkeypatch.setenv("HF_TOKEN", token)
-        words = ["+model.direct='${oc.env:HF_TOKEN}'", f"+model.api_key={typed}"]
-        [job] = request(words).jobs
-        return job
-
-    one, other = composed("first one", "third"), composed("fourth one", "sixth")
-    assert one.hash == other.hash
-    assert one.config.model.arguments != other.config.model.arguments

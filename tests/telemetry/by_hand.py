@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,28 +36,6 @@ def square(gradient):
     return math.fsum(float(g.double().square().sum()) for g in gradient.values())
 
 
-def away(a, b):
-    return square({k: a[k] - b[k] for k in a})
-
-
-def noise(cells):
-    """The covariance's trace of one item ÷ items of a step, and |G|², by an analysis of variance.
-
-    ``cells`` are the microbatches of all data-parallel ranks.
-    """
-    items, whole = mean(cells)
-    s = sum(n * away(g, whole) for n, g in cells) / (len(cells) - 1) / items
-    return s, square(whole) - s
-
-
-def ratio_and_error(pairs):
-    """Ratio of the means, and its standard error by a first-order expansion."""
-    s, q = np.array(pairs, dtype=np.float64).T
-    ratio = s.mean() / q.mean()
-    error = np.std(s - ratio * q, ddof=1) / math.sqrt(len(s)) / q.mean()
-    return float(ratio), float(error)
-
-
 def by_value(limit):
     return lambda g: {k: v.clamp(-limit, limit) for k, v in g.items()}
 
@@ -78,7 +55,6 @@ def train(model, steps, clip, rate):
     """
     model = copy.deepcopy(model)
     rows: list[dict[str, float]] = []
-    estimates: list[tuple[float, float]] = []
     for ranks in steps:
         cells = [cell(model, batch) for batch in itertools.chain.from_iterable(ranks)]
         _, before = mean(cells)
@@ -95,12 +71,6 @@ def train(model, steps, clip, rate):
         for k, each in change.items():
             if weights[k].any():  # a bias that starts at zero has no ratio
                 row[f"update/ratio/{k}"] = float(each.norm() / weights[k].norm())
-        samples = sum(len(batch[0]) for batches in ranks for batch in batches)
-        if len(cells) > 1:
-            s, q = noise(cells)
-            estimates.append((s * samples, q))
-        if len(estimates) > 1 and sum(q for _, q in estimates) > 0:
-            row["noise/scale"], row["noise/error"] = ratio_and_error(estimates)
         rows.append(row)
     clipped = [row["clipped"] for row in rows]
     runs = [len(list(run)) for was, run in itertools.groupby(clipped) if was]

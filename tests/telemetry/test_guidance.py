@@ -62,11 +62,11 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
         # It clipped most.
         case("limits", "80 % of the units", "calibrate", mode=UNITS, **MUCH),
         case("limits", "80 % of the elements", "calibrate", mode=VALUE, **MUCH),
-        case("limits", "eps of AdamW", "steps smaller", LOWER, effect=TINY, ratio=1.0),
-        case("limits", "eps of Muon", LOWER, effect=TINY_MUON, ratio=1.0),
-        case("cancels", "96 %", "nearly alike", SPIKES, effect=ADAM, ratio=0.96),
-        case("cancels", "Muon normalizes", "nearly alike", effect=MUON, ratio=1.0),
-        case("cancels", "Muon are not scaled", NO_MATRICES, effect=BESIDE_MUON, ratio=0.7),
+        case("limits", LOWER, effect=TINY, ratio=1.0),
+        case("limits", LOWER, effect=TINY_MUON, ratio=1.0),
+        case("cancels", "96 %", SPIKES, effect=ADAM, ratio=0.96),
+        case("cancels", "Muon normalizes", effect=MUON, ratio=1.0),
+        case("cancels", NO_MATRICES, effect=BESIDE_MUON, ratio=0.7),
         case("cancels", "normalizes", mode=UNITS, effect=MUON_TOO, **MUCH),
         case("nothing", "Rprop", effect=RPROP, ratio=0.0),
         # Too few steps, or steps that are not finite.

@@ -243,7 +243,7 @@ def trained(options, *, mode=("value", 0.02), count=12, bad=(), model=None, **fu
     return rows.rows, trainer.fit()
 
 
-ALL = Measurements(update_ratio=True, noise_scale=True)
+ALL = Measurements(update_ratio=True)
 MODES = {
     "value": by_hand.by_value(0.02),
     "per_parameter": by_hand.by_tensor(0.02),

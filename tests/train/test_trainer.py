@@ -11,7 +11,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from runner import Booster, GradientClipping, Log, SkippedSteps, Trainer
 from runner.booster import NonFiniteGradient
-from runner.booster.batch import BatchError
 from runner.config.duration import Duration
 from runner.optim.schedulers import LinearWarmupCosineLR
 from runner.train.callbacks import Probe
@@ -167,13 +166,3 @@ def test_wrong_arguments(options, message):
     model, loader = parts()
     with pytest.raises(ValueError, match=message):
         Trainer(model, **({"train_dataloader": loader} | options)).fit()
-
-
-def test_batches_that_are_dictionaries_need_a_model_that_reads_them():
-    model, loader = parts(20)
-    pairs = zip(*loader.dataset.tensors, strict=True)
-    named = DataLoader([{"inputs": x, "targets": y} for x, y in pairs], 8)
-    with pytest.raises(BatchError, match=r"forward of Sequential takes input.*a dict.*collate_fn"):
-        fit(model, named)
-    with pytest.raises(BatchError, match="a dict with the keys 'inputs', 'targets'"):
-        fit(model, loader, "1ep", eval_dataloader=named)

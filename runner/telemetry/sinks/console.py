@@ -68,7 +68,6 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Show log messages, never in the middle of a bar."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the message; on a terminal it replaces a bar that is drawn there."""
         text = super().format(record).rstrip()
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
@@ -99,7 +98,6 @@ class TerminalSink:
         self._bar = self._open_bar() if alone and is_watched(self._stream) else None
 
     def write(self, row: Row) -> None:
-        """Show one row, or skip it."""
         passed = int(row[keys.TRAIN_STEP]) - self._step
         self._step += passed
         self._seconds += row.get(keys.TIME_STEP, 0.0) * passed
@@ -124,7 +122,7 @@ class TerminalSink:
                 self._bar.close()
         elif self._shown != self._step:
             self._print_row()
-        for line in self._ending(summary, exit_code):
+        for line in self._ending(summary or {}, exit_code):
             self._print(line)
 
     def _open_bar(self) -> Any:
@@ -161,14 +159,13 @@ class TerminalSink:
         self._print("  ".join([*parts, *_parts(self._row, ratio)]))
         self._clipped, self._shown = 0.0, self._step
 
-    def _ending(self, summary: dict[str, Any] | None, exit_code: int) -> Iterator[str]:
-        """Yield the lines about the whole run."""
-        ended, found = ending(exit_code), summary or {}
-        steps = found.get("steps", self._step or None)
+    def _ending(self, found: dict[str, Any], exit_code: int) -> Iterator[str]:
+        """Yield the lines about the whole run, given its summary."""
+        ended, steps = ending(exit_code), found.get("steps", self._step or None)
         if steps is not None:
             early = self._total is not None and steps < self._total
-            taken = f"{steps} of {self._total} steps" if early else plural(steps, "step")
-            ended += f" after {taken}"
+            ended += " after "
+            ended += f"{steps} of {self._total} steps" if early else plural(steps, "step")
         if keys.WALL_SECONDS in found:
             ended += f" in {found[keys.WALL_SECONDS]:.1f} s"
         yield f"{self._title}: {ended}"
@@ -204,7 +201,6 @@ def _parts(row: Row, clipped: float) -> list[str]:
 
 
 def _evaluation(row: Row) -> list[str]:
-    """Return the metrics of an evaluation as at most one text."""
     parts = [_number(row[keys.EVAL_LOSS])] if keys.EVAL_LOSS in row else []
     if keys.EVAL_ACCURACY in row:
         parts.append(f"{100 * row[keys.EVAL_ACCURACY]:.1f} %")

@@ -126,8 +126,6 @@ class WandbSink:
             thread.join(1.0)
 
     def _record(self) -> None:
-        """Record the run, in a thread of its own."""
-        wandb = _imported()
         try:
             run = self._open()
             while (task := self._queue.get()) is not None:
@@ -135,7 +133,7 @@ class WandbSink:
         except Exception as error:
             self._warn("wandb did not record or send the whole run", error)
             with suppress(Exception):
-                wandb.teardown()  # the next run gets a new client
+                _imported().teardown()  # the next run gets a new client
 
     def _open(self) -> Run:
         """Begin the run, offline if no server accepts it."""
@@ -205,8 +203,7 @@ def _imported() -> Any:
 def _kill_client() -> None:
     """Kill wandb's client: wandb waits for it without limit when the program exits.
 
-    With wandb 0.31 it ignores the time limit of finishing if about ten megabytes wait for a server
-    that hangs (500 rows of 1000 layers, or 20 000 rows of 20 metrics).
+    wandb 0.31 ignores its time limit if about ten megabytes wait for a server that hangs.
     """
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended

@@ -36,7 +36,7 @@ class InBackward:
 
     Attributes:
         began: whether parts of this step were clipped.
-        powers: see :func:`runner.clip.norms.measure`; of the step that was finished last.
+        powers: see :class:`runner.clip.GradStats`; of the step that was finished last.
     """
 
     def __init__(

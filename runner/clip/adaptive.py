@@ -115,21 +115,14 @@ class AdaptiveClip(Adaptive, ClipMode):
             own = self._unit_norms(layout, dtype)
         index = own.index
         lengths = [index.weight_norms(dtype), own.norms[: index.units]]
-        _complete_rows(index, lengths)
-        vectors, present = _complete_vectors(layout, index, lengths, self.eps)
+        _complete(index, lengths)
         ratios = lengths[1] / lengths[0].clamp(min=self.eps)
         over, counted = ratios > limit, index.counted(lengths[1])
         changed, total = transfer.read((counted * over).sum()), transfer.read(counted.sum())
-        if layout.counts_common:  # Every rank knows the sharded vectors.
-            changed += transfer.count(vectors > limit)
-            total += transfer.count(present)
         if self.tally is not None:
-            if layout.counts_common:
-                self.tally.add(vectors.where(present, math.nan), 1.0)
             for weight in index.weights:
                 self.tally.add(ratios.where(counted == weight, math.nan), weight)
-        largest = [transfer.read(each.amax()) for each in (vectors, ratios) if each.numel()]
-        max_stat = combine(largest or [0.0], math.inf)
+        max_stat = transfer.read(ratios.amax()) if ratios.numel() else 0.0
         after, work = own.norms, []
         if not transfer.can_read(layout.device) or over.any():
             coefs = torch.where(over, limit / ratios, 1.0)
@@ -162,46 +155,22 @@ def _fit_float32(norm: float, least: float) -> bool:
     return large_enough and norm * norm < OVERFLOWS and least * least > VANISHES
 
 
-def _complete_rows(index: UnitIndex, lengths: list[Tensor]) -> None:
+def _complete(index: UnitIndex, lengths: list[Tensor]) -> None:
     """Complete the units that a shard boundary cuts: one flat buffer for each group of ranks.
 
     Whether a rank has a gradient plays no part in which collectives run: an absent one adds zeros.
     """
-    if index.cuts:
-        lengths[:] = [each.clone() for each in lengths]
-    for groups, start, stop in index.cuts:
-        powers = torch.stack([each[start:stop] for each in lengths]).square()
-        for group in groups:
-            dist.all_reduce(powers, group=group)
-        for each, whole in zip(lengths, powers.sqrt(), strict=True):
-            each[start:stop] = whole
-
-
-def _complete_vectors(
-    layout: Layout, index: UnitIndex, lengths: list[Tensor], eps: float
-) -> tuple[Tensor, Tensor]:
-    """Complete the vectors that are spread over ranks: one buffer, a place for each name."""
-    device = layout.device
-    names = {name: i for i, name in enumerate(layout.sharded_vector)}
-    flat = torch.zeros(3, len(names), dtype=transfer.widest(device), device=device)
-    if not names:
-        return flat[0], flat[2] > 0
-    here = index.vectors
-    if here:
-        at = transfer.on_device([names[place.shard.name] for place in here], device).long()
-        starts = transfer.on_device([place.start for place in here], device).long()
-        replicas = transfer.on_device([place.shard.num_replicas for place in here], device)
-        for row in (0, 1):
-            flat[row].index_add_(0, at, lengths[row][starts].square() / replicas)
-        there = [float(index.present[place.number]) for place in here]
-        flat[2].index_add_(0, at, transfer.on_device(there, device))
-    dist.all_reduce(flat, group=layout.group)
-    norms, present = flat[:2].sqrt(), flat[2] > 0
-    if here:
-        for row in (0, 1):
-            lengths[row] = lengths[row].index_copy(0, starts, norms[row][at])
-    # A mask as an index would make the host wait for the number of its elements.
-    return norms[1] / norms[0].clamp(min=eps), present
+    if not index.cuts:
+        return
+    powers = torch.stack([each[: index.cut] for each in lengths]).square()
+    for group, at in index.cuts:
+        part = powers[:, at]
+        dist.all_reduce(part, group=group)
+        powers[:, at] = part
+    lengths[:] = [
+        torch.cat([whole, each[index.cut :]])
+        for whole, each in zip(powers.sqrt(), lengths, strict=True)
+    ]
 
 
 MODE = AdaptiveClip

@@ -14,12 +14,10 @@ from runner.clip import transfer
 from runner.clip.layout import Layout
 from runner.clip.norms import (
     Powers,
-    Split,
     combine,
     combine_norms,
     local_power,
-    measure,
-    measure_split,
+    local_powers,
 )
 from runner.clip.transfer import Number
 
@@ -33,6 +31,13 @@ _IF_SKIPPED: dict[str, Any] = {
 }
 
 
+class Split(NamedTuple):
+    """Norms of what a coefficient multiplies and leaves out, see :meth:`Layout.leave_unscaled`."""
+
+    scaled: Number
+    rest: Number
+
+
 @dataclass(frozen=True, slots=True)
 class GradStats:
     """Measurements of a final gradient, the same on every rank.
@@ -42,7 +47,7 @@ class GradStats:
         finite: whether ``norm`` is finite: a bool, or a 0-dimensional tensor where only the
             accelerator knows. The boosted optimizer clears it for a step that its skip rule leaves
             out, so that no mode takes account of such a step.
-        powers: share of each gradient of this rank, see :func:`runner.clip.norms.measure`.
+        powers: share of each gradient of this rank; None where it was not measured.
         work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
         split: norms of what a coefficient multiplies and of what it leaves out, where it does.
         part: whether ``norm`` is that of the gradients that a coefficient multiplies.
@@ -59,11 +64,28 @@ class GradStats:
     def of(
         cls, layout: Layout, norm_type: float = 2.0, each: bool = False, split: bool = False
     ) -> GradStats:
-        """Measure the gradients of ``layout``, see :func:`measure` and :func:`measure_split`."""
+        """Measure the gradients of ``layout``: one small collective if it spans ranks.
+
+        Args:
+            layout: where the gradients are.
+            norm_type: p of the norm.
+            each: whether the share of each gradient is wanted, in ``powers``. An accelerator
+                measures it in any case, and so does a CPU where a gradient is not finite.
+            split: whether ``split`` is wanted.
+        """
+        power, powers = local_powers(layout, norm_type, each or split)
         if not split:
-            return cls.measured(*measure(layout, norm_type, each))
-        norm, powers, parts = measure_split(layout, norm_type)
-        return replace(cls.measured(norm, powers), split=parts)
+            return cls.measured(combine(layout.gather([power])[0], norm_type), powers)
+        assert powers is not None
+        shares = torch.cat([powers.vector(layout), transfer.on_device([0.0], layout.device)])
+        mask = [shard.scaled for shard in powers.shards] + [False]
+        scaled = transfer.on_device(mask, layout.device) > 0
+        parts = torch.stack([shares.where(scaled, 0.0), shares.where(~scaled, 0.0)])
+        sums = parts.amax(1) if math.isinf(norm_type) else parts.sum(1)
+        columns = layout.gather([transfer.read(one) for one in sums])
+        norm = combine([power for column in columns for power in column], norm_type)
+        both = Split(*(combine(column, norm_type) for column in columns))
+        return replace(cls.measured(norm, powers), split=both)
 
     @classmethod
     def measured(cls, norm: Number, powers: Powers | None, work: Any = None) -> GradStats:

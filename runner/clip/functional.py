@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import ReferenceType, ref
 
 import torch
@@ -29,18 +29,6 @@ _INSIDE = {
 """Names of wrappers of other libraries, and their attribute that holds the model."""
 
 
-class Clipper(Protocol):
-    """Clips the gradients of a model: the optimizer of a boosted one, or :class:`PlainClipper`."""
-
-    layout: Layout
-
-    def begin_clip(self) -> None:
-        """Make the gradients final."""
-
-    def clip(self, mode: ClipMode) -> Decision:
-        """Make the gradients final, and clip them by ``mode``."""
-
-
 @dataclass
 class PlainClipper:
     """Clips a model that was not boosted, and keeps what making its layout and modes costs."""
@@ -49,13 +37,9 @@ class PlainClipper:
     mark: list[Any] = field(default_factory=list)
     _known: tuple[str, Any] = ("", None)
 
-    def begin_clip(self) -> None:
-        """Give each gradient its own memory."""
-        self.layout.separate_gradients()
-
     def clip(self, mode: ClipMode) -> Decision:
         """Clip by ``mode``, which is bound to the layout."""
-        self.begin_clip()
+        self.layout.separate_gradients()
         return mode.clip(self.layout)
 
     def mode(self, mode: ClipMode, key: str) -> ClipMode:
@@ -76,10 +60,10 @@ _plain = WeakIdKeyDictionary()
 """For each module that was not boosted the clipper that was made last."""
 
 
-def register(clipper: Clipper | None, owned: Iterable[nn.Module | Tensor]) -> None:
-    """Register the optimizer that clips modules and parameters which were boosted together.
+def register(clipper: Any, owned: Iterable[nn.Module | Tensor]) -> None:
+    """Register the boosted optimizer, or None, which clips what was boosted together.
 
-    Their gradients have to be synchronised and unscaled before they are clipped, which it does.
+    It makes gradients final (``begin_clip()``) and clips them (``clip(mode)``) over its ``layout``.
     """
     for each in owned:
         _boosted[each] = "none" if clipper is None else ref(clipper)
@@ -133,7 +117,8 @@ def apply_gradient_clipping(
         mode = clipper.mode(mode, f"{clipping_type} {sorted(options.items())}")
     else:
         mode.bind(clipper.layout)
-    return clipper.clip(mode)
+    decision: Decision = clipper.clip(mode)
+    return decision
 
 
 @dataclass(frozen=True)
@@ -162,7 +147,7 @@ class GradientClipping:
         return build(self.clipping_type, **options)
 
 
-def clipper_of(given: nn.Module | list[Tensor]) -> Clipper:
+def clipper_of(given: nn.Module | list[Tensor]) -> Any:
     """Return what clips a module, or a list of parameters; see :func:`apply_gradient_clipping`.
 
     For some parameters of a boosted model on one rank, their gradients are made final here.
@@ -179,7 +164,7 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Clipper:
     owned = parameters if module is None or module not in _boosted else [module, *parameters]
     found = [_boosted_clipper(each) for each in owned]
     clippers = {id(clipper): clipper for clipper in found if clipper is not None}
-    clipper: Any = next(iter(clippers.values()), None)
+    clipper = next(iter(clippers.values()), None)
     if clipper == "none":
         raise ValueError(
             "this model was boosted without its optimizer, which synchronises gradients before "
@@ -192,15 +177,14 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Clipper:
                 "itself, or boost one module that holds them all"
             )
         if _are_all(parameters, clipper):
-            boosted: Clipper = clipper
-            return boosted
+            return clipper
         clipper.begin_clip()
     return (
         PlainClipper(Layout.of_parameters(parameters)) if module is None else plain_clipper(module)
     )
 
 
-def _are_all(parameters: Sequence[Tensor], clipper: Clipper) -> bool:
+def _are_all(parameters: Sequence[Tensor], clipper: Any) -> bool:
     """Return whether a boosted model has no other parameters; a ValueError where it has to."""
     shards = {id(shard.param): shard for shard in clipper.layout.shards}
     asked = {id(parameter) for parameter in parameters}

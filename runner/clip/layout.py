@@ -100,11 +100,6 @@ class Layout:
         return transfer.on_device(at, self.device).long()
 
     @property
-    def sharded_vector(self) -> list[str]:
-        """Names of all sharded vectors of the model, in one order for all ranks."""
-        return [name for name, whole in self.parameters.items() if whole.sharded_vector]
-
-    @property
     def counts_common(self) -> bool:
         """Whether this rank counts what all ranks know: the first rank does."""
         return self.group is None or self.group.rank() == 0

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
-from runner.clip.norms import measure_split
 from runner.clip.tally import Tally
 from runner.clip.transfer import Number
 from runner.config.modes import NAMES, Mode
@@ -136,7 +135,8 @@ class ClipMode(Mode, ABC):
         if stats.part or not self.scales_some(layout):
             decision = self.decide_finite(layout, stats)
         else:
-            split = stats.split or measure_split(layout, self.norm_type)[2]
+            split = stats.split or GradStats.of(layout, self.norm_type, split=True).split
+            assert split is not None
             own = replace(stats, norm=split.scaled, split=None, part=True)
             decision = self.decide_finite(layout, own)
             decision = decision.of_whole(stats.norm, split, self.norm_type)

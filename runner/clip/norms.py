@@ -51,9 +51,13 @@ class Powers(NamedTuple):
         found = zip(self.shards, each, strict=True)
         return [shard.name for shard, power in found if not math.isfinite(power)]
 
+    def vector(self, layout: Layout) -> Tensor:
+        each = self.each
+        return each if isinstance(each, Tensor) else transfer.on_device(each, layout.device)
+
     def of_parameters(self, layout: Layout) -> Tensor:
         """Return the share of each parameter, [parameters], on the device of ``layout``."""
-        each, at = _vector(self.each, layout), layout.positions_of(self.shards)
+        each, at = self.vector(layout), layout.positions_of(self.shards)
         shares = each.new_zeros(len(layout.names))
         # A tied parameter may lie on this rank twice.
         if math.isinf(self.norm_type):
@@ -69,40 +73,9 @@ class Powers(NamedTuple):
         return cls(shards, torch.cat(tensors) if each is None else each, norm_type)
 
 
-class Split(NamedTuple):
-    """Norms of what a coefficient multiplies and leaves out, see :meth:`Layout.leave_unscaled`."""
-
-    scaled: Number
-    rest: Number
-
-
-def measure(
-    layout: Layout, norm_type: float = 2.0, each: bool = False
-) -> tuple[Number, Powers | None]:
-    """Return ‖G‖, NaN or inf where any gradient holds one, and the share of each gradient.
-
-    One small collective. On a CPU the shares of finite gradients are None without ``each``.
-    """
-    power, powers = local_powers(layout, norm_type, each)
-    return combine(layout.gather([power])[0], norm_type), powers
-
-
-def measure_split(layout: Layout, norm_type: float = 2.0) -> tuple[Number, Powers, Split]:
-    """Measure all gradients and the two parts of them; one collective too."""
-    _, powers = local_powers(layout, norm_type, each=True)
-    assert powers is not None
-    each = torch.cat([_vector(powers.each, layout), _vector([0.0], layout)])
-    scaled = transfer.on_device([s.scaled for s in powers.shards] + [False], layout.device) > 0
-    parts = torch.stack([each.where(scaled, 0.0), each.where(~scaled, 0.0)])
-    sums = parts.amax(1) if math.isinf(norm_type) else parts.sum(1)
-    columns = layout.gather([transfer.read(one) for one in sums])
-    norm = combine([power for column in columns for power in column], norm_type)
-    return norm, powers, Split(*(combine(column, norm_type) for column in columns))
-
-
 def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
-    """Return ‖G‖ of all gradients of ``layout``, see :func:`measure`."""
-    return measure(layout, norm_type)[0]
+    """Return ‖G‖ of all gradients of ``layout``; one small collective if it spans ranks."""
+    return combine(layout.gather([local_power(layout, norm_type)])[0], norm_type)
 
 
 def combine(powers: Sequence[Number], norm_type: float) -> Number:
@@ -131,7 +104,10 @@ def combined_norms(every: Tensor, norm_type: float) -> Tensor:
 def local_powers(
     layout: Layout, norm_type: float, each: bool = False
 ) -> tuple[Number, Powers | None]:
-    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and each gradient's."""
+    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and each gradient's.
+
+    On a CPU the shares of finite gradients are None unless ``each`` asks for them.
+    """
     return powers_of(*layout.gradients(), norm_type, each)
 
 
@@ -162,10 +138,6 @@ def powers_of(
     powers = [power_sum([gradient], norm_type) for gradient in gradients]
     shares = list(map(truediv, powers, replicas))
     return float(sum(shares)), Powers(shards, shares, norm_type)
-
-
-def _vector(each: Sequence[float] | Tensor, layout: Layout) -> Tensor:
-    return each if isinstance(each, Tensor) else transfer.on_device(each, layout.device)
 
 
 def _on_accelerator(

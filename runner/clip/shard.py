@@ -37,8 +37,6 @@ class ParamShard:
         num_replicas: ranks of the layout's group that hold these same elements (replicas).
         shard_groups: groups of ranks over which each unit of this shard is split, one for each mesh
             axis that splits units. All ranks of these groups see the same number of units.
-        sharded_vector: whether the parameter is one unit (a vector) whose elements lie on several
-            ranks of the layout's group. Its metrics are added up under its name.
         scaled: whether a coefficient multiplies this gradient, see :meth:`Layout.leave_unscaled`.
     """
 
@@ -47,7 +45,6 @@ class ParamShard:
     units: Units
     num_replicas: int = 1
     shard_groups: tuple[dist.ProcessGroup, ...] = ()
-    sharded_vector: bool = False
     scaled: bool = True
 
     @property
@@ -64,7 +61,7 @@ class ParamShard:
     def with_units(self, units: Units) -> ParamShard:
         """Return the same shard with other units, and the shard groups that follow from them."""
         groups = _cut(self.param, units) if is_dtensor(self.param) else self.shard_groups
-        return replace(self, units=units, shard_groups=groups, sharded_vector=False)
+        return replace(self, units=units, shard_groups=groups)
 
 
 def is_dtensor(tensor: Tensor | None) -> TypeGuard[DTensor]:
@@ -102,14 +99,12 @@ class Whole(NamedTuple):
     """What every rank knows of a parameter, whichever ranks hold it; see :class:`ParamShard`."""
 
     shape: tuple[int, ...]
-    sharded_vector: bool
     known: bool
     scaled: bool = True
 
     @classmethod
     def of(cls, shard: ParamShard) -> Whole:
-        shape = tuple(shard.param.shape)
-        return cls(shape, shard.sharded_vector, shard.units.known, shard.scaled)
+        return cls(tuple(shard.param.shape), shard.units.known, shard.scaled)
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:
@@ -129,8 +124,6 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
         parts *= parameter.device_mesh.size(axis)
     if ranks % parts:
         raise LayoutError(f"{name} is split in {parts}, which does not divide its {ranks} ranks")
-    if parameter.ndim < 2:
-        return ParamShard(name, parameter, units, ranks // parts, sharded_vector=parts > 1)
     return ParamShard(name, parameter, units, ranks // parts, _cut(parameter, units))
 
 
@@ -146,8 +139,7 @@ def account(
     parameters: dict[str, Whole] = {}
     for name, share, each in (one for _, rank in everywhere for one in rank):
         found[name] += share
-        if name not in parameters or each.sharded_vector:
-            parameters[name] = each
+        parameters.setdefault(name, each)
     if unknown := sorted(found.keys() - whole.keys()):
         raise LayoutError(
             f"{', '.join(unknown)}: no such parameter in the whole model (a weight that was tied "

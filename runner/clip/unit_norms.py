@@ -20,6 +20,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import ParamShard, transfer
@@ -66,14 +67,13 @@ class Place(NamedTuple):
         """What units that are measured by one call have in common."""
         shard = self.shard
         # A mixture of types would be rounded differently on ranks that hold other tensors.
-        return (shard.sharded_vector, shard.num_replicas, str(shard.param.dtype), self.length)
+        return (shard.num_replicas, str(shard.param.dtype), self.length)
 
     @property
     def weight(self) -> float:
-        """1 ÷ the ranks that count each unit; 0 for a sharded vector, counted by its name."""
-        shard = self.shard
-        held = shard.num_replicas * prod(group.size() for group in shard.shard_groups)
-        return 0.0 if shard.sharded_vector else 1.0 / held
+        """1 ÷ the ranks that count each unit."""
+        sharing = prod(group.size() for group in self.shard.shard_groups)
+        return 1.0 / (self.shard.num_replicas * sharing)
 
     def units_first(self, tensors: Sequence[Tensor | None]) -> Tensor:
         tensor = tensors[self.number]
@@ -89,8 +89,8 @@ class UnitIndex:
 
     Attributes:
         units: number of units that are clipped, which come first.
-        cuts: units that several ranks hold a part of: their groups, the first place, and the last.
-        vectors: places of vectors that are spread over ranks.
+        cut: number of units that several ranks hold a part of, which are the first of these.
+        cuts: for each group of such ranks the positions of their units.
         weights: different weights of the places that are clipped.
     """
 
@@ -102,29 +102,30 @@ class UnitIndex:
         places = self._placed(left_out)
         clipped = [place for place in places if not place.left_out]
         self.units = sum(place.units for place in clipped)
-        runs = groupby(clipped, lambda place: place.shard.shard_groups)
-        cut = [(groups, list(run)) for groups, run in runs if groups]
-        self.cuts = [(groups, same[0].start, same[-1].stop) for groups, same in cut]
-        self.vectors = [place for place in clipped if place.shard.sharded_vector]
+        cut = [place for place in clipped if place.shard.shard_groups]
+        self.cut = sum(place.units for place in cut)
+        found: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for place in cut:
+            at = torch.arange(place.start, place.stop, device=place.shard.param.device)
+            for group in place.shard.shard_groups:
+                found.setdefault(group, []).append(at)
+        self.cuts = [(group, torch.cat(each)) for group, each in found.items()]
         self.calls = [list(run) for _, run in groupby(places, self._alike)]
-        self.weights = {place.weight for place in clipped if place.weight}
+        self.weights = {place.weight for place in clipped}
         self._weights = self._each_unit(clipped, [place.weight for place in clipped])
         self._share = self._each_unit(places, [1.0 / p.shard.num_replicas for p in places])
         absent = [float(not self.present[place.number]) for place in clipped]
         self._absent = self._each_unit(clipped, absent) > 0 if any(absent) else None
 
     def _placed(self, left_out: Sequence[bool]) -> list[Place]:
-        groups = list(dict.fromkeys(shard.shard_groups for shard in self._shards))
-
         def order(place: Place) -> tuple[object, ...]:
-            cut = place.shard.shard_groups
+            cut = bool(place.shard.shard_groups)
             rest = () if cut else (*place.kind, place.small)
-            return (place.left_out, groups.index(cut), *rest, place.number)
+            return (place.left_out, not cut, *rest, place.number)
 
         known = []
         for number, (shard, out) in enumerate(zip(self._shards, left_out, strict=True)):
-            elsewhere = not out and (shard.shard_groups or shard.sharded_vector)
-            if self.present[number] or elsewhere:
+            if self.present[number] or (shard.shard_groups and not out):
                 known.append(Place.of(number, shard, out))
         places: list[Place] = []
         for place in sorted(known, key=order):

@@ -118,7 +118,7 @@ def shards(made, ranks):
         ParamShard(
             "columns", part(made["columns"], (everything, left)), ROWS, shard_groups=(ranks,)
         ),
-        ParamShard("vector", part(made["vector"], left), Units((0,)), sharded_vector=True),
+        ParamShard("vector", part(made["vector"], left), Units((0,)), shard_groups=(ranks,)),
         ParamShard("copied", part(made["copied"], everything), ROWS, num_replicas=2),
         ParamShard("bias", part(made["bias"], everything), Units((0,)), num_replicas=2),
     ]
@@ -212,7 +212,7 @@ def test_a_vector_that_no_rank_has_a_gradient_of_is_no_unit(kept):
 
 def test_a_rank_that_holds_nothing_adds_nothing():
     made = whole()
-    known = {name: Whole(tuple(p.shape), False, True) for name, p in made.items()}
+    known = {name: Whole(tuple(p.shape), True) for name, p in made.items()}
 
     def body(ranks):
         if ranks.rank() == 1:
@@ -252,21 +252,21 @@ LINEAR, ROW, COLUMN, COPY = nn.Linear(2, 2), Shard(0), Shard(1), Replicate()
 
 def test_placements_say_who_holds_what():
     for shape, placements, sizes, ranks, wanted in (
-        ((4, 6), [ROW], [2], 2, (1, (), False)),
-        ((4, 6), [COLUMN], [2], 2, (1, ("axis 0",), False)),
-        ((4, 6), [COPY], [2], 4, (4, (), False)),
-        ((4, 6), [COLUMN], [1], 4, (4, (), False)),
-        ((4, 6), [COPY, ROW], [2, 2], 4, (2, (), False)),
-        ((4, 6), [COPY, COLUMN], [2, 3], 6, (2, ("axis 1",), False)),
-        ((4, 6), [ROW, COLUMN], [2, 2], 8, (2, ("axis 1",), False)),
-        ((4, 6), [COLUMN, COLUMN], [2, 2], 4, (1, ("axis 0", "axis 1"), False)),
-        ((4, 6), [COLUMN, ROW, COLUMN], [2, 2, 2], 8, (1, ("axis 0", "axis 2"), False)),
-        ((6,), [ROW], [2], 4, (2, (), True)),
-        ((6,), [COPY], [2], 2, (2, (), False)),
-        ((), [COPY], [2], 2, (2, (), False)),
+        ((4, 6), [ROW], [2], 2, (1, ())),
+        ((4, 6), [COLUMN], [2], 2, (1, ("axis 0",))),
+        ((4, 6), [COPY], [2], 4, (4, ())),
+        ((4, 6), [COLUMN], [1], 4, (4, ())),
+        ((4, 6), [COPY, ROW], [2, 2], 4, (2, ())),
+        ((4, 6), [COPY, COLUMN], [2, 3], 6, (2, ("axis 1",))),
+        ((4, 6), [ROW, COLUMN], [2, 2], 8, (2, ("axis 1",))),
+        ((4, 6), [COLUMN, COLUMN], [2, 2], 4, (1, ("axis 0", "axis 1"))),
+        ((4, 6), [COLUMN, ROW, COLUMN], [2, 2, 2], 8, (1, ("axis 0", "axis 2"))),
+        ((6,), [ROW], [2], 4, (2, ("axis 0",))),
+        ((6,), [COPY], [2], 2, (2, ())),
+        ((), [COPY], [2], 2, (2, ())),
     ):
         shard = placed("weight", sharded(shape, placements, sizes), LINEAR, ranks)
-        assert (shard.num_replicas, shard.shard_groups, shard.sharded_vector) == wanted
+        assert (shard.num_replicas, shard.shard_groups) == wanted
         assert (shard.name, shard.units) == ("weight", units_of(torch.empty(shape)))
     for placement, ranks, error in ((Partial(), 2, TypeError), (ROW, 3, LayoutError)):
         held = sharded((4, 6), [placement], [2])
@@ -319,7 +319,7 @@ def test_names_are_those_of_all_ranks_in_one_order():
     first, second = account(nn.Linear(3, 2), nn.Linear(3, 2))
     assert [shard.num_replicas for shard in first.shards] == [2, 2]
     assert first.names == second.names == ["weight", "bias"]
-    assert (first.sharded_vector, first.heads) == ([], ("weight",))
+    assert first.heads == ("weight",)
     for device in ("cpu", "meta"):
         model = nn.Linear(3, 2, device=device)
         first, second = account(model, nn.Sequential(), whole=known, ranks=lambda name: 1)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.clip import ClipMode, GradStats, Layout, ParamShard, build, limit_norm
-from runner.clip.norms import measure, measure_split
+from runner.clip import ClipMode, GradStats, Layout, ParamShard, build, limit_norm, total_norm
 from runner.clip.units import units_of
 from tests.clip.reference import norm_of, on, unwaited
 
@@ -89,8 +88,9 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, p, kept):
 
 def test_the_norm_of_the_whole_gradient_is_accurate_and_its_shares_are_named():
     layout = laid_out(1e-6, torch.float32)
-    norm, powers, split = measure_split(layout)
-    assert norm == pytest.approx(measure(layout)[0], rel=1e-12)
+    stats = GradStats.of(layout, split=True)
+    powers, split = stats.powers, stats.split
+    assert stats.norm == pytest.approx(total_norm(layout), rel=1e-12)
     for found, names in ((split.scaled, SHAPES.keys() - MATRICES), (split.rest, MATRICES)):
         assert found == pytest.approx(norm_of(gradients_of(layout, names).values()), rel=1e-6)
     shares = dict(zip((s.name for s in powers.shards), powers.each, strict=True))
@@ -108,8 +108,7 @@ class RunningMean(ClipMode):
     def measure(self, layout, each=False):
         if not self.measures_itself:
             return super().measure(layout, each)
-        norm, _ = measure(layout)
-        return GradStats(norm, math.isfinite(norm))
+        return GradStats.measured(total_norm(layout), None)
 
     def decide_finite(self, layout, stats):
         self.history["mean"] = (self.history["mean"] + stats.norm) / 2

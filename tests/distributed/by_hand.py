@@ -130,7 +130,7 @@ def one_step(model: str, plugin: str | None, clip: Clip, exclude: Any = "auto") 
         **loop.stepped(clip, exclude),
         "names": sorted(loop.layout.names),
         "heads": loop.layout.heads,
-        "cut": {shard.name for shard in shards if shard.shard_groups or shard.sharded_vector},
+        "cut": {shard.name for shard in shards if shard.shard_groups},
         "empty": any(shard.weight.numel() == 0 for shard in shards),
     }
 

@@ -77,7 +77,8 @@ class GradStats:
         if not split:
             return cls.measured(combine(layout.gather([power])[0], norm_type), powers)
         assert powers is not None
-        shares = torch.cat([powers.vector(layout), transfer.on_device([0.0], layout.device)])
+        nothing = transfer.on_device([0.0], layout.device)  # where there is no gradient
+        shares = torch.cat([powers.each.to(nothing), nothing])
         mask = [shard.scaled for shard in powers.shards] + [False]
         scaled = transfer.on_device(mask, layout.device) > 0
         parts = torch.stack([shares.where(scaled, 0.0), shares.where(~scaled, 0.0)])

@@ -76,7 +76,10 @@ class GroupsClip(ByGroups, NestedMode):
         if each or any(stats.powers is not None for stats in found):
             pairs = zip(self._bound, found, strict=True)
             parts = [s.powers or local_powers(g.layout, p, each=True)[1] for g, s in pairs]
-            powers = Powers.joined([part for part in parts if part is not None and part.shards], p)
+            held = [part for part in parts if part is not None and part.shards]
+            shards = [shard for part in held for shard in part.shards]
+            each_of = torch.cat([part.each for part in held]) if held else torch.empty(0)
+            powers = Powers(shards, each_of, p)
         return GradStats.measured(norm, powers, found)
 
     @torch.no_grad()

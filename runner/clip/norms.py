@@ -42,35 +42,23 @@ class Powers(NamedTuple):
     """Share of each gradient of one rank in ‖G‖^p: Σ|g|^p ÷ num_replicas (max|g| for p = inf)."""
 
     shards: Sequence[ParamShard]  # those that have a gradient
-    each: Sequence[float] | Tensor  # floats on a CPU, one vector on an accelerator
+    each: Tensor  # [shards]
     norm_type: float
 
     def not_finite(self) -> list[str]:
         """Return the names of the shards whose gradient is not finite; waits for an accelerator."""
-        each: Sequence[float] = self.each.tolist() if isinstance(self.each, Tensor) else self.each
-        found = zip(self.shards, each, strict=True)
-        return [shard.name for shard, power in found if not math.isfinite(power)]
-
-    def vector(self, layout: Layout) -> Tensor:
-        each = self.each
-        return each if isinstance(each, Tensor) else transfer.on_device(each, layout.device)
+        finite = self.each.isfinite().tolist()
+        return [shard.name for shard, known in zip(self.shards, finite, strict=True) if not known]
 
     def of_parameters(self, layout: Layout) -> Tensor:
         """Return the share of each parameter, [parameters], on the device of ``layout``."""
-        each, at = self.vector(layout), layout.positions_of(self.shards)
+        at = layout.positions_of(self.shards)
+        each = self.each.to(layout.device, transfer.widest(layout.device))
         shares = each.new_zeros(len(layout.names))
         # A tied parameter may lie on this rank twice.
         if math.isinf(self.norm_type):
             return shares.scatter_reduce_(0, at, each, "amax")
         return shares.index_add_(0, at, each)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Powers], norm_type: float) -> Powers:
-        """Return the shares of several lists of gradients together."""
-        shards = [shard for part in parts for shard in part.shards]
-        tensors = [part.each for part in parts if isinstance(part.each, Tensor)]
-        each = [float(one) for part in parts for one in part.each] if not tensors else None
-        return cls(shards, torch.cat(tensors) if each is None else each, norm_type)
 
 
 def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
@@ -122,22 +110,24 @@ def powers_of(
     """Return the share of some gradients in ‖G‖^p, and that of each, see :func:`local_powers`."""
     if gradients and not transfer.can_read(gradients[0].device):
         values = _on_accelerator(shards, gradients, norm_type)
-        whole = values.amax() if math.isinf(norm_type) else values.sum()
-        return whole, Powers(shards, values, norm_type)
-    if math.isinf(norm_type):
-        maxima = list(map(largest, gradients))
-        return combine(maxima or [0.0], norm_type), Powers(shards, maxima, norm_type)
+        total = values.amax() if math.isinf(norm_type) else values.sum()
+        return total, Powers(shards, values, norm_type)
     replicas: list[int] = list(map(_REPLICAS, shards))
-    if gradients and not each:
-        power = 0.0
-        for held in dict.fromkeys(replicas):
-            some = list(compress(gradients, map(held.__eq__, replicas)))
-            power += power_sum(some, norm_type) / held
-        if math.isfinite(power):
-            return power, None
-    powers = [power_sum([gradient], norm_type) for gradient in gradients]
-    shares = list(map(truediv, powers, replicas))
-    return float(sum(shares)), Powers(shards, shares, norm_type)
+    if math.isinf(norm_type):
+        shares = list(map(largest, gradients))
+        whole = combine(shares or [0.0], norm_type)
+    else:
+        if gradients and not each:
+            whole = 0.0
+            for held in dict.fromkeys(replicas):
+                some = list(compress(gradients, map(held.__eq__, replicas)))
+                whole += power_sum(some, norm_type) / held
+            if math.isfinite(whole):
+                return whole, None
+        powers = [power_sum([gradient], norm_type) for gradient in gradients]
+        shares = list(map(truediv, powers, replicas))
+        whole = float(sum(shares))
+    return whole, Powers(shards, torch.tensor(shares, dtype=torch.float64), norm_type)
 
 
 def _on_accelerator(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
-from runner.clip.norms import Powers, combined_norms, local_powers
+from runner.clip.norms import combined_norms, local_powers
 from runner.config.simple_modes import PerParameter
 
 
@@ -45,7 +45,7 @@ class TensorMode(ClipMode):
         p = self.norm_type
         _, powers = local_powers(layout, p, each=True)
         assert powers is not None
-        held = Powers(powers.shards, [1.0] * len(powers.shards), p)
+        held = powers._replace(each=torch.ones_like(powers.each))
         here = torch.stack([powers.of_parameters(layout), held.of_parameters(layout)])
         every = layout.rows_of_ranks(here.flatten()).view(-1, *here.shape)
         norms, present = combined_norms(every, p)

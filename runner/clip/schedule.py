@@ -4,15 +4,22 @@
 0. A step that is skipped counts too: the host knows its number without waiting for an accelerator,
 and row k of a run has ``λ_{k-1}``. OLMo's warm-up is ``warmup=constant``
 (``grad_clip_warmup_steps`` and ``grad_clip_warmup_factor`` in https://github.com/allenai/OLMo).
+
+With a ``scheduler`` λ_t is the learning rate that it makes of ``lr=threshold`` after t steps.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar
 
+import torch
+
 from runner.clip import ClipMode, Decision, GradStats, Layout, nested
+from runner.clip.layout import OptionError
 from runner.config.modes import Schedule
 
 
@@ -23,6 +30,7 @@ class ScheduleClip(Schedule, ClipMode):
     initial_history: ClassVar = {"step": 0}
 
     inner: ClipMode = field(init=False, repr=False)
+    _rates: _Rates | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for option, why, *_ in self.conflicts(vars(self)):
@@ -68,8 +76,19 @@ class ScheduleClip(Schedule, ClipMode):
     def _set_limit(self) -> None:
         """Give the mode that clips λ of this step, and the tally that counts for this one."""
         self.inner.tally = self.tally
-        if self.threshold is not None:
-            self.inner.threshold = self.threshold * self._factor(self.step)
+        if self.threshold is None:
+            return
+        limit = self.threshold * self._factor(self.step)
+        if self.scheduler is not None:
+            if self._rates is None or self._rates.base != self.threshold:
+                self._rates = _Rates(self.scheduler, self.threshold)
+            limit = self._rates.at(self.step)
+        if not limit > 0:
+            raise ValueError(
+                f"clip.scheduler gives a threshold of {limit:g} in step {self.step + 1}: it has to "
+                "stay above 0 (torch's schedulers have eta_min or end_factor for that)"
+            )
+        self.inner.threshold = limit
 
     def _factor(self, step: int) -> float:
         """Return λ ÷ threshold of a step."""
@@ -81,6 +100,30 @@ class ScheduleClip(Schedule, ClipMode):
         share = min((step - self.warmup_steps) / self.steps, 1.0)
         left = 1.0 - share if self.decay == "linear" else (1.0 + math.cos(math.pi * share)) / 2
         return self.end_factor + (1.0 - self.end_factor) * left
+
+
+class _Rates:
+    """The learning rates that a scheduler makes of one rate, step after step from the first."""
+
+    def __init__(self, target: dict[str, Any], base: float) -> None:
+        self.base = base
+        self._taken = 0
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base)
+        arguments = {name: value for name, value in target.items() if name != "_target_"}
+        module, _, name = str(target["_target_"]).rpartition(".")
+        try:
+            self._scheduler = getattr(import_module(module), name)(self._optimizer, **arguments)
+            self._optimizer.step()  # schedulers warn if no optimizer has stepped before
+            inspect.signature(self._scheduler.step).bind()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise OptionError("scheduler", f"cannot be made: {reason}") from error
+
+    def at(self, step: int) -> float:
+        while self._taken < step:
+            self._scheduler.step()
+            self._taken += 1
+        return float(self._optimizer.param_groups[0]["lr"])
 
 
 MODE = ScheduleClip

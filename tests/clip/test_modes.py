@@ -231,6 +231,7 @@ WRONG = {  # The message begins with the last key, or has it.
         *({"of": bad} for bad in ("nrom", "spike", "schedule", {"mode": "adaptive", "eps": -1.0})),
         {"of": {"mode": "norm", "threshold": 2.0}},
         {"decay": "linear"},
+        {"scheduler": {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5}},
     ],
     "update": [{"eps": 0.0}],
     "chain": [

@@ -93,7 +93,7 @@ def test_the_norm_of_the_whole_gradient_is_accurate_and_its_shares_are_named():
     assert stats.norm == pytest.approx(total_norm(layout), rel=1e-12)
     for found, names in ((split.scaled, SHAPES.keys() - MATRICES), (split.rest, MATRICES)):
         assert found == pytest.approx(norm_of(gradients_of(layout, names).values()), rel=1e-6)
-    shares = dict(zip((s.name for s in powers.shards), powers.each, strict=True))
+    shares = dict(zip((s.name for s in powers.shards), powers.each.tolist(), strict=True))
     for name, gradient in gradients_of(layout).items():
         assert shares[name] == pytest.approx(norm_of([gradient]) ** 2, rel=1e-6)
 

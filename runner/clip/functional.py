@@ -162,7 +162,8 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Any:
             # that have the gradients.
             part.reshard()
     owned = parameters if module is None or module not in _boosted else [module, *parameters]
-    found = [_boosted_clipper(each) for each in owned]
+    known = [_boosted.get(each) for each in owned]  # type: ignore[no-untyped-call]
+    found = [each() if isinstance(each, ReferenceType) else each for each in known]
     clippers = {id(clipper): clipper for clipper in found if clipper is not None}
     clipper = next(iter(clippers.values()), None)
     if clipper == "none":
@@ -171,37 +172,22 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Any:
             "they are clipped: booster.boost(model, optimizer)"
         )
     if clipper is not None:
-        if len(clippers) > 1 or any(each is None for each in found):
+        asked = {id(parameter) for parameter in parameters}
+        shards = {id(shard.param): shard for shard in clipper.layout.shards}
+        whole = all(key in asked or not one.param.requires_grad for key, one in shards.items())
+        others = len(clippers) > 1 or any(each is None for each in found) or asked - shards.keys()
+        if others or not (whole or clipper.layout.group is None):
             raise ValueError(
-                "these parameters are not all of one boosted model: clip each boosted model by "
-                "itself, or boost one module that holds them all"
+                "these are not the parameters of one boosted model, all of which are clipped "
+                "together: give the boosted model, or its parameters() of now; clip several models "
+                "one by one, or boost one module that holds them all"
             )
-        if _are_all(parameters, clipper):
+        if whole:
             return clipper
         clipper.begin_clip()
     return (
         PlainClipper(Layout.of_parameters(parameters)) if module is None else plain_clipper(module)
     )
-
-
-def _are_all(parameters: Sequence[Tensor], clipper: Any) -> bool:
-    """Return whether a boosted model has no other parameters; a ValueError where it has to."""
-    shards = {id(shard.param): shard for shard in clipper.layout.shards}
-    asked = {id(parameter) for parameter in parameters}
-    if asked - shards.keys():
-        raise ValueError(
-            "these parameters were replaced when the model was boosted: give the boosted model, or "
-            "its parameters() of now"
-        )
-    if all(key in asked or not shard.param.requires_grad for key, shard in shards.items()):
-        return True
-    if clipper.layout.group is not None:
-        raise ValueError(
-            "these are some of the parameters that were boosted together, whose gradients lie on "
-            "several ranks: clip all of them, by apply_gradient_clipping(boosted_model, ...) or by "
-            "optimizer.clip_grad_by_norm(max_norm)"
-        )
-    return False
 
 
 def plain_clipper(model: nn.Module) -> PlainClipper:
@@ -219,12 +205,6 @@ def plain_clipper(model: nn.Module) -> PlainClipper:
     if known is None or known.mark != mark:
         known = _plain[model] = PlainClipper(Layout.of_model(_without_wrappers(model)), mark)
     return known
-
-
-def _boosted_clipper(owned: nn.Module | Tensor) -> Any:
-    """Return the clipper of a part of a boosted model, "none", or None for anything else."""
-    known = _boosted.get(owned)  # type: ignore[no-untyped-call]
-    return known() if isinstance(known, ReferenceType) else known
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

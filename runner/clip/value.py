@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts, transfer
-from runner.clip.norms import SMALL, combine, flatten, gathered, largest, local_powers, power_sum
+from runner.clip.norms import (
+    OVERFLOWS,
+    SMALL,
+    VANISHES,
+    combine,
+    flatten,
+    gathered,
+    largest,
+    local_powers,
+    power_sum,
+)
 from runner.config.simple_modes import Value
 
 # Elements that a CPU compares together: they stay in a cache from one look to the next.
@@ -38,18 +48,20 @@ class Elements:
     def of(cls, layout: Layout, limit: float) -> Elements:
         """Read the gradients of ``layout``, and compare them with ``limit``."""
         found = cls()
+        room: dict[torch.dtype, Tensor] = {}
         for flat, replicas, gradients in _blocks(layout):
-            most, power = largest(flat), power_sum([flat])
+            wide = flat.float() if flat.dtype.itemsize < 4 else flat
+            if len(flat) > len(room.get(wide.dtype, ())):
+                room[wide.dtype] = torch.empty_like(wide)
+            bound = torch.tensor(limit, dtype=flat.dtype).to(wide.dtype)
+            power, clamped, above, most = _compare(wide, bound, room[wide.dtype][: len(flat)])
             found.power += power / replicas
+            found.clamped += clamped / replicas
+            found.above += above / replicas
             # The result of max() with NaN depends on the order; the power tells of it.
             found.largest = max(found.largest, most)
-            bound = torch.tensor(limit, dtype=flat.dtype).item()
-            if most > bound:
-                found.above += int(torch.count_nonzero(flat.abs() > bound)) / replicas
-                power = power_sum([flat.clamp(-bound, bound)])
-                if not (found.exceeding and found.exceeding[-1] is gradients[-1]):
-                    found.exceeding += gradients
-            found.clamped += power / replicas
+            if above and not (found.exceeding and found.exceeding[-1] is gradients[-1]):
+                found.exceeding += gradients
         return found
 
 
@@ -86,15 +98,36 @@ class ValueClip(Value, ClipMode):
             wide = transfer.widest(layout.device)
             top = torch.stack(torch._foreach_norm(gradients, math.inf, dtype=wide)).amax()
         above = [transfer.count(g.abs() > limit) / s.num_replicas for s, g in pairs]
-        return Decision.change_parts(
-            stats.norm, limit, top, Parts(sum(above, 0.0), total, gradients)
-        )
+        parts = Parts(sum(above, 0.0), total, gradients)
+        return Decision.change_parts(stats.norm, limit, top, parts)
 
     def apply_parts(self, decision: Decision) -> None:
         assert decision.parts is not None
         gradients, limit = list(decision.parts.work), float(decision.threshold)
         for gradient in gradients:
             gradient.clamp_(-limit, limit)
+
+
+def _compare(flat: Tensor, bound: Tensor, squares: Tensor) -> tuple[float, float, int, float]:
+    """Return Σg², Σmin(|g|, bound)², the number of elements above ``bound``, and the largest |g|.
+
+    The square of a float32 number near 1 is another one for each number, so comparing squares
+    counts exactly, and the root of the largest square is exact.
+    """
+    torch.mul(flat, flat, out=squares)
+    power, square = squares.sum().item(), bound * bound
+    if not (VANISHES < power < OVERFLOWS and square.item() > VANISHES):
+        above = round(torch.gt(flat.abs(), bound).sum().item())
+        clamped = flat.clamp(-bound, bound) if above else flat
+        return power_sum([flat]), power_sum([clamped]), above, largest(flat)
+    most = squares.amax().sqrt_().item()
+    if not most > bound.item():
+        return power, power, 0, most
+    # Squares above that of λ become the next number after it, which tells them from equal ones.
+    next_one = torch.nextafter(square, bound.new_tensor(math.inf)).item()
+    clamped_power = squares.clamp_(max=next_one).sum().item()
+    above = round(squares.gt_(square.item()).sum().item())
+    return power, clamped_power - above * (next_one - square.item()), above, most
 
 
 def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:

@@ -7,6 +7,7 @@ of 8 to 100 % of the area with aspect ratios of 3/4 to 4/3), and a flip of half 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from filelock import FileLock
@@ -34,12 +35,14 @@ FOLDER_ADVICE = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class SeededImages(Dataset[tuple[Tensor, Tensor]]):
     """Images with random augmentation that depends on seed, epoch and sample alone."""
 
-    def __init__(self, images: CIFAR10 | ImageFolder, change: v2.Transform, seed: int) -> None:
-        self.images, self.change = images, change
-        self.seed, self.epoch = seed, 0
+    images: CIFAR10 | ImageFolder
+    change: v2.Transform
+    seed: int
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -6,6 +6,7 @@ read the same samples in the same step, also in the last, shorter step of an epo
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,36 +29,29 @@ class EmptyPart(Indices):
     weightless = True
 
 
+@dataclass(eq=False, repr=False)
 class PartitionedBatches(Sampler[list[int]]):
     """Batch sampler of the indices of one rank's microbatches."""
 
-    def __init__(
-        self,
-        length: int,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        shuffle: bool,
-        drop_last: bool,
-        seed: int,
-    ) -> None:
-        if length < 0 or batch_size < 1 or world_size < 1:
+    length: int
+    batch_size: int
+    rank: int
+    world_size: int
+    shuffle: bool
+    drop_last: bool
+    seed: int
+    epoch: int = field(default=0, init=False)
+    _start: int = field(default=0, init=False)
+    _cached: tuple[int, Tensor] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.length < 0 or self.batch_size < 1 or self.world_size < 1:
             raise ValueError(
-                f"length {length} must be at least 0, batch_size {batch_size} and "
-                f"world_size {world_size} at least 1"
+                f"length {self.length} must be at least 0, batch_size {self.batch_size} and "
+                f"world_size {self.world_size} at least 1"
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not one of 0 to {world_size - 1}")
-        self.length = length
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.seed = seed
-        self.epoch = 0
-        self._start = 0
-        self._cached: tuple[int, Tensor] | None = None
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not one of 0 to {self.world_size - 1}")
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -10,6 +10,7 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
@@ -46,27 +47,21 @@ class Position(NamedTuple):
     workers: Mapping[int, dict[str, Any]] = {}
 
 
+@dataclass(eq=False, repr=False)
 class Stream(IterableDataset[Read]):
     """The microbatches of one rank, in worker processes or in the training process."""
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        drop_last: bool,
-        seed: int,
-        collate: Callable[[list[Any]], Any],
-        workers: int,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size, self.drop_last = batch_size, drop_last
-        self.rank, self.world_size = rank, world_size
-        self.seed, self.collate = seed, collate
-        self.workers = max(1, workers)
-        self.epoch = 0
-        self.start, self.position = 0, Position()
+    dataset: IterableDataset[Any]
+    batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    workers: int
+    epoch: int = 0
+    start: int = 0
+    position: Position = field(default_factory=Position)
 
     @property
     def parts(self) -> int:
@@ -223,7 +218,7 @@ class StreamLoader(DataLoader[Any]):
     ) -> None:
         collate = kwargs.pop("collate_fn", None) or collate_pairs
         stream = Stream(
-            dataset, batch_size, rank, world_size, drop_last, seed, collate, num_workers
+            dataset, batch_size, rank, world_size, drop_last, seed, collate, max(1, num_workers)
         )
         if num_workers:
             kwargs.setdefault("multiprocessing_context", start_method())

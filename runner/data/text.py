@@ -9,6 +9,7 @@ al., BERT, 2019, 1810.04805, section 3.1: of the tokens to predict, 80 % are rep
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -121,14 +122,14 @@ def _files(folder: Path, standard_library: bool) -> Iterator[Path]:
                 yield file
 
 
+@dataclass(eq=False, repr=False)
 class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of L bytes of which a random part is to be predicted."""
 
-    def __init__(self, windows: ByteWindows, masked_fraction: float, seed: int) -> None:
-        self.windows = windows
-        self.masked_fraction = masked_fraction
-        self.seed = seed
-        self.epoch = 0
+    windows: ByteWindows
+    masked_fraction: float
+    seed: int
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -27,13 +28,13 @@ _CHECK_SECONDS = 1.0
 """Time between two looks of a worker at whether its training process still lives."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerDataset(Dataset[Any]):
     """A data set as worker processes read it: a sample depends on seed, epoch and index alone."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.epoch = 0
+    dataset: Dataset[Any]
+    seed: int
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; workers that run already get it with the indices of a batch."""

@@ -41,9 +41,9 @@ class Tried:
 
 
 SAID = {
-    "replaced": "these parameters were replaced when the model was boosted",
-    "some": "clip all of them, by apply_gradient_clipping(boosted_model, ...)",
-    "mixed": "these parameters are not all of one boosted model",
+    "replaced": "these are not the parameters of one boosted model",
+    "some": "these are not the parameters of one boosted model",
+    "mixed": "these are not the parameters of one boosted model",
     "held": "the last backward pass ran under no_sync, so its gradients are not final",
     "twice": "gradients were clipped already in this step",
     "alone": "this model was boosted without its optimizer",

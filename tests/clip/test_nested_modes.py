@@ -10,7 +10,7 @@ import torch
 from runner.clip import build
 from runner.clip.layout import OptionError
 from tests.clip.reference import on, refused
-from tests.clip.tensor_steps import (
+from tests.clip.test_tensor_modes import (
     AdaGC,
     clamped,
     give,

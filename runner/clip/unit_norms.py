@@ -65,9 +65,8 @@ class Place(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """What units that are measured by one call have in common."""
-        shard = self.shard
         # A mixture of types would be rounded differently on ranks that hold other tensors.
-        return (shard.num_replicas, str(shard.param.dtype), self.length)
+        return (str(self.shard.param.dtype), self.length)
 
     @property
     def weight(self) -> float:
@@ -78,8 +77,7 @@ class Place(NamedTuple):
     def units_first(self, tensors: Sequence[Tensor | None]) -> Tensor:
         tensor = tensors[self.number]
         assert tensor is not None
-        whole = self.left_out or tensor.ndim < 2
-        return tensor if whole else self.shard.units.first(tensor)
+        return self.shard.units.first(tensor) if self.kept else tensor
 
 
 class UnitIndex:

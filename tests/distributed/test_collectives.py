@@ -28,27 +28,26 @@ LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 STATED_MODES = ("none", "L2", "inf", "value", "adaptive")
 
 # Model, and collectives of modes norm, value, adaptive. One is the norm; counts take another one.
-# Adaptive clipping needs one more for vectors that lie on several ranks, and one for each group of
-# ranks over which rows are cut: those of a transposed convolution under sharding, those of
-# row-parallel weights under tensor parallelism.
+# Adaptive clipping needs one more for each group of ranks that share units: vectors, rows of a
+# transposed convolution under sharding, rows of row-parallel weights under tensor parallelism.
 STATED: dict[int, dict[str, tuple[str, int, int, int]]] = {
     2: {
         "ddp": ("gpt", 0, 0, 0),
-        "fsdp": ("conv", 1, 2, 4),
+        "fsdp": ("conv", 1, 2, 3),
         "zero1": ("gpt", 1, 2, 2),
         "zero2": ("gpt", 1, 2, 3),
-        "tensor": ("gpt", 1, 2, 4),
-        "sequence": ("gpt", 1, 2, 4),
+        "tensor": ("gpt", 1, 2, 3),
+        "sequence": ("gpt", 1, 2, 3),
         "1f1b": ("gpt", 1, 2, 2),
         "zero_bubble": ("gpt", 1, 2, 2),
         "moe": ("moe", 1, 2, 2),
     },
     4: {
-        "hsdp": ("conv", 1, 2, 4),
-        "moe_zero3": ("moe", 1, 2, 3),
+        "hsdp": ("conv", 1, 2, 3),
+        "moe_zero3": ("moe", 1, 2, 4),
         "hybrid_fsdp_tp": ("gpt", 1, 2, 4),
         "hybrid_fsdp_pp": ("gpt", 1, 2, 3),
-        "hybrid_ep_tp": ("moe", 1, 2, 4),
+        "hybrid_ep_tp": ("moe", 1, 2, 3),
     },
 }
 

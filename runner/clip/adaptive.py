@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, transfer
-from runner.clip.norms import OVERFLOWS, VANISHES, combine, local_powers
+from runner.clip.norms import OVERFLOWS, VANISHES, combine, powers_of
 from runner.clip.unit_norms import UnitIndex, UnitNorms
 from runner.config.notation import first_few
 from runner.config.simple_modes import Adaptive
@@ -88,7 +88,7 @@ class AdaptiveClip(Adaptive, ClipMode):
         units, powers = self._unit_norms(layout, torch.float32), None
         power = units.index.power(units.norms)
         if each or not VANISHES < power < OVERFLOWS:
-            power, powers = local_powers(layout, 2.0, each=True)
+            power, powers = powers_of(*layout.gradients(), 2.0, each=True)
         return GradStats.measured(combine(layout.gather([power])[0], 2.0), powers, units)
 
     def _unit_norms(self, layout: Layout, dtype: torch.dtype) -> UnitNorms:

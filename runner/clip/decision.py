@@ -17,7 +17,7 @@ from runner.clip.norms import (
     combine,
     combine_norms,
     local_power,
-    local_powers,
+    powers_of,
 )
 from runner.clip.transfer import Number
 
@@ -73,7 +73,7 @@ class GradStats:
                 measures it in any case, and so does a CPU where a gradient is not finite.
             split: whether ``split`` is wanted.
         """
-        power, powers = local_powers(layout, norm_type, each or split)
+        power, powers = powers_of(*layout.gradients(), norm_type, each or split)
         if not split:
             return cls.measured(combine(layout.gather([power])[0], norm_type), powers)
         assert powers is not None

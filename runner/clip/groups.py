@@ -17,7 +17,7 @@ from torch import Tensor
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts, build, transfer
 from runner.clip.layout import OptionError
 from runner.clip.nested import NestedMode, bind
-from runner.clip.norms import Powers, combine_norms, local_powers
+from runner.clip.norms import Powers, combine_norms, powers_of
 from runner.config.modes import ByGroups
 
 REST = "rest"  # name of the parameters that no pattern matches
@@ -75,7 +75,9 @@ class GroupsClip(ByGroups, NestedMode):
         powers = None
         if each or any(stats.powers is not None for stats in found):
             pairs = zip(self._bound, found, strict=True)
-            parts = [s.powers or local_powers(g.layout, p, each=True)[1] for g, s in pairs]
+            parts = [
+                s.powers or powers_of(*g.layout.gradients(), p, each=True)[1] for g, s in pairs
+            ]
             held = [part for part in parts if part is not None and part.shards]
             shards = [shard for part in held for shard in part.shards]
             each_of = torch.cat([part.each for part in held]) if held else torch.empty(0)

@@ -89,25 +89,18 @@ def combined_norms(every: Tensor, norm_type: float) -> Tensor:
     return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
 
 
-def local_powers(
-    layout: Layout, norm_type: float, each: bool = False
-) -> tuple[Number, Powers | None]:
-    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and each gradient's.
-
-    On a CPU the shares of finite gradients are None unless ``each`` asks for them.
-    """
-    return powers_of(*layout.gradients(), norm_type, each)
-
-
 def local_power(layout: Layout, norm_type: float) -> Number:
     """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
-    return local_powers(layout, norm_type)[0]
+    return powers_of(*layout.gradients(), norm_type)[0]
 
 
 def powers_of(
-    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float, each: bool
+    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float, each: bool = False
 ) -> tuple[Number, Powers | None]:
-    """Return the share of some gradients in ‖G‖^p, and that of each, see :func:`local_powers`."""
+    """Return the share of some gradients of this rank in ‖G‖^p, and that of each.
+
+    On a CPU the shares of finite gradients are None unless ``each`` asks for them.
+    """
     if gradients and not transfer.can_read(gradients[0].device):
         values = _on_accelerator(shards, gradients, norm_type)
         total = values.amax() if math.isinf(norm_type) else values.sum()

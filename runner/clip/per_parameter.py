@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
-from runner.clip.norms import combined_norms, local_powers
+from runner.clip.norms import combined_norms, powers_of
 from runner.config.simple_modes import PerParameter
 
 
@@ -43,7 +43,7 @@ class TensorMode(ClipMode):
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         p = self.norm_type
-        _, powers = local_powers(layout, p, each=True)
+        _, powers = powers_of(*layout.gradients(), p, each=True)
         assert powers is not None
         held = powers._replace(each=torch.ones_like(powers.each))
         here = torch.stack([powers.of_parameters(layout), held.of_parameters(layout)])

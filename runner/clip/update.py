@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import Decision, GradStats, Layout, Number, ParamShard, transfer
-from runner.clip.norms import combine, local_powers
+from runner.clip.norms import combine, powers_of
 from runner.clip.per_parameter import share_of
 from runner.clip.second_moment import Moment, OptimizerMode, pieces
 from runner.config.simple_modes import Update
@@ -53,7 +53,7 @@ class UpdateClip(Update, OptimizerMode):
         ``work`` is the RMS of each of ``layout.names``, and whether an optimizer steps it with a
         gradient. With ZeRO stage 1 the rank that has the second moment of a tensor measures it.
         """
-        power, powers = local_powers(layout, self.norm_type, each)
+        power, powers = powers_of(*layout.gradients(), self.norm_type, each)
         stepped, device = self.stepped(), layout.device
         sums = torch.zeros(2, len(layout.names), dtype=transfer.widest(device), device=device)
         pairs = [

@@ -22,8 +22,8 @@ from runner.clip.norms import (
     flatten,
     gathered,
     largest,
-    local_powers,
     power_sum,
+    powers_of,
 )
 from runner.config.simple_modes import Value
 
@@ -76,7 +76,7 @@ class ValueClip(Value, ClipMode):
         elements = Elements.of(layout, self.limit)
         norm = combine(layout.gather([elements.power])[0], 2.0)
         named = each or not transfer.is_finite(norm)
-        powers = local_powers(layout, 2.0, each=True)[1] if named else None
+        powers = powers_of(*layout.gradients(), 2.0, each=True)[1] if named else None
         return GradStats.measured(norm, powers, elements)
 
     @torch.no_grad()

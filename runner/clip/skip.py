@@ -27,8 +27,7 @@ class Past(NamedTuple):
 
     kept: Tensor
     steps: Tensor  # number of kept steps, of sigma at most the window
-    missed: Tensor  # values of the last skipped steps [values, accept_after], the newest last
-    streak: Tensor  # number of skips in a row that are in ``missed``
+    missed: Tensor  # those of the last steps, skipped in a row [values, accept_after]; else NaN
 
     def or_if(self, condition: Tensor, other: Past) -> Past:
         """Return ``other`` where the condition holds, else this."""
@@ -113,11 +112,10 @@ class SkipRule:
         past = past.or_if(usable & ~spike, self._longer(past, values[:, None]))
         if self.accept_after is not None:
             missed = _last(torch.cat([past.missed, values[:, None]], 1), self.accept_after)
-            skipped = past._replace(missed=missed, streak=past.streak + 1.0)
-            past = past.or_if(usable & spike, skipped)
-            # Skips in a row that reach this number are the new level: its history is theirs.
+            past = past.or_if(usable & spike, past._replace(missed=missed))
+            # So many skips in a row are the new level, whose history is theirs.
             anew = self._longer(self._empty(values), past.missed)
-            past = past.or_if(past.streak >= self.accept_after, anew._replace(missed=past.missed))
+            past = past.or_if(past.missed[0, 0].isfinite(), anew)
         self._past = past
         return spike if isinstance(norm, Tensor) else bool(spike)
 
@@ -125,9 +123,9 @@ class SkipRule:
         """Return the history, for a rule of the same kind; an accelerator is waited for."""
         history = self._loaded
         if self._past is not None:
-            kept, count, missed, streak = (each.cpu() for each in self._past)
+            kept, count, missed = (each.cpu() for each in self._past)
             held = int(count) if self.rule == "sigma" else 1
-            missed = _last(missed, int(streak))
+            missed = missed[:, missed.isfinite().all(0)]
             history = {"kept": _last(kept, held), "count": int(count), "missed": missed}
         return {"rule": self.rule, "of": self.of, "history": history}
 
@@ -138,28 +136,29 @@ class SkipRule:
         self._loaded = state["history"] if same else None
 
     def _empty(self, values: Tensor) -> Past:
-        zero, start = values.new_zeros(()), math.nan if self.rule == "sigma" else 0.0
+        start = math.nan if self.rule == "sigma" else 0.0
         kept = values.new_full((len(values), self.window or 1), start)
-        return Past(kept, zero, values.new_zeros(len(values), self.accept_after or 0), zero)
+        missed = values.new_full((len(values), self.accept_after or 0), math.nan)
+        return Past(kept, values.new_zeros(()), missed)
 
     def _begin(self, values: Tensor) -> Past:
         """Return the history before a first step, whose options may have been others."""
         empty, loaded = self._empty(values), self._loaded
         if loaded is None:
             return empty
-        count, skipped = loaded["count"], loaded["missed"]
+        count, skipped = loaded["count"], loaded["missed"].to(values)
         size, most = empty.kept.shape[1], empty.missed.shape[1]
-        room = max(0, most - 1)  # The next skip may be the one that is accepted.
+        # The next skip may be the one that is accepted.
+        skipped = _last(skipped, min(skipped.shape[1], max(0, most - 1)))
         return Past(
             _last(torch.cat([empty.kept, loaded["kept"].to(values)], 1), size),
             empty.steps + (min(count, size) if self.rule == "sigma" else count),
-            _last(torch.cat([empty.missed, skipped.to(values)], 1), most),
-            empty.streak + min(skipped.shape[1], room),
+            _last(torch.cat([empty.missed, skipped], 1), most),
         )
 
     def _limits(self, past: Past) -> Tensor:
         """Return the largest value [values] that is no spike."""
-        kept, count, *_ = past
+        kept, count, _ = past
         if self.rule == "ema":
             mean = kept[:, 0] / (1.0 - torch.pow(self.decay or 0.0, count))
             return torch.where(mean > 0, mean * self.k, torch.inf)
@@ -181,7 +180,7 @@ class SkipRule:
             age = torch.arange(steps, 0, -1, device=kept.device, dtype=kept.dtype) - 1.0
             new = (values * ((1.0 - decay) * torch.pow(decay, age))).sum(1, keepdim=True)
             kept = decay**steps * kept + new
-        return Past(kept, count, past.missed, past.streak * 0.0)
+        return Past(kept, count, torch.full_like(past.missed, math.nan))
 
 
 def _last(rows: Tensor, count: int) -> Tensor:

@@ -166,10 +166,7 @@ class ClipMode(Mode, ABC):
                 self.history[name] = transfer.where(finite, value, before[name])
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Change the gradients in place, as decided; return the completed decision.
-
-        It is the same object where it is one coefficient.
-        """
+        """Change the gradients in place, as decided; return the completed decision."""
         if decision.finite is False:
             return decision
         if decision.scales is not None:
@@ -202,10 +199,7 @@ class ClipMode(Mode, ABC):
         return kind.clip is ClipMode.clip and kind.apply is ClipMode.apply
 
     def decides_by(self, stats: GradStats) -> bool:
-        """Return whether ``stats`` of another mode are enough, without reading the gradients.
-
-        So for a mode that needs ‖G‖ alone, and scales the whole gradient.
-        """
+        """Return whether ``stats`` of another mode are enough, as for one that needs ‖G‖ alone."""
         kind = type(self)
         return kind.measure is ClipMode.measure and kind.apply_parts is ClipMode.apply_parts
 

@@ -120,7 +120,7 @@ def powers_of(
         powers = [power_sum([gradient], norm_type) for gradient in gradients]
         shares = list(map(truediv, powers, replicas))
         whole = float(sum(shares))
-    return whole, Powers(shards, torch.tensor(shares, dtype=torch.float64), norm_type)
+    return whole, Powers(shards, transfer.on_device(shares, torch.device("cpu")), norm_type)
 
 
 def _on_accelerator(

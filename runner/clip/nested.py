@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, Layout, Number, build, transfer
@@ -15,11 +16,16 @@ from runner.clip.layout import OptionError
 from runner.clip.norms import combine
 from runner.config.modes import Mode, inner_mode
 from runner.config.problem import NOTHING
+from runner.config.section import conflicts_of
 
 
-def made(given: Any, outer: Mode, **options: Any) -> ClipMode:
-    """Make a mode inside of another one."""
-    kind, own = inner_mode(given, **options)
+def made(where: str, given: Any, outer: Mode, **options: Any) -> ClipMode:
+    """Make a mode inside of another one, which is at the option ``where``."""
+    try:
+        kind, own = inner_mode(given, **options)
+    except ValidationError as error:
+        wrong = next(conflicts_of(error.errors(), ()))
+        raise ValueError(f"{where}.{wrong.key}: {wrong.message}") from None
     shared = {"norm_type": outer.norm_type, "scales": outer.scales}
     return build(kind, **own, **options, **shared)
 
@@ -49,7 +55,7 @@ class NestedMode(ClipMode):
         named = given if isinstance(given, Mapping) else {str(i): m for i, m in enumerate(given)}
         if self.threshold is not None or not named:
             raise ValueError(f"{option} are at least one mode, with a threshold each and no other")
-        self.modes = {name: made(one, self) for name, one in named.items()}
+        self.modes = {name: made(f"{option}.{name}", one, self) for name, one in named.items()}
 
     def together(
         self,

@@ -33,10 +33,10 @@ class ScheduleClip(Schedule, ClipMode):
     _rates: _Rates | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.inner = nested.made("of", self.of, self, threshold=self.threshold)
         for option, why, *_ in self.conflicts(vars(self)):
             raise ValueError(f"{option} {why}")
         super().__post_init__()
-        self.inner = nested.made(self.of, self, threshold=self.threshold)
         self._set_limit()
 
     @property

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, Layout, Number, build, transfer
@@ -23,9 +22,10 @@ def made(where: str, given: Any, outer: Mode, **options: Any) -> ClipMode:
     """Make a mode inside of another one, which is at the option ``where``."""
     try:
         kind, own = inner_mode(given, **options)
-    except ValidationError as error:
-        wrong = next(conflicts_of(error.errors(), ()))
-        raise ValueError(f"{where}.{wrong.key}: {wrong.message}") from None
+    except ValueError as error:
+        listed: Any = getattr(error, "errors", list)()  # where pydantic has checked the options
+        found = [f".{one.key}: {one.message}" for one in conflicts_of(listed, ())]
+        raise ValueError(where + (found[0] if found else f" {error}")) from None
     shared = {"norm_type": outer.norm_type, "scales": outer.scales}
     return build(kind, **own, **options, **shared)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -54,7 +53,7 @@ class Stepped:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
-        self._of = (*optimizers, layout)
+        self.of = (*optimizers, layout)
         # By number: loading a state makes new groups.
         self._places = {
             id(parameter): (optimizer, number)
@@ -70,10 +69,6 @@ class Stepped:
         stepped: list[float] = layout.rows_of_ranks(row).sum(0).tolist()
         pairs = zip(layout.parameters.items(), stepped, strict=True)
         self.copies = {name: n / max(1, math.prod(known.shape)) for (name, known), n in pairs}
-
-    def are_of(self, optimizers: Sequence[Optimizer], layout: Layout) -> bool:
-        given = (*optimizers, layout)
-        return len(given) == len(self._of) and all(map(is_, given, self._of))
 
     def steps(self, shard: ParamShard) -> bool:
         """Return whether an optimizer of this rank steps the parameter of ``shard``."""
@@ -131,7 +126,8 @@ class OptimizerMode(ClipMode):
     def bind_optimizers(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
         """Find out which optimizer steps which shard, once; a collective of all ranks."""
         self.require_optimizers(optimizers)
-        if self._stepped is None or not self._stepped.are_of(optimizers, layout):
+        known = () if self._stepped is None else self._stepped.of
+        if list(map(id, known)) != list(map(id, (*optimizers, layout))):
             self._stepped = Stepped(optimizers, layout)
 
     def stepped(self) -> Stepped:

@@ -128,7 +128,7 @@ def choose(
     elif which == "best":
         chosen = best_of(listed, objective, maximizes)
     else:
-        chosen = named.get(which or files.FINAL)
+        chosen = named.get((which or files.FINAL).lstrip("0"))
     if chosen is None:
         of = f" with {objective}" if which == "best" else ""
         there = f"has no checkpoint {which}{of}  (there are: {', '.join(named)})"

@@ -13,7 +13,7 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3710,
+    ("config", "compose"): 3410,
     ("cli",): 930,
     ("launch",): 1325,
     ("sweep",): 690,

@@ -25,7 +25,7 @@ LINES = {
     ("clip",): 4085,
     ("optim",): 400,
     ("data", "models"): 2136,
-    ("report",): 2374,
+    ("report",): 2372,
     ("run_folder",): 660,
     ("verify", "calibrate", "dashboard"): 1197,
     ("bench",): 847,

@@ -67,13 +67,14 @@ def undecided(found: Findings) -> list[tuple[Group, Difference]]:
 
 def _of_one(found: Findings, run: Run) -> str:
     score, [group] = found.score(run), found.groups
-    sentence = f"This run ({run.state}) took {plural(run.steps, 'step')}"
+    state = "" if run.state == "unknown" else f" ({run.state})"
+    sentence = f"This run{state} took {plural(run.steps, 'step')}"
     if score is not None:
         final = found.measured[run.number].get(f"final/{found.metric}")
         sentence += f", with a best {found.metric} of {rounded(score)}"
         sentence += "" if final is None else f" and a final one of {rounded(final)}"
     clipped = found.clipped(group)
-    return sentence + (f"; {group.label} clipped {clipped}." if clipped else ".")
+    return sentence + (f"; it clipped {clipped}." if clipped else ".")
 
 
 def _name(group: Group) -> str:

@@ -38,7 +38,7 @@ VALUES = [
         "seed=-1 device=gpu log.interval=0 telemetry.per_layer=on launch.timeout=0 "
         "tracker.mode=on tracker.tags=a sweep.name=a/b verify.dtype=fp64 model._target_=resnet",
         [
-            *("(19 problems)", "1, 2 or inf", "skip, error, ignore"),
+            *("(18 problems)", "1, 2 or inf", "skip, error, ignore"),
             *("accumulation.steps=1.5", "an integer", "data.num_workers=-1", "at least 0"),
             *("a boolean", "tok (tokens)", "eval.interval=-1ep"),
             *("did you mean cuda?", "auto, online, offline, disabled", "a list"),

@@ -13,7 +13,9 @@ import pytest
 from runner.cli.main import main
 from tests.process import python
 
-SHORT = ["train.max_duration=3ba", "tracker=none", "device=cpu"]
+# Choices of options come first, as Hydra composes them.
+WORDS = ["--config-dir", "conf", "recipe=demo", "tracker=none", "plugin=ddp", "plugin.nproc=2"]
+WORDS += ["train.max_duration=3ba", "device=cpu"]
 
 
 def test_the_console_script_finds_code_here_on_every_rank_and_its_page_repeats_it(
@@ -24,8 +26,7 @@ def test_the_console_script_finds_code_here_on_every_rank_and_its_page_repeats_i
     own = tmp_path / "demo"
     script = Path(sys.executable).with_name("clip-runner")
     command = [str(script)] if script.is_file() else [sys.executable, "-m", "runner"]
-    words = ["--config-dir", "conf", "recipe=demo", *SHORT, "plugin=ddp", "plugin.nproc=2"]
-    swept = [*command, "-m", *words, "seed=1,2"]
+    swept = [*command, "-m", *WORDS, "seed=1,2"]
     pipes = {"capture_output": True, "text": True}
     done = subprocess.run(swept, cwd=own, env=environment, timeout=300, **pipes)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,7 +37,7 @@ def test_the_console_script_finds_code_here_on_every_rank_and_its_page_repeats_i
     [page] = (outputs / "sweeps").glob("*/report.html")
     shown = re.findall(r"<code>(python -m runner [^<]*)</code>", page.read_text())
     commands = [shlex.split(unescape(text)) for text in shown]
-    assert commands == [["python", "-m", "runner", *words, f"seed={seed}"] for seed in (1, 2)]
+    assert commands == [["python", "-m", "runner", *WORDS, f"seed={seed}"] for seed in (1, 2)]
     python(*commands[1][1:], cwd=own, env=environment)
     [alone] = (outputs / "runs").glob("*/summary.json")
     assert json.loads(alone.read_text())["final"]["eval/loss"] == second["final"]["eval/loss"]

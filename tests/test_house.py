@@ -19,7 +19,7 @@ LINES = {
     ("sweep",): 690,
     ("telemetry",): 1380,
     ("train",): 2390,
-    ("booster",): 3377,
+    ("booster",): 3379,
     ("parallel",): 2361,
     ("checkpoint",): 587,
     ("clip",): 4085,

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from runner.booster.plugin import base
 from runner.clip import Layout
 from runner.clip.units import head_weights
+from runner.config.notation import first_few
 from runner.config.plugin_section import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel import gradient_sync as sync
@@ -253,7 +254,6 @@ class HybridParallelPlugin(base.Plugin):
 def _problems(
     model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
 ) -> Iterator[base.Misfit]:
-    """Yield what does not fit the model."""
     kind, plan, starts = type(model).__name__, options.get("tp_plan"), options.get("split")
     if sizes.tp > 1 or plan:
         try:
@@ -272,8 +272,10 @@ def _problems(
             own = f"{kind} computes its own loss, which a pipeline cannot cut"
             yield "pp_size", sizes.pp, own
     asked = options.get("ep_size")
-    if asked and asked != 1 and not any(mixtures(model)):
-        yield "ep_size", asked, f"{kind} has no experts to spread; model=moe has"
+    stacked = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    if sizes.ep > 1 and (asked or stacked) and not any(mixtures(model)):
+        which = f" ({first_few(stacked, 2)} cannot be; plugin=fsdp shards them)" if stacked else ""
+        yield "ep_size", asked or sizes.ep, f"{kind} has no experts to spread{which}"
 
 
 class TorchFSDPPlugin(HybridParallelPlugin):

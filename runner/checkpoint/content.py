@@ -214,6 +214,7 @@ def _criterion(training: Training) -> dict[str, Tensor]:
 
 
 def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the state dict of the whole model, without the criterion; tied weights are one."""
     source, others = Folder(checkpoint), set(manifest.get("criterion", ()))
     model: dict[str, Tensor] = {
         name: torch.empty(one.shape, dtype=one.dtype)

@@ -143,6 +143,7 @@ class _UnknownOwn(_OwnClip):
 
 
 def clip_model(plain: object) -> type[Clip]:
+    """Return the model of section ``clip`` for the mode that it names, also of a wrong one."""
     given = plain if isinstance(plain, Mapping) else {}
     mode, target = given.get("mode"), given.get("_target_")
     made: type[Clip] = _Unknown if target is None else _UnknownOwn

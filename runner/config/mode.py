@@ -135,6 +135,7 @@ class ModeError(ValueError):
 
 @cache
 def load(target: str) -> type[Mode]:
+    """Import a user's clipping mode; a ModeError says what is wrong with it."""
     module, _, name = str(target).rpartition(".")
     if not module:
         raise ModeError("must be the full name of a class, such as package.Mode")

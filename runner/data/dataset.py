@@ -111,7 +111,7 @@ def own(
         seed: seed of the choice of held-out samples.
         items: what the loss is averaged over.
         tokens_per_sample: number of tokens in a sample, for durations in tokens.
-        columns: of a table, those of the inputs and of the targets; None for dictionaries of all.
+        columns: names of a table's inputs and targets; None to read each row as a dictionary.
     """
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")

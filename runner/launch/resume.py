@@ -70,6 +70,7 @@ ANEW = Start()
 
 
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
+    """Return where a run in ``folder`` starts; a RequestError says why it cannot."""
     source, former = config.resume.source, read_object(folder / files.STATUS)
     unfinished = is_unfinished(folder)
     if bool(former) != unfinished:

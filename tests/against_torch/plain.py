@@ -1,6 +1,6 @@
 """A small network for tests that compare a loop of one's own under a plugin with plain PyTorch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +29,6 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
     "pipeline_data": lambda: PipelineParallelPlugin(pp_size=2, dp_size=2),
     "hybrid": lambda: HybridParallelPlugin(tp_size=2, pp_size=2, tp_plan=TP_PLAN),
 }
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def network(bias: bool = True) -> nn.Sequential:

@@ -93,10 +93,6 @@ class Loop:
         """Of the whole model, on the first rank."""
         return gathered(self.raw, self.model.renamed)
 
-    def own_gradients(self) -> list[Tensor]:
-        """Copies of the parts that lie on this rank."""
-        return [gradient.clone() for gradient in self.layout.gradients()[1]]
-
     def clip(self, clip: Clip, exclude: Any = "auto") -> Decision:
         """Clip by a mode that is bound to the layout."""
         name, threshold, norm_type = clip

@@ -103,6 +103,12 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
             problems += (replace(problem, job=job.label) for problem in error.problems)
     if problems:
         raise RequestError(problems)
+    for config in {id(job.config): job.config for job in jobs}.values():
+        samples, of_step = build.samples_of(config)
+        if samples is not None and of_step > samples:
+            text = f"a step has all {samples:,} samples of the data, not {of_step:,}"
+            print_line(f"clip-runner: note: {text}: lower data.batch_size", sys.stderr)
+            break
     configs = [job.config for job in jobs if here and started is None]
     growing = [one for one in configs if may_grow(one.plugin) and build.ranks_of(one) == 1]
     for name in sorted({one.plugin.name for one in growing}):

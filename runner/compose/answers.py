@@ -16,21 +16,31 @@ from omegaconf import DictConfig, OmegaConf
 from runner.compose import recipes
 from runner.compose.composer import Composer, Source
 from runner.compose.request import logging_restored, request
+from runner.compose.values import OPEN
 from runner.config.check import owned_keys
-from runner.config.problem import shown
-from runner.config.schema import SHORT
+from runner.config.problem import leaves, shown
+from runner.config.schema import SHORT, RunConfig
 
 # Keys that are set by choosing an option of a group.
 _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
 
 
 def help_text(given: Sequence[str], source: Source | None = None) -> str:
-    """Return the text of ``--help``, with the values that the overrides ``given`` give."""
+    """Return the text of ``--help``, with the values that the overrides ``given`` give.
+
+    Names of sections among them ask for the keys of these sections alone.
+    """
+    sections = [word for word in given if word in RunConfig.model_fields]
+    given = [word for word in given if word not in sections]
     wanted = request(given, source=source, writes=False)
     composer = wanted.composer
     with composer.active():
         config = wanted.composed or composer.compose([]).config  # a sweep has no single values
         groups = sorted(set(composer.loader.list_groups("")) - {"hydra", "recipe"})
+        if sections:
+            listed = [one for one in groups if one in sections]
+            options = _table((f"{one}=", ", ".join(composer.options(one))) for one in listed)
+            return options + _keys(config, sections)
         found = recipes.read_all(composer.source.recipes)
         parts = {
             "GROUPS": _table((group, ", ".join(composer.options(group))) for group in groups),
@@ -57,17 +67,22 @@ def answer(flags: Sequence[str], words: Sequence[str], source: Source) -> int:
     return code
 
 
-def _keys(config: DictConfig) -> str:
-    """Return the owned keys with their values in this composition."""
+def _keys(config: DictConfig, sections: Sequence[str] = ()) -> str:
+    """Return the keys with their values in this composition; those of some sections alone."""
     rows = []
     short = {key: section for section, key in SHORT.items()}
-    clip: Any = OmegaConf.to_container(config.clip)
-    for key in owned_keys({"clip": clip}).values():
-        if key.name in _CHOSEN or key.name.endswith("._target_"):
+    plain: Any = OmegaConf.to_container(config)
+    owned = owned_keys(plain)
+    arguments = [key for one in OPEN for key, _ in leaves(one, plain[one]) if key not in owned]
+    every = sorted([*owned, *arguments], key=lambda key: [*plain].index(key.partition(".")[0]))
+    for name in every:
+        if name in _CHOSEN or (name.partition(".")[0] not in sections and sections):
             continue
-        value = OmegaConf.select(config, key.name, default=key.default)
-        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        rows.append((f"{short.get(key.name, key.name)}={shown(plain)}", key.meaning))
+        meaning = owned[name].meaning if name in owned else ""
+        default = owned[name].default if name in owned else None
+        value = OmegaConf.select(config, name, default=default)
+        value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        rows.append((f"{short.get(name, name)}={shown(value)}", meaning))
     return _table(rows)
 
 

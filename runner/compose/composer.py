@@ -31,10 +31,10 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from runner.compose.recipes import RecipeSource
-from runner.compose.values import OPEN, drop_arguments, reason, set_value
+from runner.compose.recipes import TARGETS, RecipeSource
+from runner.compose.values import OPEN, drop_arguments, exists, no_option, reason, set_value
 from runner.config.folders import CONFIG_NAME, find, outputs
-from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.problem import MISSING, NOTHING, Problem, RequestError
 
 _ODD = re.compile("[\0\ud800-\udfff]")
 """What no file can hold: NUL, and bytes of an argument that are no UTF-8."""
@@ -171,26 +171,60 @@ class Composer:
         """Compose the overrides of one job, or change the configuration ``onto`` by them."""
         by_hydra = [one for one in overrides if self.chooses(one) or one.is_hydra_override()]
         values = [one for one in overrides if one not in by_hydra]
-        made = self._choose([one.input_line or "" for one in by_hydra])
+        words = [one.input_line or "" for one in by_hydra]
+        made = self._choose(words)
+        if replaced := self._replaced(made.config, values, onto):
+            made = self._choose([*words, *replaced])
         if onto is None:
             task = [one.input_line or "" for one in overrides if not one.is_hydra_override()]
             made.config.hydra.overrides.task = task
             made.config.hydra.job.override_dirname = ",".join(sorted(task))
         else:
             with open_dict(onto):
-                onto.update({one.key_or_group: made.config[one.key_or_group] for one in by_hydra})
+                groups = [one.key_or_group for one in by_hydra]
+                groups += [word.partition("=")[0] for word in replaced if onto is not None]
+                onto.update({group: made.config[group] for group in groups})
             made.config = onto
-        dropped = drop_arguments(values, made.config)
-        made.words[:0] = dropped
+        own = {word.partition("=")[0] for word in replaced}
+        for one in values:
+            section, _, last = one.key_or_group.partition(".")
+            if last == "_target_" and section in own & {*TARGETS}:  # not those of a recipe either
+                made.words += drop_arguments(section, made.config)
         for one in values:
             section = one.key_or_group.partition(".")[0]
-            if one.get_key_element() in dropped or section in made.unsettled & {*OPEN}:
-                continue  # it is gone, or its key depends on an option that does not exist
+            if section in made.unsettled & {*OPEN}:
+                continue  # its key depends on an option that does not exist
+            if one.is_delete() and section in own and not exists(made.config, one.key_or_group):
+                continue  # it was an argument of the option
             try:
-                made.words.append(set_value(one, made.config, values))
+                made.words.append(set_value(one, made.config, takes_any=section in own))
             except RequestError as error:
                 made.problems += error.problems
         return made
+
+    def _replaced(
+        self, config: DictConfig, values: Sequence[Override], onto: DictConfig | None
+    ) -> list[str]:
+        """Choose an option without arguments for each section whose option has another target."""
+        given = {one.key_or_group: one.value() for one in values if not one.is_delete()}
+        words = []
+        for section, option in {**dict.fromkeys(TARGETS, "custom"), "clip": "norm"}.items():
+            node: Any = (config if onto is None else onto).get(section)
+            plain: Any = OmegaConf.to_container(node) if node else {}
+            before = plain.get("_target_")
+            target = given.get(f"{section}._target_", before)
+            if onto is None:
+                before = self._target(f"{section}/{config.hydra.runtime.choices.get(section)}")
+            if target not in (None, MISSING, before):
+                words.append(f"{section}={option}")
+        return words
+
+    def _target(self, path: str) -> Any:
+        """Return the target in the file of an option."""
+        for source in self.loader.get_sources():
+            if source.is_config(path):
+                return OmegaConf.select(source.load_config(path).config, "_target_")
+        return None
 
     def _choose(self, words: Sequence[str]) -> Composed:
         """Let Hydra compose ``words``; report those that do not compose with the ones before."""
@@ -209,7 +243,10 @@ class Composer:
                 made.words.append(word)
             except Exception as error:
                 key, equals, value = word.partition("=")
-                made.problems.append(Problem(key, value if equals else NOTHING, reason(error)))
+                options, text = self.options(key.lstrip("+~")), reason(error)
+                if options and re.fullmatch(r"[\w.-]+", value) and value not in options:
+                    text = no_option(key.lstrip("+~"), value, options)
+                made.problems.append(Problem(key, value if equals else NOTHING, text))
                 made.unsettled.add(key.lstrip("+~"))
         made.config = copy.deepcopy(made.config)
         return made

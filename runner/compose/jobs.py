@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.compose.composer import Composed, Composer
-from runner.compose.values import exists, reason
+from runner.compose.values import OPEN, exists, reason
 from runner.config.folders import obstacle, outputs
 from runner.config.identity import config_hash, masked_words, request_hash, sweep_name
 from runner.config.problem import NOTHING, Problem, RequestError
@@ -89,9 +89,11 @@ def key_of(word: str) -> str:
 
 
 def spelled_out(given: Iterable[str]) -> list[str]:
-    """Return overrides with ``resume.from=...`` for each ``resume=...``; see ``SHORT``."""
+    """Return overrides with ``resume.from=`` for ``resume=``, ``model._target_=`` for a class."""
     short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
-    return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in given]
+    target = re.compile(rf"^({'|'.join(OPEN)})=((?:\w+\.)+[^\W\d]\w*(?:,(?:\w+\.)+[^\W\d]\w*)*)$")
+    words = (target.sub(r"\1._target_=\2", word) for word in given)
+    return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in words]
 
 
 def where(target: object) -> Where:

@@ -23,6 +23,9 @@ from runner.config.folders import Refusal, find, read_yaml
 
 NONE = "none"
 
+TARGETS = ("model", "data", "optimizer", "scheduler")
+"""Groups with an option ``custom``: it has no arguments, for a target that is given."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -110,11 +113,18 @@ class RecipeSource(ConfigSource):  # type: ignore[misc, unused-ignore]
         recipe = _read(self.files[name])
         if recipe.error is not None:
             raise Refusal(recipe.error)
-        chosen = choices(recipe.content.get("defaults"))
-        sections = [one for one in chosen if isinstance(recipe.content.get(one), dict)]
+        given = {key: one for key, one in recipe.content.items() if isinstance(one, dict)}
+        named = [one for one in TARGETS if "_target_" in given.get(one, {})]
+        defaults = [
+            one
+            for one in recipe.content.get("defaults") or ()
+            if not choices([one]).keys() & {*named}
+        ] + [{f"override /{one}": "custom"} for one in named]
+        chosen = choices(defaults)
+        sections = [one for one in chosen if one in given]
         if path.startswith("recipe"):
             others = {key: one for key, one in recipe.content.items() if key not in sections}
-            return {**others, "recipe": name}
+            return {**others, "defaults": defaults, "recipe": name}
         match rest[:-1]:
             case []:
                 home = f"optional /hydra/recipe/{name}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from runner.compose.recipes import TARGETS
 from runner.config.check import owned_keys
 from runner.config.problem import (
     NOTHING,
@@ -19,21 +21,21 @@ from runner.config.problem import (
     unknown_key,
 )
 
-OPEN = ("model", "data", "optimizer", "scheduler", "loss")
+OPEN = (*TARGETS, "loss")
 """Sections that pass any key to their target."""
 
+_NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}
+"""The key that a number in place of an option of a group means."""
 
-def set_value(one: Override, config: DictConfig, others: Iterable[Override] = ()) -> str:
+
+def set_value(one: Override, config: DictConfig, takes_any: bool = False) -> str:
     """Set or remove a value in ``config``; return the override with which Hydra does the same.
 
-    A section of ``OPEN`` takes a key that its option lacks only with a plus, or if one of the
-    overrides ``others`` names another target.
+    A section of ``OPEN`` takes a key that its option lacks with a plus, or if it ``takes_any``.
     """
     key = one.get_key_element().lstrip("+~")
     value = NOTHING if one.is_delete() else one.value()
-    targets = [other.key_or_group for other in others if other.key_or_group.endswith("_target_")]
-    named = any(key.startswith(target.removesuffix("_target_")) for target in targets)
-    added = one.is_add() or one.is_force_add() or named
+    added = one.is_add() or one.is_force_add() or takes_any
     there = exists(config, key)
     unknown: list[tuple[str, Any]] = []
     if one.is_delete():
@@ -55,21 +57,14 @@ def set_value(one: Override, config: DictConfig, others: Iterable[Override] = ()
     return f"{sign}{key}={one.get_value_string()}"
 
 
-def drop_arguments(values: Sequence[Override], config: DictConfig) -> list[str]:
-    """Remove the arguments of each option whose target is replaced; return that as overrides."""
-    words = []
-    for one in values:
-        section, _, last = one.key_or_group.partition(".")
-        node: Any = config.get(section) if section in (*OPEN, "clip") else None
-        if last != "_target_" or not OmegaConf.is_dict(node) or node.get(last) == one.value():
-            continue
-        owned = owned_keys({"clip": {"_target_": one.value()}})
-        gone = [str(key) for key in node if f"{section}.{key}" not in owned]
-        with open_dict(node):
-            for key in gone:
-                del node[key]
-        words += [f"~{section}.{key}" for key in gone]
-    return words
+def drop_arguments(section: str, config: DictConfig) -> list[str]:
+    """Remove the arguments of a target; return that as overrides."""
+    node = config[section]
+    gone = [str(key) for key in node if f"{section}.{key}" not in owned_keys()]
+    with open_dict(node):
+        for key in gone:
+            del node[key]
+    return [f"~{section}.{key}" for key in gone]
 
 
 def exists(config: DictConfig, key: str) -> bool:
@@ -94,12 +89,20 @@ def _unknown(key: str, value: Any, config: DictConfig) -> Problem:
     return Problem(key, value, problem.message + advice)
 
 
+def no_option(group: str, option: str, options: Sequence[str]) -> str:
+    near, listed = did_you_mean(option, options), ", ".join(options)
+    if group in _NUMBERS and re.fullmatch(r"[\d.e-]+", option):
+        near = f"; did you mean {_NUMBERS[group]}={option}?"
+    if group in OPEN:
+        listed += f"; any class or function by its full name: {group}=package.name"
+    return f"there is no {group}/{option}{near}  (options: {listed})"
+
+
 def reason(error: BaseException) -> str:
     """Return Hydra's message on one line, without its advice to add ``+``, which hides typos."""
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        option = error.missing_cfg_file.rpartition("/")[2]
-        near, options = did_you_mean(option, error.options), ", ".join(error.options)
-        return f"there is no {error.missing_cfg_file}{near}  (options: {options})"
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return no_option(group, option, error.options)
     lines = f"{error}\n{error.__cause__ or ''}".splitlines()
     noise = ("To append", "full_key", "object_type")
     kept = [line.strip() for line in lines if not line.strip().startswith(noise)]

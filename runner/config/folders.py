@@ -47,13 +47,8 @@ def read_yaml(file: Path) -> Any:
 
 
 def outputs() -> Path:
-    """Return the folder that holds all runs and sweeps."""
-    if chosen := os.environ.get("RUNNER_OUTPUTS"):
-        return Path(chosen).expanduser().absolute()
-    checkout = _PACKAGE.parent
-    if find("conf") == checkout / "conf" and (checkout / "pyproject.toml").is_file():
-        return checkout / "outputs"
-    return Path.cwd() / "outputs"
+    """Return the folder of all runs and sweeps: ``$RUNNER_OUTPUTS``, or ``outputs`` right here."""
+    return Path(os.environ.get("RUNNER_OUTPUTS") or "outputs").expanduser().absolute()
 
 
 def obstacle(folder: Path) -> str | None:

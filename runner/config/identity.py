@@ -59,9 +59,17 @@ def masked_words(words: Iterable[str]) -> list[str]:
     return found
 
 
+def branching(source: str) -> tuple[str, int] | None:
+    """Return the run and the step of ``resume=RUN@STEP``, which begins a branch; else None."""
+    found = re.fullmatch(r"(.+)@(\d+)", source)
+    return (found[1], int(found[2])) if found else None
+
+
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that identify a configuration as it is recorded."""
-    return digest({key: value for key, value in config.items() if key not in NOT_HASHED})
+    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    source = str((config.get("resume") or {}).get("from"))
+    return digest(kept | {"resume": source} if branching(source) else kept)
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

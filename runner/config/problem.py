@@ -95,16 +95,21 @@ class Stopped(Exception):
 
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
 _ELSEWHERE = {
+    "16": "fp16",
+    "amp": "fp16",
     "bfloat16": "bf16",
     "float16": "fp16",
     "gpu": "cuda",
     "fp64": "float64",
     "half": "fp16",
     "row": "rowwise",
+    "devices": "plugin.nproc",
     "epochs": "train.max_duration",
+    "gpus": "plugin.nproc",
     "gradient_accumulation_steps": "accumulation.steps",
     "gradient_clip_val": "clip.threshold",
     "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
     "max_grad_norm": "clip.threshold",
     "nproc_per_node": "plugin.nproc",
     "tensor_parallel_size": "plugin.tp_size",

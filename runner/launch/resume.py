@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.folder import DamagedCheckpoint, found, manifest_of, require_whole
+from runner.checkpoint.folder import (
+    DamagedCheckpoint,
+    NoCheckpoint,
+    choose,
+    found,
+    manifest_of,
+    require_whole,
+)
 from runner.config.environment import (
     elastic_agent,
     elastic_job,
@@ -15,7 +22,7 @@ from runner.config.environment import (
     slurm_job,
     was_requeued,
 )
-from runner.config.identity import config_hash, differences
+from runner.config.identity import branching, config_hash, differences
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.schema import RunConfig
@@ -141,9 +148,17 @@ def _require_usable(checkpoint: Path) -> dict[str, Any]:
 
 
 def named(source: str) -> Start:
-    """Return a start from what ``resume=PATH`` names: a run, its checkpoints, or one checkpoint."""
+    """Return a start from a run, its checkpoints, one checkpoint, or ``RUN@STEP`` for a branch."""
     path = Path(source).expanduser().absolute()
     message = "must be auto, never, or the path of a run or checkpoint"
+    if not path.exists() and (branch := branching(source)):
+        try:
+            run = Path(branch[0]).expanduser().absolute()
+            path, _ = choose(run, str(branch[1]), "", False)
+        except (NoCheckpoint, DamagedCheckpoint) as error:
+            raise RequestError([Problem("resume", source, str(error))]) from None
+    elif not path.exists():
+        message += f"; there is no {path}"
     if (path / files.MANIFEST).exists():
         try:
             manifest = _require_usable(path)
@@ -176,11 +191,17 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
     now = config.data.batch_size * config.accumulation.steps * build.data_parts(config)
     if forced:
         differing = {key: pair for key, pair in differing.items() if key == _CLASS}
-    elif before == now:
-        differing = {key: pair for key, pair in differing.items() if key not in _BATCH}
-    elif before is not None and not differing.keys() & {*_BATCH}:
-        message = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
-        return [Problem(_BATCH[0], config.data.batch_size, message)]
+    else:
+        if branching(config.resume.source):
+            force = "; a branch changes keys of clip and optimizer alone"
+            free = ("clip.", "optimizer.")
+            fixed = [key for key in differing if key == _CLASS or not key.startswith(free)]
+            differing = {key: differing[key] for key in fixed}
+        if before == now:
+            differing = {key: pair for key, pair in differing.items() if key not in _BATCH}
+        elif before is not None and not differing.keys() & {*_BATCH}:
+            text = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
+            return [Problem(_BATCH[0], config.data.batch_size, text)]
     found = []
     for key, (old, value) in differing.items():
         was = "is not given" if old == MISSING else f"is {shown(old)}"

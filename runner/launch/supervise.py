@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.launch import failure, signals
 from runner.launch.failure import Failure, attempt, may_be_lost_peer
-from runner.launch.resume import ANEW, Start
+from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.rows import JsonlSink, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of, provenance
@@ -152,7 +153,7 @@ def run(
             log.info("%s", ended.error)
         else:
             record.end("finished", 0, None, None)
-    return _close(config, folder, ended, shown, reports_end)
+    return _close(config, folder, ended, shown, words, reports_end)
 
 
 def _close(
@@ -160,6 +161,7 @@ def _close(
     folder: Path,
     ended: Failure | dict[str, Any],
     shown: Sequence[Sink],
+    words: Sequence[str],
     reports_end: bool,
 ) -> Ended:
     """Close the sinks of a run, write its page, and raise if a signal ended it."""
@@ -177,6 +179,12 @@ def _close(
         why = last if last.startswith(f"{who} ") else f"{who} failed: {last}"
         log.log(level, "%s (see %s)", why, folder / files.STATUS)
     if reports_end:
+        if exit_code > 128 and newest(folder).checkpoint is not None:
+            kept = [word for word in words if not word.startswith("resume")]
+            again = shlex.join([f"resume={folder}", *kept])
+            print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
+        for offline in folder.glob("wandb/offline-run-*"):
+            print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
         print_line(str(page or folder))
     late = stop.reset()  # a signal after the training had ended
     if exit_code == 130:

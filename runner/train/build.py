@@ -11,6 +11,7 @@ import inspect
 import json
 from contextlib import suppress
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from runner.clip.units import head_weights
 from runner.config import sizes
 from runner.config.duration import Duration
 from runner.config.environment import started_rank
+from runner.config.problem import did_you_mean
 from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable
@@ -57,6 +59,11 @@ def maker(target: Target) -> partial[Any]:
     except InstantiationException as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
+        module, _, name = target.target.rpartition(".")
+        with suppress(ImportError):
+            names = vars(import_module(module))
+            if name not in names:
+                reason = f"{module} has no {name}{did_you_mean(name, names)}"
         raise TargetError(f"{target.target}: {reason}") from error
     assert isinstance(made, partial)
     return made
@@ -188,6 +195,12 @@ def steps_of(
         microbatch * config.accumulation.steps,
         data.tokens_per_sample,
     )
+
+
+def samples_of(config: RunConfig) -> tuple[int | None, int]:
+    """Return the samples of the training data, None of a stream, and those a step asks for."""
+    asked = config.data.batch_size * config.accumulation.steps * data_parts(config)
+    return length_of(make_data(config.data).train), asked
 
 
 def data_parts(config: RunConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
 from runner.config.duration import Duration
+from runner.config.identity import branching
 from runner.config.modes import MODES
 from runner.config.notation import plural
 from runner.config.problem import leaves
@@ -69,9 +71,17 @@ def execute(
         log.info("device: %s (device=%s)", device, config.device)
         log.info("precision: %s", config.precision.name)
         log.info("parameters: %s", f"{trainer.parameters:,}")
+        samples = length_of(build.make_data(config.data).train)
+        counted = "a stream" if samples is None else f"{samples:,} samples"
+        about = f"{device}, {plural(ranks, 'rank')} (plugin={config.plugin.name}), {counted}, "
+        about += f"{trainer.parameters:,} parameters, {folder or 'no record'}"
+        print_line(f"clip-runner: {about}", sys.stderr)
     if resume is not None:
         saved = manifest_of(resume)
-        trainer.load(resume, verify=False, keep=_changed(saved.get("config"), recorded))
+        keep = _changed(saved.get("config"), recorded)
+        if branching(config.resume.source) and folder and not resume.is_relative_to(folder):
+            keep.add("metrics")  # those of a branch begin with it
+        trainer.load(resume, verify=False, keep=keep)
         if trainer.plugin.rank == 0:
             _warn_of_another_layout(saved, recorded, ranks)
     summary = trainer.fit()
@@ -130,6 +140,7 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
     own |= {key.removeprefix(ADAMW) for key in own}  # a setting is called the same in all groups
     if any(key.startswith(_OF_SCHEDULE) for key in changed):
         own.add("lr")
+    own |= {"mode"} & {key.replace("_target_", "mode").removeprefix("clip.") for key in changed}
     thresholds = ("clip.threshold", "clip.links", "clip.groups")
     return own | ({"threshold"} if any(key.startswith(thresholds) for key in changed) else set())
 

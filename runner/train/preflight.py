@@ -28,11 +28,13 @@ from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.problem import (
+    MISSING,
     NOTHING,
     Problem,
     RequestError,
     did_you_mean,
     or_list,
+    unknown_key,
 )
 from runner.config.schema import OWN_DATA, DataSection, RunConfig
 from runner.config.section import Target
@@ -82,10 +84,29 @@ def _made(section: str, target: Any, make: Callable[[Any], T], problems: list[Pr
     try:
         return make(target)
     except Exception as error:
+        if isinstance(error, TypeError) and (found := [*_misfits(section, target)]):
+            problems += found
+            return None
         explains = isinstance(error, build.TargetError | DataUnavailable)
         message = str(error) if explains else f"refused its arguments: {_first_line(error)}"
         problems.append(Problem(f"{section}._target_", target.target, message))
         return None
+
+
+def _misfits(section: str, target: Target) -> Iterator[Problem]:
+    """Yield the arguments that a target does not have, and of model and data those it needs."""
+    try:
+        taken = inspect.signature(build.maker(target).func).parameters
+    except (TypeError, ValueError):  # a compiled function may have none
+        return
+    if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
+        known = [f"{section}.{name}" for name in taken]
+        for name in target.arguments.keys() - taken.keys():
+            yield unknown_key(f"{section}.{name}", known, target.arguments[name])
+    for name, one in taken.items() if section in ("model", "data") else ():
+        named = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if named and one.default is one.empty and name not in target.arguments:
+            yield Problem(f"{section}.{name}", MISSING, f"no value given: {target.target} needs it")
 
 
 def _first_line(error: Exception) -> str:
@@ -255,7 +276,8 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> lis
         batch = mapped(samples, lambda t: t.to("meta"))
         if isinstance(criterion, nn.Module):
             criterion.to("meta")
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself shows them
             outputs = loss.forward(model, batch)
             if not loss.takes_batch and returned_loss(outputs) is None:
                 key, target = "loss._target_", config.loss.target

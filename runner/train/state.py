@@ -247,12 +247,14 @@ class TrainState:
             # It refuses another number before it loads one.
             self.optimizer.load_state_dict(dict(state))
         self.progress = self._progress_of(state)
-        self.meter.load_state_dict(state["meter"])
+        if "metrics" not in keep:
+            self.meter.load_state_dict(state["meter"])
         for name, part in self.parts.items():
             if name in state:
                 part.load_state_dict(state[name])
         clip = state["clip"]
-        self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
+        if "mode" not in keep:
+            self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
             if "lr" in keep and "last_epoch" in each and hasattr(scheduler, "last_epoch"):
                 with warnings.catch_warnings():

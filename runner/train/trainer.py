@@ -304,7 +304,7 @@ class Trainer:
             verify: whether to read all files first and compare their checksums with the manifest.
             keep: settings that stay those of this trainer: ``lr``, whose schedules then go on at
                 the same step, other settings of the optimizers' groups, such as ``weight_decay``,
-                and ``threshold``.
+                ``threshold``, ``mode`` (its history too), and ``metrics`` so far.
 
         Raises:
             DamagedCheckpoint: the checkpoint is not whole.

@@ -26,6 +26,14 @@ FILES = {
     "recipe/torn.yaml": "clip: {threshold: 1\n",
     "recipe/listed.yaml": "- a\n- b\n",
     "recipe/odd.yaml": "clip:\n  treshold: 1\n",
+    "recipe/target.yaml": (
+        "defaults: [{override /optimizer: adamw}]\nmodel: {_target_: own.Net, width: 32}\n"
+        "optimizer: {_target_: own.Adam, lr: 2}\n"
+    ),
+    "experiment/target.yaml": (
+        "# @package _global_\nmodel: {_target_: own.Net, width: 32}\ndata: {_target_: own.points}\n"
+        "clip: {_target_: tests.clip.test_scales.RunningMean}\n"
+    ),
     "model/torn.yaml": "_target_: {",
     "experiment/big.yaml": (
         "# @package _global_\ndefaults:\n  - override /clip: value\nclip: {threshold: 0.3}\n"
@@ -54,6 +62,19 @@ def test_files_give_only_what_differs_and_take_the_place_of_ours(own):
     assert config.model.arguments == {"width": 16}
     assert (config.clip.threshold, config.clip.norm_type) == (0.7, 2)
     assert (job(own, "recipe=gpt").seed, job(Source(), "recipe=gpt").seed) == (9, 0)
+
+
+def test_a_target_in_a_file_takes_the_place_of_the_option_and_its_arguments(own):
+    config = job(own, "recipe=target", "model.depth=3")
+    assert config.model.arguments == {"width": 32, "depth": 3}
+    assert config.optimizer.mapping() == {"_target_": "own.Adam", "lr": 2}
+    config = job(own, "+experiment=target", "model.width=1", "~model.num_classes")
+    assert config.model.arguments == {"width": 1}
+    assert (config.data.arguments, config.data.batch_size) == ({}, 32)
+    config = job(own, "recipe=target", "model=cnn", "optimizer._target_=own.Other")
+    assert config.model.arguments["width"] == 32
+    assert config.model.target == "runner.models.cnn.DigitsCNN"
+    assert config.optimizer.arguments == {}
 
 
 def test_overrides_beat_the_recipe_which_beats_the_defaults(own):

@@ -1,0 +1,86 @@
+"""One checkpoint, continued under several thresholds: ``resume=RUN@STEP``."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from runner.cli.main import main
+
+SHORT = ["device=cpu", "tracker=none", "data.batch_size=16", "train.max_duration=10ba"]
+SHORT += ["eval.interval=5ba", "model.width=8"]
+
+
+class Later:
+    """Changes the threshold of a training after a step."""
+
+    def __init__(self, step: int, threshold: float) -> None:
+        self.step, self.threshold = step, threshold
+
+    def on_step(self, trainer, metrics) -> None:
+        if metrics.step == self.step:
+            trainer.state.mode.threshold = self.threshold
+
+
+def run(*words, code=0):
+    assert main([*SHORT, *words]) == code
+
+
+def rows_of(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    kept = ("train/step", "train/loss", "train/lr", "grad/norm", "clip/", "eval/")
+    return [
+        {key: one for key, one in row.items() if key.startswith(kept) and "ratio" not in key}
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def parent(tmp_path, outputs):
+    folder = tmp_path / "parent"
+    run(f"hydra.run.dir={folder}", "checkpoint.interval=2ba", "checkpoint.keep=9")
+    return folder
+
+
+@pytest.mark.parametrize("clip", ["norm", "percentile"])
+def test_a_branch_is_the_run_whose_threshold_was_changed_then(tmp_path, outputs, parent, clip):
+    mode = [] if clip == "norm" else [f"clip={clip}", "clip.min_steps=1"]
+    if mode:
+        parent = tmp_path / "other"
+        run(f"hydra.run.dir={parent}", *mode, "checkpoint.interval=2ba", "checkpoint.keep=9")
+    values = [0.1, 2.0] if clip == "norm" else [5, 90]
+    listed = f"clip.threshold={','.join(map(str, values))}"
+    run("-m", *mode, f"resume={parent}@6", listed, "sweep.name=branches")
+    sweep = outputs / "sweeps" / "branches"
+    for number, threshold in enumerate(values):
+        changed = f"{{_target_:tests.sweep.test_branches.Later,step:6,threshold:{threshold}}}"
+        whole = tmp_path / f"whole{number}"
+        run(*mode, f"hydra.run.dir={whole}", f"callbacks=[{changed}]")
+        wanted = [row for row in rows_of(whole) if row["train/step"] > 6]
+        assert rows_of(sweep / str(number)) == wanted
+        for file in (whole / "checkpoints" / "final").glob("*.safetensors"):
+            ours = load_file(sweep / str(number) / "checkpoints" / "final" / file.name)
+            theirs = load_file(file)
+            assert ours.keys() == theirs.keys()
+            assert all(ours[key].equal(theirs[key]) for key in theirs)
+        summary = json.loads((sweep / str(number) / "summary.json").read_text())
+        clipped = [row["clip/clipped"] for row in wanted]
+        assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / len(clipped))
+    assert "clip.threshold" in (sweep / "report.html").read_text()
+
+
+def test_a_branch_is_a_run_of_its_own_and_says_what_it_cannot_change(outputs, parent, capsys):
+    run("-m", f"resume={parent}@6", "clip.threshold=1,0.5")
+    run("-m", f"resume={parent}@4", "clip=value,adaptive", "clip.threshold=1")
+    run("-m", "clip.threshold=1,0.5")
+    assert len([*(outputs / "sweeps").iterdir()]) == 3
+    for words, expected in {
+        "data.batch_size=8": ["data.batch_size=8", "is 16 in the checkpoint", "a branch changes"],
+        "seed=3": ["seed=3", "a branch changes keys of clip and optimizer alone"],
+    }.items():
+        run(f"resume={parent}@6", *words.split(), code=2)
+        printed = capsys.readouterr().err
+        assert all(part in printed for part in expected), printed
+    run(f"resume={parent}@5", code=2)
+    assert "has no checkpoint 5  (there are: 2, 4, 6, 8" in capsys.readouterr().err
+    run(f"resume={parent}@6", "optimizer.lr=0.01")

@@ -13,15 +13,15 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3410,
-    ("cli",): 930,
-    ("launch",): 1325,
+    ("config", "compose"): 3482,
+    ("cli",): 934,
+    ("launch",): 1350,
     ("sweep",): 690,
     ("telemetry",): 1380,
-    ("train",): 2390,
+    ("train",): 2430,
     ("booster",): 3379,
     ("parallel",): 2361,
-    ("checkpoint",): 587,
+    ("checkpoint",): 585,
     ("clip",): 4085,
     ("optim",): 400,
     ("data", "models"): 2136,
@@ -56,9 +56,9 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 28_240
+    assert lines(HOUSE.rglob("*.py")) <= 28_400
     assert len([*HOUSE.rglob("*.py")]) <= 195
-    assert lines((ROOT / "tests").rglob("*.py")) <= 22_100
+    assert lines((ROOT / "tests").rglob("*.py")) <= 22_300
     assert lines([ROOT / "README.md"]) <= 300
 
 

@@ -190,6 +190,8 @@ class Composer:
             section, _, last = one.key_or_group.partition(".")
             if last == "_target_" and section in own & {*TARGETS}:  # not those of a recipe either
                 made.words += drop_arguments(section, made.config)
+        targets = [one.key_or_group for one in values if one.key_or_group.endswith("._target_")]
+        free = (*(f"{one}." for one in own), *(one.removesuffix("_target_") for one in targets))
         for one in values:
             section = one.key_or_group.partition(".")[0]
             if section in made.unsettled & {*OPEN}:
@@ -197,7 +199,7 @@ class Composer:
             if one.is_delete() and section in own and not exists(made.config, one.key_or_group):
                 continue  # it was an argument of the option
             try:
-                made.words.append(set_value(one, made.config, takes_any=section in own))
+                made.words.append(set_value(one, made.config, one.key_or_group.startswith(free)))
             except RequestError as error:
                 made.problems += error.problems
         return made

@@ -73,7 +73,10 @@ def test_ctrl_c_while_ranks_train_ends_in_one_sentence_and_the_report(environmen
     )
     assert code == 130, seen
     (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
-    *_, bar, told, report = seen.splitlines()
+    *_, bar, told, again, report = seen.splitlines()
+    assert again.startswith(
+        f"clip-runner: to continue: python -m runner resume={folder} tracker=none "
+    )
     assert "/100000 " in bar
     assert re.fullmatch(rf"{folder.name}: interrupted after \d+ of 100000 steps", told)
     assert report == str(folder / "report.html")
@@ -103,7 +106,8 @@ def test_a_run_imports_what_it_uses_and_tells_a_pipe_only_what_happened(tmp_path
     done = python("-c", PROGRAM, " ".join(SHORT), cwd=tmp_path, env=environment)
     (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
     assert done.stdout == f"{folder / 'report.html'}\n"
-    first, second, *_, last = done.stderr.splitlines()
+    about, first, second, *_, last = done.stderr.splitlines()
+    assert about.startswith("clip-runner: cpu, 1 rank (plugin=single), 1,437 samples, ")
     assert first.startswith("step 3/3  ")
     assert re.fullmatch(rf"{folder.name}: finished after 3 steps in \d+\.\d s", second)
     assert "torch" in last.split()

@@ -24,7 +24,7 @@ OPTIONS = [
             *("(5 problems)", "clip=nrom", "norm?", LISTED, "plugin=dpp", "ddp?"),
             *("ddp, fsdp, hybrid, moe, pipeline, single, tensor, zero", "accumulation=x3"),
             *("none, x2, x4, x8", "precision=half", "fp16?", "bf16, fp16, fp32", "optimizer=adma"),
-            "adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd",
+            "adafactor, adagrad, adam, adamw, custom, lion, muon, rmsprop, sgd",
         ],
     ),
     ("~clip", ["clip.mode=", "no value given"]),

@@ -26,10 +26,7 @@ WRONG = [
         "optimizer._target_=tests.refusing.listed optimizer.lr=1",
         ["optimizer._target_", "returned list, no Optimizer"],
     ),
-    (
-        "+model.widht=3",
-        ["(1 problem)", "model._target_", "refused its arguments: TypeError", "widht"],
-    ),
+    ("+model.widht=3", ["(1 problem)", "model.widht=3", "did you mean model.width?"]),
     (f"{STEP_LR} ~scheduler.eta_min", ["scheduler._target_", "TypeError", "step_size"]),
     (f"{TEXT} data.path=5", ["data._target_", "refused its arguments: TypeError"]),
     ("optimizer._target_=tests.refusing.Optimizer optimizer.lr=-1", ["lr is negative"]),

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
     from runner.telemetry.monitor import GradientMonitor
     from runner.telemetry.transformers_callback import ClippingCallback
-    from runner.train.options import Evaluate, InBackward, Log, Measurements
     from runner.train.skipped_steps import SkippedSteps
-    from runner.train.trainer import Trainer
+    from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
 
 __version__ = "0.1.0"
 
@@ -44,15 +43,15 @@ _HOME = {
     "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
     "DistCoordinator": "runner.launch.process_group",
-    "Evaluate": "runner.train.options",
+    "Evaluate": "runner.train.trainer",
     "GradientClipping": "runner.clip",
     "GradientMonitor": "runner.telemetry.monitor",
     "HybridParallelPlugin": "runner.booster",
     "LinearWarmupLR": "runner.optim.schedulers",
-    "InBackward": "runner.train.options",
-    "Log": "runner.train.options",
+    "InBackward": "runner.train.trainer",
+    "Log": "runner.train.trainer",
     "LowLevelZeroPlugin": "runner.booster",
-    "Measurements": "runner.train.options",
+    "Measurements": "runner.train.trainer",
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
     "SkipRule": "runner.clip",

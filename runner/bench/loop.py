@@ -29,10 +29,9 @@ from runner.data.dataset import TensorPairs, collate_pairs
 from runner.run_folder import keys
 from runner.run_folder.rows import JsonlSink
 from runner.run_folder.rows import Row as Metrics
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
-from runner.train.options import Log
-from runner.train.trainer import Trainer
+from runner.train.trainer import Log, Trainer
 
 TITLE = (
     "a training loop with clipping and its record, one thread\n"

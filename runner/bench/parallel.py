@@ -25,7 +25,7 @@ from runner.clip import Layout, build, total_norm
 from runner.compose.request import request
 from runner.config.schema import RunConfig
 from runner.launch.supervise import train
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks import Sink
 
 TITLE = (
     "clipping by the norm over ranks (gloo, one thread each)\n"

@@ -23,7 +23,7 @@ from runner.config.duration import Duration
 from runner.config.modes import MODES
 from runner.config.schema import RunConfig
 from runner.run_folder import keys
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks import Sink
 from runner.train import build
 from runner.train.job import make_trainer
 

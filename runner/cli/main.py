@@ -21,8 +21,8 @@ from runner.config import disk
 from runner.config.environment import joins, started_rank
 from runner.config.problem import Interrupted, RequestError
 from runner.launch import signals
+from runner.telemetry.sinks import ending
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
-from runner.telemetry.sinks.sink import ending
 
 PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "new", "report")
 """Commands that take no overrides of a run."""

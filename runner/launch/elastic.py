@@ -25,7 +25,7 @@ from runner.launch import failure, signals
 from runner.launch.failure import KNOBS, Failure
 from runner.run_folder import files
 from runner.run_folder.rows import follow
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks import Sink
 from runner.train import stop
 
 if TYPE_CHECKING:

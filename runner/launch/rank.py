@@ -29,8 +29,8 @@ from runner.launch.process_group import abandon, keep_freed_memory, launch_from_
 from runner.launch.resume import newest
 from runner.run_folder import files
 from runner.run_folder.rows import JsonlSink, cut
+from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import ConsoleHandler, print_line
-from runner.telemetry.sinks.sink import Sink
 from runner.train import build, stop
 from runner.train.job import execute
 

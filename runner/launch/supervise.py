@@ -23,9 +23,8 @@ from runner.run_folder import files, keys
 from runner.run_folder.rows import JsonlSink, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of, provenance
 from runner.telemetry.guidance import sentences
+from runner.telemetry.sinks import RunLog, Sink, TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
-from runner.telemetry.sinks.sink import RunLog, Sink
-from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
 

@@ -23,7 +23,7 @@ from runner.config.notation import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
 from runner.telemetry.gauges import Gauges
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks import Sink
 
 
 class StepMetrics(NamedTuple):

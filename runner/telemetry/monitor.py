@@ -18,7 +18,7 @@ from runner.clip.shard import is_dtensor
 from runner.run_folder import files
 from runner.run_folder.rows import JsonlSink, Row
 from runner.telemetry.meter import Meter, StepMetrics
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks import Sink
 
 To = Path | str | Sink | Callable[[Row], Any]
 """Where rows go: a file, a sink, or a function of one row."""

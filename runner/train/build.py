@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module
@@ -33,7 +34,6 @@ from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
 from runner.optim.muon import NoHiddenMatrix
-from runner.train import progress
 from runner.train.callbacks import EarlyStopping
 
 T = TypeVar("T")
@@ -179,22 +179,35 @@ def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
 
 
 def steps_of(
-    config: RunConfig,
-    data: Data,
-    data_size: int | None = None,
-    duration: Duration | None = None,
+    config: RunConfig, data: Data, data_size: int | None = None, duration: Duration | None = None
 ) -> int | None:
     """Return the number of optimizer steps of the run; None if it cannot be known."""
     samples, microbatch = length_of(data.train), config.data.batch_size
     microbatch *= data_size or data_parts(config)
     if config.data.drop_last and samples is not None:
         samples -= samples % microbatch
-    return progress.total_steps(
-        duration or config.train.max_duration,
-        None if samples is None else max(samples, 1),
-        microbatch * config.accumulation.steps,
-        data.tokens_per_sample,
+    epoch = None if samples is None else max(samples, 1)
+    duration = duration or config.train.max_duration
+    return total_steps(
+        duration, epoch, microbatch * config.accumulation.steps, data.tokens_per_sample
     )
+
+
+def total_steps(duration: Duration, epoch: int | None, step: int, tokens: int | None) -> int | None:
+    """Return the steps in ``duration``, given the samples of an epoch and of a step, the last one
+    of an epoch may be short, and the tokens of a sample.
+    """
+    value, unit = duration.value, duration.unit
+    if unit == "ba":
+        return value
+    if unit == "tok":
+        if tokens is None:
+            return None
+        value = math.ceil(value / tokens)
+    if epoch is None:
+        return None if unit == "ep" else math.ceil(value / step)
+    epochs, rest = (value, 0) if unit == "ep" else divmod(value, epoch)
+    return epochs * math.ceil(epoch / step) + math.ceil(rest / step)
 
 
 def samples_of(config: RunConfig) -> tuple[int | None, int]:

@@ -37,13 +37,12 @@ from runner.parallel.collectives import on_first
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
+from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import print_line
-from runner.telemetry.sinks.sink import Sink
 from runner.train import build
 from runner.train.callbacks import Probe
-from runner.train.options import Evaluate, InBackward, Log, Measurements
 from runner.train.skipped_steps import SkippedSteps
-from runner.train.trainer import Trainer
+from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
 
 log = logging.getLogger(__name__)
 

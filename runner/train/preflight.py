@@ -42,8 +42,8 @@ from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
 from runner.run_folder import keys
+from runner.telemetry import sinks
 from runner.telemetry.meter import Meter, StepMetrics
-from runner.telemetry.sinks import tensorboard_sink
 from runner.train import build
 from runner.train.callbacks import Callbacks
 from runner.train.evaluation import EvalMetrics, MetricError, name_of
@@ -128,9 +128,9 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     if config.plugin.sync_batchnorm and not gpu:
         cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
         yield Problem("plugin.sync_batchnorm", True, cannot)
-    if config.tracker.uses("tensorboard") and not tensorboard_sink.is_installed():
+    if config.tracker.uses("tensorboard") and not sinks.has_tensorboard():
         key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
-        yield Problem(key, "tensorboard", f"is not installed: {tensorboard_sink.INSTALL}")
+        yield Problem(key, "tensorboard", f"is not installed: {sinks.INSTALL}")
     ranks = build.ranks_of(config)
     if (error := _misfit(config)) is not None:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)

@@ -20,8 +20,7 @@ from runner.clip import ClipMode, Decision, Number
 from runner.clip.norms import Powers
 from runner.config.notation import first_few, ranks_as_text, rounded
 from runner.telemetry.meter import Meter, StepValues
-from runner.train.progress import Progress
-from runner.train.state import Window, Windows
+from runner.train.state import Progress, Window, Windows
 
 log = logging.getLogger(__name__)
 

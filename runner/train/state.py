@@ -23,12 +23,45 @@ from runner.data.random_state import RandomState, generators
 from runner.data.stream import StreamLoader, has_state
 from runner.data.workers import WorkerLoader
 from runner.telemetry.meter import Meter
-from runner.train.progress import Progress
 
 log = logging.getLogger(__name__)
 
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 """Modules whose samplers know exactly how many samples they yield. A user's own may estimate it."""
+
+
+_COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}
+"""The count of :class:`Progress` that a unit of durations is measured by."""
+
+
+class Progress(NamedTuple):
+    """Counts since the start of a run, and the position in the data."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def after(self, batches: int, samples: int, tokens: int, end_of_epoch: bool) -> Progress:
+        return Progress(
+            self.epoch + end_of_epoch,
+            0 if end_of_epoch else self.batch + batches,
+            self.step + 1,
+            self.samples + samples,
+            self.tokens + tokens,
+        )
+
+    def of(self, unit: str) -> int:
+        count: int = getattr(self, _COUNTS[unit])
+        return count
+
+    def reached(self, duration: Duration) -> bool:
+        return self.of(duration.unit) >= duration.value
+
+    def completed(self, interval: Duration, since: Progress) -> bool:
+        unit, length = interval.unit, interval.value
+        return self.of(unit) // length > since.of(unit) // length
 
 
 class Window(NamedTuple):

@@ -32,10 +32,9 @@ from runner.data.dataset import collate_pairs, length_of
 from runner.parallel.collectives import on_first
 from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
-from runner.telemetry.sinks.sink import Sink
+from runner.telemetry.sinks import Sink
 from runner.train import build
-from runner.train.options import Log
-from runner.train.trainer import Trainer
+from runner.train.trainer import Log, Trainer
 from runner.verify.comparison import (
     Naive,
     SideMetrics,

@@ -13,9 +13,9 @@ from runner import Booster, GradientClipping, Log, SkippedSteps, Trainer
 from runner.booster import NonFiniteGradient
 from runner.config.duration import Duration
 from runner.optim.schedulers import LinearWarmupCosineLR
+from runner.train.build import total_steps
 from runner.train.callbacks import Probe
-from runner.train.progress import Progress, total_steps
-from runner.train.state import Windows
+from runner.train.state import Progress, Windows
 from tests.distributed.training import Rows
 from tests.trainers import trainer_of
 
@@ -46,13 +46,13 @@ def fit(model, loader, duration="3ep", clip=("norm", 0.3), **options):
 )
 def test_total_steps_agree_with_counting(duration, expected):
     duration, at = Duration.parse(duration), Progress()
-    assert total_steps(duration, 77, 32, tokens_per_sample=10) == expected
+    assert total_steps(duration, 77, 32, 10) == expected
     while not at.reached(duration):
         k = at.step % 3
         samples = min(32, 77 - 32 * k)
         at = at.after(1, samples, 10 * samples, end_of_epoch=k == 2)
     assert at.step == expected
-    assert total_steps(Duration.parse("10tok"), 77, 32) is None
+    assert total_steps(Duration.parse("10tok"), 77, 32, None) is None
 
 
 def test_windows_and_intervals():

@@ -1,1 +1,118 @@
-"""Where the rows of a run go: the terminal and wandb."""
+"""What takes the rows of a run: the interface, the run's log, and TensorBoard's own files."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from runner.config.identity import masked_words
+from runner.run_folder import files, keys
+from runner.run_folder.rows import Row
+
+INSTALL = 'pip install "clip-runner[tensorboard]"'
+
+log = logging.getLogger("runner")
+
+
+class Sink(Protocol):
+    """Takes every row of a run, in order, and then its end."""
+
+    def write(self, row: Row) -> None:
+        """Take one row, without keeping or changing the caller's dictionary."""
+        ...
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Take the end of the run. Further calls have no effect."""
+        ...
+
+
+def ending(exit_code: int) -> str:
+    """Return in one or two words how a run ended, given its exit code."""
+    words = {0: "finished", 129: "hung up", 130: "interrupted", 143: "terminated"}
+    return words.get(exit_code, "failed")
+
+
+class RunLog:
+    """Logs how a run was started, its first row, its evaluations, its last row, and its end."""
+
+    def __init__(
+        self, folder: Path, overrides: Sequence[str], made_with: Mapping[str, str]
+    ) -> None:
+        self._folder = folder
+        self._last: Row | None = None
+        # No environment variables, which may hold secrets
+        log.info("command: %s", shlex.join(masked_words(sys.orig_argv)))
+        log.info("overrides of this run: %s", shlex.join(overrides) or "none")
+        log.info("folder: %s on %s", folder, socket.gethostname())
+        for key, value in made_with.items():
+            log.info("%s: %s", key, value)
+
+    def write(self, row: Row) -> None:
+        if self._last is None:
+            log.info("first row: %s", _values(row))
+        elif any(key.startswith(keys.EVAL) for key in row):
+            log.info("evaluation: %s", _values(row, (keys.TRAIN_STEP, keys.TRAIN_LOSS, keys.EVAL)))
+        self._last = row
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        if self._last is not None:
+            log.info("last row: %s", _values(self._last))
+        for sentence in (summary or {}).get("guidance", ()):
+            log.info("%s", sentence)
+        ended = ending(exit_code)
+        log.info("%s with exit code %d; results are in %s", ended, exit_code, self._folder)
+
+
+def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
+    """Format metrics whose key begins with one of ``wanted``, without those of parameters."""
+    left_out = (keys.LAYER_NORM, keys.LAYER_UPDATE)
+    shown = (key for key in row if key.startswith(wanted) and not key.startswith(left_out))
+    return "  ".join(f"{key} {row[key]:.6g}" for key in shown)
+
+
+def has_tensorboard() -> bool:
+    return find_spec("tensorboard") is not None
+
+
+class TensorboardSink:
+    """Records a run for ``tensorboard --logdir``, in ``folder/tensorboard``, without torch."""
+
+    def __init__(self, folder: Path, continued_after: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer: Any = EventFileWriter(str(folder / files.TENSORBOARD))
+        if continued_after is not None:  # later rows of the former part are not shown
+            start = SessionLog(status=SessionLog.START)
+            self._add(step=continued_after + 1, session_log=start)
+
+    def write(self, row: Row) -> None:
+        named = ((key, value) for key, value in row.items() if key != keys.TRAIN_STEP)
+        values = [self._summary.Value(tag=key, simple_value=value) for key, value in named]
+        self._add(step=int(row[keys.TRAIN_STEP]), summary=self._summary(value=values))
+
+    def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        self._guarded(lambda writer: writer.close())
+        self._writer = None
+
+    def _add(self, **event: Any) -> None:
+        made = self._event(wall_time=time.time(), **event)
+        self._guarded(lambda writer: writer.add_event(made))
+
+    def _guarded(self, use: Callable[[Any], None]) -> None:
+        """Use the writer, unless it failed before: a full disk does not end the run."""
+        try:
+            if self._writer is not None:
+                use(self._writer)
+        except OSError as error:
+            self._writer = None
+            log.warning("TensorBoard's record of this run is not complete: %s", error)

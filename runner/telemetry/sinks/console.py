@@ -18,7 +18,7 @@ from runner.config.environment import started_rank
 from runner.config.notation import clock, percent, plural, rounded
 from runner.run_folder import keys
 from runner.run_folder.rows import Row
-from runner.telemetry.sinks.sink import ending
+from runner.telemetry.sinks import ending
 
 
 def announce(line: str) -> None:

@@ -13,9 +13,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from runner.cli.main import main
 from runner.run_folder.rows import Row
-from runner.telemetry.sinks import tensorboard_sink
+from runner.telemetry import sinks
+from runner.telemetry.sinks import TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink
-from runner.telemetry.sinks.tensorboard_sink import TensorboardSink
 from tests.process import ROOT
 from tests.terminal import on_a_terminal
 
@@ -157,7 +157,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog, monkeypatch):
 
 
 def test_an_unknown_or_missing_tracker_is_refused(outputs, capsys, monkeypatch):
-    monkeypatch.setattr(tensorboard_sink, "find_spec", lambda name: None)
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     for name, named in (("tensorboard", "clip-runner[tensorboard]"), ("tensorbord", "tensorboard")):
         assert main([*SHORT, "tracker=none", f"tracker.also=[{name}]"]) == 2
         message = capsys.readouterr().err

@@ -13,7 +13,7 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3482,
+    ("config", "compose"): 3483,
     ("cli",): 934,
     ("launch",): 1350,
     ("sweep",): 690,
@@ -21,7 +21,7 @@ LINES = {
     ("train",): 2430,
     ("booster",): 3379,
     ("parallel",): 2361,
-    ("checkpoint",): 585,
+    ("checkpoint",): 586,
     ("clip",): 4085,
     ("optim",): 400,
     ("data", "models"): 2136,

@@ -21,7 +21,7 @@ from runner.bench.timing import Row, Setting, Side, clocked, compared, interleav
 from runner.booster import Booster
 from runner.clip import Decision, Layout, build
 from runner.models.gpt import GPT
-from runner.run_folder.rows import JsonlSink
+from runner.run_folder.strict_json import JsonlSink
 from runner.telemetry.meter import Meter, StepMetrics
 
 TITLE = (

@@ -27,8 +27,8 @@ from runner.booster import Booster, Plugin, TorchDDPPlugin
 from runner.clip import GradientClipping
 from runner.data.dataset import TensorPairs, collate_pairs
 from runner.run_folder import keys
-from runner.run_folder.rows import JsonlSink
-from runner.run_folder.rows import Row as Metrics
+from runner.run_folder.strict_json import JsonlSink
+from runner.run_folder.strict_json import Row as Metrics
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train.trainer import Log, Trainer

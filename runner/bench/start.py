@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runner.bench.timing import Row, Setting, Side, Spread, clocked, compared, interleave
 from runner.run_folder import files, keys
-from runner.run_folder.rows import read_rows
+from runner.run_folder.strict_json import read_rows
 
 TITLE = (
     "commands in fresh processes\n"

@@ -1,31 +1,96 @@
-"""The work of one rank in a calibration, and what follows from what it measured."""
+"""Measure gradients without clipping, and suggest thresholds.
+
+Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, section 3.2) observe the norm over many updates:
+thresholds of half to ten times its mean still converge. Thresholds of a mode that clips whole steps
+follow from the norms of the steps. Those of a mode that clips elements or units follow from the
+elements or units of all steps, because the largest of them says nothing about the others.
+"""
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.calibrate.distribution import (
-    POINTS,
-    Histogram,
-    distribution,
-    suggest,
-    warm_up,
-    would_clip,
-)
+import numpy as np
+from numpy.typing import NDArray
+
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
 from runner.clip.tally import HIGHEST, LOWEST, Tally
 from runner.compose.jobs import key_of
 from runner.config.duration import Duration
-from runner.config.modes import MODES
+from runner.config.modes import MODES, ModeInfo, info_of
+from runner.config.notation import percent, plural, rounded
 from runner.config.schema import RunConfig
 from runner.run_folder import keys
+from runner.telemetry.guidance import FEWEST
 from runner.telemetry.sinks import Sink
 from runner.train import build
 from runner.train.job import make_trainer
+
+POINTS = (50, 75, 90, 95, 99)
+COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Histogram of the values of elements or units, with bins of equal width in log10."""
+
+    counts: Sequence[float]
+    total: float
+    lowest: float
+    highest: float
+
+    @property
+    def nonzero(self) -> float:
+        return math.fsum(self.counts)
+
+    def share_above(self, threshold: float) -> float:
+        """Return the share of all elements or units, including zeros, above ``threshold``."""
+        edges, above = self._above()
+        return float(np.interp(math.log10(threshold), edges, above)) / max(self.total, 1.0)
+
+    def largest(self, share: float) -> float:
+        """Return the value that ``share`` of the nonzero ones exceed; NaN if all are zero."""
+        edges, above = self._above()
+        if not above[0]:
+            return math.nan
+        # np.interp needs increasing numbers.
+        return float(10 ** np.interp(-share * above[0], -above, edges))
+
+    def _above(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        edges = np.linspace(self.lowest, self.highest, len(self.counts) + 1)
+        return edges, np.append(np.cumsum(np.asarray(self.counts)[::-1])[::-1], 0.0)
+
+
+def warm_up(steps: int, asked: int | None) -> int:
+    return steps // 10 if asked is None else min(asked, steps - 1)
+
+
+def distribution(values: Iterable[float]) -> dict[str, float]:
+    """Return the distribution of a value over steps; NaN if no value is finite."""
+    every = np.asarray(list(values), dtype=np.float64)
+    finite = every[np.isfinite(every)]
+    found = {"steps": len(every), "nonfinite": len(every) - len(finite)}
+    if not finite.size:
+        finite = np.array([math.nan])
+    points = {f"p{point}": float(np.percentile(finite, point)) for point in POINTS}
+    return {**found, "mean": float(finite.mean()), **points, "max": float(finite.max())}
+
+
+def suggest(start: float, low: float, high: float) -> dict[str, float] | None:
+    """Return thresholds with three digits; None if no gradient was finite and above 0."""
+    found = {"start": start, "low": low, "high": high}
+    if not all(math.isfinite(x) and x > 0 for x in found.values()):
+        return None
+    return {name: float(f"{x:.3g}") for name, x in found.items()}
+
+
+def would_clip(peaks: Sequence[float], threshold: float) -> float:
+    return sum(peak > threshold for peak in peaks) / max(len(peaks), 1)
 
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
@@ -124,3 +189,64 @@ def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, 
     run = [*runner, *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
     sweep = [*runner, "-m", *base, f"clip.threshold={each}"]
     return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of a calibration, given the content of its file."""
+    info = info_of(found["mode"], found["mode_info"])
+    steps, first = found["steps"], found["warmup_steps"]
+    yield f"{plural(steps, 'step')} without clipping, the first {first} as warm-up"
+    if found["nonfinite"]:
+        yield f"{found['nonfinite']} of them had a gradient of NaN or inf, and are left out below"
+    if steps - first < FEWEST:
+        few = plural(steps - first, "step")
+        yield f"only {few} measured after the warm-up: too few to rely on what follows"
+    if not math.isfinite(found["loss"]):
+        yield "the loss diverged without clipping: later norms are not representative"
+    yield from ("", *_distributions(found, info), "", *_suggested(found, info), "")
+    parts = found.get("would_clip_parts")
+    head = "threshold   share of the steps it would have clipped"
+    yield head + (f", and of their {info.parts}" if parts else "")
+    for threshold, share in found["would_clip"].items():
+        own = f"   {percent(parts[threshold]):>12}" if parts else ""
+        yield f"{threshold:>9}   {percent(share):>12}{own}"
+    if found["next"]:
+        yield "\nNext"
+        yield from (f"  {command}" for command in found["next"].values())
+
+
+def _distributions(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
+    """Yield a line for each distribution: ‖G‖, and the values that other modes compare with λ."""
+    names = {"norm": "‖G‖", "norm_scaled": "‖G‖ without Muon's matrices"}
+    names["peak"] = f"largest {info.stat}"
+    rows = [
+        (f"{name}, {when}", found[key][part])
+        for key, name in names.items()
+        for part, when in (("warm_up", "warm-up"), ("after_warm_up", "then"))
+        if key in found and found[key][part]["steps"]
+    ]
+    width = max(len(label) for label, _ in rows)
+    yield " " * width + "".join(f"{column:>10}" for column in COLUMNS)
+    for label, one in rows:
+        yield f"{label:<{width}}" + "".join(f"{rounded(one[column]):>10}" for column in COLUMNS)
+    if "parts" in found:
+        parts = found["parts"]
+        points = "  ".join(f"p{point} {rounded(parts[f'p{point}'])}" for point in POINTS)
+        share = percent(parts["nonzero"] / max(parts["total"], 1))
+        yield f"all {info.parts} whose gradient is not 0 ({share} of them): {points}"
+
+
+def _suggested(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
+    if found["suggested"] is None:
+        yield (
+            "No threshold can be suggested: no gradient after the warm-up was finite and above 0. "
+            "Try a lower optimizer.lr, or fewer calibrate.steps."
+        )
+        return
+    start, low, high = (f"{found['suggested'][key]:g}" for key in ("start", "low", "high"))
+    why = ["the p90", "half to ten times the mean"]
+    if info.parts is not None:
+        clips = [percent(share) for share in info.shares]
+        why = [f"clips {clips[0]} of these {info.parts}", f"clips {clips[1]} to {clips[2]}"]
+    yield f"clip.threshold to begin with, for clip={found['mode']}: {start} ({why[0]})"
+    yield f"range worth a sweep: {low} to {high} ({why[1]})"

@@ -23,8 +23,7 @@ from runner.config.folders import CONFIG_NAME
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.config.sizes import may_grow
-from runner.launch import elastic
-from runner.run_folder.sweep_record import earlier_record
+from runner.run_folder.status import earlier_record
 from runner.telemetry.sinks.console import announce, print_line
 
 if TYPE_CHECKING:
@@ -75,7 +74,9 @@ def single(words: Sequence[str], purpose: str) -> Request:
     if wanted.sweep is not None:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
-    elastic.require_one_machine(wanted.jobs[0].config)
+    from runner.launch.supervise import require_one_machine
+
+    require_one_machine(wanted.jobs[0].config)
     check_jobs(wanted.jobs)
     return wanted
 
@@ -87,7 +88,9 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
         announce("clip-runner: importing torch, then checking model and data")
     if where == "here" and (started is None or started.world_size == 1):
         # Ranks import torch while this process does.
-        elastic.prepare(*(job.config for job in jobs))
+        from runner.launch.supervise import prepare
+
+        prepare(*(job.config for job in jobs))
     from runner.train import build, preflight
 
     problems: list[Problem] = []

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.calibrate.table import lines
 from runner.cli import new_folder
 from runner.cli.arguments import on_ranks, single
 from runner.config.environment import joins
@@ -38,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     output = config.calibrate.output
     given = Path(output) if output else None
     folder = new_folder("calibration", FILE, "calibrate.output", given)
-    from runner.calibrate.measure import describe, end_of, execute
+    from runner.calibrate.measure import describe, end_of, execute, lines
     from runner.launch.failure import Failure
 
     steps = end_of(config).value

@@ -42,7 +42,8 @@ def main(words: Sequence[str]) -> int:
     said = "wandb is told to be offline (WANDB_MODE)"
     if os.environ.get("WANDB_MODE", "online") == "online":
         # A process of its own asks the server: wandb's client waits for minutes, and ends with it.
-        command = [sys.executable, "-W", "ignore", "-m", "runner.dashboard.workspace"]
+        code = "from runner.dashboard import main; main()"
+        command = [sys.executable, "-W", "ignore", "-c", code]
         try:
             done = subprocess.run(
                 [*command, asked.project, asked.entity, asked.group, asked.name],

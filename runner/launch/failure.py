@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import re
 import shutil
 import threading
@@ -28,7 +27,6 @@ PATIENCE = 3.0  # seconds in which ranks write how they ended, after one lost a 
 # Seconds by which the limit of a collective is later than `launch.timeout`, after which a rank
 # that begins no microbatch writes its stack
 LATER = 5.0
-_LONGEST = 12  # calls of a stack that are shown
 KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
     "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
@@ -41,7 +39,6 @@ _WORKER = re.compile(
     r"DataLoader worker \(pid.*\) (exited unexpectedly"
     r"|is killed by signal: (Terminated|Interrupt|Hangup|User defined signal 1))"
 )
-
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 
 
@@ -71,17 +68,16 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
 def described(error: BaseException) -> str:
     """Return the traceback of an error, and what to change if memory ran out."""
     text = "".join(traceback.format_exception(error)).strip()
-    short = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
-    return f"{text}\n{KNOBS}" if short or isinstance(error, MemoryError) else text
+    out = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
+    return f"{text}\n{KNOBS}" if out or isinstance(error, MemoryError) else text
 
 
 def may_be_lost_peer(error: BaseException) -> bool:
     """Return whether ``error`` may be the end of a connection to another rank."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
-    waits = bool(modules) and modules[-1] in WAITS
-    lost = waits or any(one.startswith(COLLECTIVE) for one in modules)
-    return lost and isinstance(error, RuntimeError)
+    lost = (modules[-1:] and modules[-1] in WAITS) or any(m.startswith(COLLECTIVE) for m in modules)
+    return bool(lost) and isinstance(error, RuntimeError)
 
 
 def stopped_by(error: BaseException) -> int:
@@ -96,13 +92,11 @@ def stopped_by(error: BaseException) -> int:
 
 def _why(error: BaseException) -> Failure:
     if number := stopped_by(error):
-        code = signals.exit_code(number)
-        return Failure(signals.reason(number), state="interrupted", exit_code=code)
-    if isinstance(error, Failure):
-        full = disk.told_by_rank(error.error)
-        return replace(error, error=full or error.error, disk_full=full is not None)
-    full = disk.told(error)
-    return Failure(full or described(error), 0, disk_full=full is not None)
+        reason, code = signals.reason(number), signals.exit_code(number)
+        return Failure(reason, state="interrupted", exit_code=code)
+    why = error if isinstance(error, Failure) else Failure(described(error), 0)
+    full = disk.told_by_rank(why.error) if why is error else disk.told(error)
+    return replace(why, error=full or why.error, disk_full=full is not None)
 
 
 def clear(folder: Path) -> None:
@@ -135,16 +129,6 @@ def report(folder: Path, rank: int, error: BaseException | str) -> None:
         write_object(_file(folder, rank), {**_node(), "error": error})
 
 
-def follow_others(folder: Path, rank: int) -> None:
-    """End this process, which was asked to end, soon after another rank failed."""
-    while True:
-        others = set((folder / files.RANKS).glob("*.json")) - {_file(folder, rank)}
-        if any("error" in read_object(one) for one in others):
-            time.sleep(PATIENCE)
-            os._exit(1)
-        time.sleep(0.2)
-
-
 def blamed(folder: Path, size: int, timeout: float) -> Failure:
     """Return the rank because of which the others lost a connection."""
     until = time.monotonic() + PATIENCE
@@ -160,10 +144,10 @@ def blamed(folder: Path, size: int, timeout: float) -> Failure:
     first = silent[0] if silent else 0
     node = told[first].get("node")
     who = f"rank {first}" + (f" on {node}" if node else "")
-    waited = f"waited for more than launch.timeout={timeout:g} s"
-    error = f"{who} hangs or was killed: the others lost the connection, or {waited}"
+    error = f"{who} hangs or was killed: the others lost the connection"
     if not silent:
-        error = f"each rank lost the connection to another one, or {waited}"
+        error = "each rank lost the connection to another one"
+    error += f", or waited for more than launch.timeout={timeout:g} s"
     return Failure("\n".join([*_stacks(folder, size), error]), first, node)
 
 
@@ -194,5 +178,5 @@ def _stacks(folder: Path, size: int) -> list[str]:
             _, found, calls = text.rpartition("(most recent call first):\n")
             if found:
                 lines.append(f"where rank {rank} is (most recent call first):")
-                lines += calls.rstrip().splitlines()[:_LONGEST]
+                lines += calls.rstrip().splitlines()[:12]
     return lines

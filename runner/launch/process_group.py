@@ -15,10 +15,6 @@ from functools import partialmethod
 import torch
 import torch.distributed as dist
 
-from runner.config.environment import started_rank
-
-REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 def launch_from_torch(
     backend: str | None = None,
@@ -40,15 +36,15 @@ def launch_from_torch(
     Raises:
         RuntimeError: the environment describes no process group.
     """
-    missing = [name for name in REQUIRED if name not in os.environ]
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
     if missing:
         raise RuntimeError(
             f"the environment does not describe a process group ({', '.join(missing)} not set): "
             "start the script by torchrun --nproc_per_node=N"
         )
     if torch.cuda.is_available():
-        started = started_rank()
-        local_rank = 0 if started is None else started.local_rank or 0
+        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     backend = backend or _backend()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -90,13 +86,12 @@ def keep_freed_memory(device: str) -> None:
     It gives large blocks back to the system when they are freed, and the next step has every page
     mapped and cleared anew: a step of a small convolutional network takes 1.2 to 1.6 times as long.
     """
-    chosen = any(name.startswith("MALLOC_") for name in os.environ)
-    if device != "cpu" or chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if device != "cpu" or mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
         return
     trim_threshold, mmap_threshold, never = -1, -3, -1  # from malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     # Older versions of glibc refuse the first size of the largest block of the heap.
-    if mallopt is not None and any(mallopt(mmap_threshold, size) for size in (2**30, 2**25)):
+    if any(mallopt(mmap_threshold, size) for size in (2**30, 2**25)):
         mallopt(trim_threshold, never)
 
 

@@ -28,7 +28,7 @@ from runner.launch.failure import described, may_be_lost_peer, stopped_by
 from runner.launch.process_group import abandon, keep_freed_memory, launch_from_torch, leave
 from runner.launch.resume import newest
 from runner.run_folder import files
-from runner.run_folder.rows import JsonlSink, cut
+from runner.run_folder.strict_json import JsonlSink, cut
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import ConsoleHandler, print_line
 from runner.train import build, stop
@@ -56,10 +56,10 @@ class Job:
 
 def local_main(job: Job) -> dict[str, Any]:
     """Train as a rank that torch's elastic agent started, and return what the first rank does."""
-    _end_with_launcher()
+    threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None
-    _answer_signals(job, started.rank)
+    _answer_signals(job.handled)
     torch.set_num_threads(max(1, cores() // started.local_world_size))
     _log_to(job.folder / files.LOG, started.rank)
     try:
@@ -74,7 +74,6 @@ def local_main(job: Job) -> dict[str, Any]:
         failure.report(job.folder, started.rank, error)
         if number:
             sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(signals.exit_code(number))  # a rank that returns would wait for the agent
         until = time.monotonic() + PATIENCE
         while may_be_lost_peer(error) and time.monotonic() < until and not stop.requested():
@@ -124,26 +123,21 @@ def train_as_rank(
     work = job.work or partial(execute, folder=job.folder, resume=job.resume)
     try:
         if started.rank:
-            ended = work(job.config, [])
-        else:
-            with JsonlSink(job.folder / files.ROWS) as rows:
-                ended = work(job.config, [rows, *shown])
+            return work(job.config, [])
+        with JsonlSink(job.folder / files.ROWS) as rows:
+            return work(job.config, [rows, *shown])
     except BaseException as error:
         failure.report(job.folder, started.rank, error)
         raise
-    return ended
 
 
-def _answer_signals(job: Job, rank: int) -> None:
-
+def _answer_signals(handled: Sequence[int]) -> None:
     def note(number: int, frame: FrameType | None) -> None:
-        if number not in job.handled and number != signal.SIGTERM:  # by which the agent ends ranks
+        if number not in handled and number != signal.SIGTERM:  # by which the agent ends ranks
             return
         stop.request(number)
         if not stop.is_polled():
             raise signals.Terminated(number)
-        ending = (job.folder, rank)  # one that hangs would delay the end of all
-        threading.Thread(target=failure.follow_others, args=ending, daemon=True).start()
 
     for number in signals.ASKING:
         signal.signal(number, note)
@@ -151,15 +145,11 @@ def _answer_signals(job: Job, rank: int) -> None:
 
 
 def _end_with_launcher() -> None:
-    """End this rank when the process that launched it is gone, however that went."""
+    """Kill this process once the one that launched it is gone, however that ended."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
-
-    def watch() -> None:
-        wait([launcher.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="launcher").start()
+    wait([launcher.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _log_to(file: Path, rank: int) -> None:

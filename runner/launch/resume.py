@@ -15,33 +15,19 @@ from runner.checkpoint.folder import (
     manifest_of,
     require_whole,
 )
-from runner.config.environment import (
-    elastic_agent,
-    elastic_job,
-    restarts,
-    slurm_job,
-    was_requeued,
-)
+from runner.config.environment import restarts, was_requeued
 from runner.config.identity import branching, config_hash, differences
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.schema import RunConfig
 from runner.config.sizes import data_parallel_size
 from runner.run_folder import files, keys
-from runner.run_folder.status import (
-    ELASTIC_AGENT,
-    ELASTIC_JOB,
-    RESUMED,
-    SLURM_JOB,
-    WANDB_STEP,
-    is_unfinished,
-)
+from runner.run_folder.status import RESUMED, WANDB_STEP, is_unfinished, job_ids
 from runner.run_folder.strict_json import decode, encode, number, read_object
 
 WORDS = ("auto", "never")  # values of `resume` that are no path
 FROM = "resumed_from"  # entry of a status: checkpoint of another run that this one started from
 _BATCH = ("data.batch_size", "accumulation.steps")
-
 _CLASS = "optimizer._target_"
 
 
@@ -79,8 +65,7 @@ ANEW = Start()
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     """Return where a run in ``folder`` starts; a RequestError says why it cannot."""
     source, former = config.resume.source, read_object(folder / files.STATUS)
-    unfinished = is_unfinished(folder)
-    if bool(former) != unfinished:
+    if bool(former) != is_unfinished(folder):
         by = f"an earlier run ({files.STATUS})"
         raise _taken(folder, by if former else f"a run whose {files.STATUS} is damaged")
     if former and source == "never":
@@ -110,26 +95,22 @@ def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
         try:
             manifest = _require_usable(checkpoint)
         except DamagedCheckpoint as error:
-            damaged.append(str(error))
+            damaged.append(f"{error}: the run does not continue from it")
             continue
-        instead = f"{'; '.join(damaged)}: the run continues from {checkpoint.name}"
-        warnings = (instead,) if damaged else ()
-        return Start(checkpoint, int(manifest.get("step") or 0), former or {}, warnings)
-    return Start(warnings=(f"{'; '.join(damaged)}: the run starts anew",) if damaged else ())
+        return Start(checkpoint, int(manifest.get("step") or 0), former or {}, tuple(damaged))
+    return Start(warnings=tuple(damaged))
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     """Return the folder of the run that a job continues which Slurm or torchrun starts again."""
-    again = {SLURM_JOB: slurm_job()} if was_requeued() else {}
-    again |= {ELASTIC_AGENT: elastic_agent()} if elastic_agent() else {}
-    again |= {ELASTIC_JOB: elastic_job()} if restarts() else {}
-    if not again or (folder / files.STATUS).exists() or not folder.parent.is_dir():
+    again = job_ids(slurm=was_requeued(), elastic=restarts() > 0)
+    if not again or (folder / files.STATUS).exists():
         return None
-    for other in sorted(folder.parent.iterdir(), reverse=True):
-        status = read_object(other / files.STATUS)
-        same = status.get("config_hash") == config_hash(plain) and is_unfinished(other)
+    for path in sorted(folder.parent.glob(f"*/{files.STATUS}"), reverse=True):
+        status = read_object(path)
+        same = status.get("config_hash") == config_hash(plain) and is_unfinished(path.parent)
         if same and any(status.get(key) == job for key, job in again.items()):
-            return other
+            return path.parent
     return None
 
 
@@ -182,8 +163,7 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
     manifest, forced = manifest_of(checkpoint), config.resume.force
     force = "" if forced else "; resume.force=true continues all the same"
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
-    saved = manifest.get("config")
-    if not isinstance(saved, dict):
+    if not isinstance(saved := manifest.get("config"), dict):
         message = f"does not say its configuration{force}"
         return [] if forced else [Problem("resume", str(checkpoint), message)]
     differing = differences(saved, decode(encode(dict(plain))))
@@ -192,23 +172,22 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
     if forced:
         differing = {key: pair for key, pair in differing.items() if key == _CLASS}
     else:
+        free: tuple[str, ...] = _BATCH if before == now else ()
         if branching(config.resume.source):
             force = "; a branch changes keys of clip and optimizer alone"
-            free = ("clip.", "optimizer.")
-            fixed = [key for key in differing if key == _CLASS or not key.startswith(free)]
-            differing = {key: differing[key] for key in fixed}
-        if before == now:
-            differing = {key: pair for key, pair in differing.items() if key not in _BATCH}
-        elif before is not None and not differing.keys() & {*_BATCH}:
+            free += ("clip.", "optimizer.")
+        fixed = [key for key in differing if key == _CLASS or not key.startswith(free)]
+        differing = {key: differing[key] for key in fixed}
+        if before != now and before is not None and not differing.keys() & {*_BATCH}:
             text = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
             return [Problem(_BATCH[0], config.data.batch_size, text)]
-    found = []
+    problems = []
     for key, (old, value) in differing.items():
         was = "is not given" if old == MISSING else f"is {shown(old)}"
         end = "; its state cannot be used" if key == _CLASS else force
         typed = "(not given)" if value == MISSING else value
-        found.append(Problem(key, typed, f"{was} in {where}{end}"))
-    return found
+        problems.append(Problem(key, typed, f"{was} in {where}{end}"))
+    return problems
 
 
 def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:

@@ -26,7 +26,6 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ECHO = 1.0  # seconds in which further signals count as the first: `timeout` sends each one twice
 # The same for ranks of torchrun, which passes on what its processes get from the terminal too
 ECHO_OF_LAUNCHER = 3.0
-AT_ONCE = 5.0  # seconds that the main thread has to end where no training polls
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
 LastWords = Callable[[int, str], None]  # takes the exit code and the reason, in a thread
@@ -41,13 +40,9 @@ class Terminated(SystemExit):
 
 
 class _State:
-    number = 0
-    at = 0.0
-    timeout = 30.0
-    listens = False
-    patient = False
-    raised = False
-    last: list[LastWords] = []  # noqa: RUF012
+    number, at, timeout = 0, 0.0, 30.0
+    listens = raised = False
+    last: tuple[LastWords, ...] = ()
 
 
 def exit_code(number: int) -> int:
@@ -55,9 +50,8 @@ def exit_code(number: int) -> int:
 
 
 def reason(number: int) -> str:
-    if number == signal.SIGINT:
-        return "interrupted by the user"
-    return f"terminated by {signal.Signals(number).name}"
+    ended = f"terminated by {signal.Signals(number).name}"
+    return "interrupted by the user" if number == signal.SIGINT else ended
 
 
 def listen() -> None:
@@ -84,26 +78,24 @@ def ignore() -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the seconds that a training has to end after the first signal."""
+    """Set the time that a training has to end after the first signal."""
     _State.timeout = seconds
 
 
 def time_left() -> float:
     """Return the seconds until this process is ended as it is; infinite before a signal."""
-    if not _State.number:
-        return math.inf
-    _State.patient = _State.patient or stop.is_polled()
-    return _State.at + _limit() - time.monotonic()
+    return _State.at + _State.timeout - time.monotonic() if _State.number else math.inf
 
 
 @contextmanager
 def last_words(function: LastWords) -> Iterator[None]:
     """Call ``function`` if the process ends as it is while it is in this block."""
-    _State.last.append(function)
+    before = _State.last
+    _State.last = (function, *before)
     try:
         yield
     finally:
-        _State.last.remove(function)
+        _State.last = before
 
 
 def requeue() -> None:
@@ -112,22 +104,17 @@ def requeue() -> None:
     first = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
     if _State.number != signal.SIGUSR1 or not job or not first:
         return
-    command = ["scontrol", "requeue", job]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip()
-        print(f"clip-runner: Slurm does not start the job again: {said}", file=sys.stderr)
+        print(f"clip-runner: Slurm does not start the job again: {error}", file=sys.stderr)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
     stop.request(number)
-    if stop.is_polled() or _State.raised:
-        return
-    _State.raised = True
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Terminated(number)
+    if not stop.is_polled() and not _State.raised:
+        _State.raised = True
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
 
 def _watch(heard: int) -> None:
@@ -142,18 +129,14 @@ def _watch(heard: int) -> None:
             elif now - _State.at > (ECHO if started_rank() is None else ECHO_OF_LAUNCHER):
                 _end("a second signal")
         if time_left() < 0:
-            _end(f"it had not ended after {_limit():g} s")
-
-
-def _limit() -> float:
-    return _State.timeout if _State.patient else min(_State.timeout, AT_ONCE)
+            _end(f"it had not ended after {_State.timeout:g} s")
 
 
 def _end(why: str) -> None:
     code, why = exit_code(_State.number), f"{reason(_State.number)}; {why}"
 
     def speak() -> None:
-        for function in reversed(_State.last):
+        for function in _State.last:
             with suppress(Exception):
                 function(code, why)
         with suppress(OSError):
@@ -168,12 +151,10 @@ def _end(why: str) -> None:
 
 def _leave_to_parent() -> None:
     """Let a forked process, such as a worker of a data loader, be ended by its parent alone."""
-    if not _State.listens:
-        return
-    signal.set_wakeup_fd(-1)
-    for number in handled():
-        ends = number == signal.SIGTERM
-        signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+    if _State.listens:
+        signal.set_wakeup_fd(-1)
+        for number in handled():
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,38 +1,61 @@
-"""Run one job in the process that the user started, which keeps the record and closes it."""
+"""Run one job, and keep its record: in this process, on local ranks, or as torchrun's first rank.
+
+Local ranks are started by torch's elastic agent. This process then trains nothing and follows the
+rows that the first rank appends to ``metrics.jsonl``, so that a rank that is killed takes none of
+the record with it.
+"""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from runner.config import disk
-from runner.config.environment import started_rank
+from runner.config.environment import OWN_STORE, started_rank
 from runner.config.identity import config_hash
-from runner.config.problem import Interrupted, Stopped
+from runner.config.problem import Interrupted, Problem, RequestError, Stopped
 from runner.config.schema import RunConfig
+from runner.config.sizes import least_ranks
 from runner.launch import failure, signals
-from runner.launch.failure import Failure, attempt, may_be_lost_peer
+from runner.launch.failure import KNOBS, Failure, attempt, may_be_lost_peer
 from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
-from runner.run_folder.rows import JsonlSink, cut, last_step
 from runner.run_folder.status import WANDB_STEP, Record, objective_of, provenance
+from runner.run_folder.strict_json import JsonlSink, cut, follow, last_step
 from runner.telemetry.guidance import sentences
 from runner.telemetry.sinks import RunLog, Sink, TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
 
+if TYPE_CHECKING:
+    from runner.launch.rank import Job
+
 log = logging.getLogger(__name__)
 
 # Sections that say nothing about a run itself: wandb does not show them
 _OTHERS = ("calibrate", "verify", "sweep", "report")
 PAGE_SECONDS = 2.0  # seconds of `shutdown.timeout` that are kept for the page of the run
+# Seconds by which the agent kills its ranks later than `shutdown.timeout`, when they end
+LATER = 10
+# What the fork server imports for all ranks. It calculates nothing, because threads would not exist
+# in its children, and asks for no GPU, because a driver that was asked cannot be used after a fork
+PRELOADED = (
+    *("runner.launch.rank", "torch._dynamo", "torch.utils.serialization.config"),
+    *("torch.distributed.fsdp", "torch.distributed.pipelining", "runner.booster.plugin"),
+)
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
 
@@ -62,14 +85,11 @@ def train(
     joined, folder = started_rank(), folder.absolute()
     device = build.device_of(config.device)
     if is_watched(sys.stderr) and device.type == "cpu":
-        log_section = config.log.model_copy(update={"flush": 1})
-        config = config.model_copy(update={"log": log_section})
+        config = config.model_copy(update={"log": config.log.model_copy(update={"flush": 1})})
     limit, ranks = config.launch.timeout, build.ranks_of(config)
     job = Job(config, folder, work, start.checkpoint, start.step, tuple(signals.handled()))
     if joined is None and (ranks > 1 or config.launch.max_restarts):
-        from runner.launch import elastic
-
-        return elastic.train_on_ranks(job, ranks, shown)
+        return train_on_ranks(job, ranks, shown)
     try:
         if joined is not None and config.plugin.name != "single":
             ended = train_as_rank(job, limit, shown)
@@ -92,6 +112,117 @@ def train(
     return ended
 
 
+def require_one_machine(config: RunConfig) -> None:
+    """Refuse what only one machine has been started for."""
+    nodes = config.plugin.nnodes
+    if (nodes or 1) > 1 and started_rank() is None:
+        options = f"--nnodes={nodes} --nproc-per-node=N --rdzv-backend=c10d --rdzv-id=JOB"
+        message = (
+            "this command starts ranks on this machine alone: start it on each machine by "
+            f"torchrun {options} --rdzv-endpoint=FIRST_HOST:29400 -m runner"
+        )
+        raise RequestError([Problem("plugin.nnodes", nodes, message)])
+
+
+def prepare(*configs: RunConfig) -> None:
+    """Start the fork server in the background, if one of these runs has ranks of its own."""
+    if any(least_ranks(one.plugin) > 1 or one.launch.max_restarts for one in configs):
+        _ensure_running()
+
+
+def _ensure_running() -> None:
+    """Start the server; no signal reaches it and its children, until these unblock them."""
+    multiprocessing.set_forkserver_preload([*PRELOADED])
+    resource_tracker.ensure_running()  # it would unblock some of them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
+    """Start the ranks of a run, show the rows of the first rank, and wait for all ranks."""
+    stop.requested()  # from here on a signal is noted, and passed on to the ranks
+    ended, file = threading.Event(), job.folder / files.ROWS
+    rows = follow(file, ended, start=file.stat().st_size if file.exists() else 0)
+
+    def show() -> None:
+        for row in rows:
+            for sink in shown:
+                sink.write(row)
+
+    follower = threading.Thread(target=show, name="rows")
+    follower.start()
+    try:
+        return _launch(job, ranks)
+    finally:
+        ended.set()
+        follower.join()
+
+
+def _launch(job: Job, ranks: int) -> dict[str, Any]:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from runner.launch.rank import local_main
+
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the end of a run says it shorter
+    os.environ[OWN_STORE] = "1"
+    _ensure_running()
+    asked = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="local",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=job.config.launch.max_restarts,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="",
+        shutdown_timeout=int(job.config.shutdown.timeout) + LATER,
+    )
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # One time only: a second exception would keep the agent from ending its ranks
+        first = not stop.requested()
+        stop.request(number)
+        if first:
+            raise SignalException(signal.Signals(number).name, signal.Signals(number))
+
+    before = {number: signal.signal(number, end) for number in job.handled}
+    try:
+        if number := stop.requested():
+            raise Stopped(number)
+        summary: dict[str, Any] = elastic_launch(asked, local_main)(job)[0]
+        return summary
+    except SignalException as error:
+        raise Stopped(int(error.sigval)) from None
+    except ChildFailedError as error:
+        raise _end_of(job, ranks, *error.get_first_failure()) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_of(job: Job, size: int, rank: int, process: Any) -> Exception:
+    """Return why the ranks ended: the first one that did may only have lost a connection."""
+    code = process.exitcode
+    if code in (129, 130, 143):  # a signal reached this rank alone
+        return Stopped(code - 128)
+    if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
+        return failure.blamed(job.folder, size, job.config.launch.timeout)
+    if code > 0:
+        return Failure(f"rank {rank} exited with code {code}", rank)
+    memory = f", as the system does if it runs {KNOBS}" if code == -signal.SIGKILL else ""
+    return Failure(f"rank {rank} was ended by {process.signal_name()}{memory}", rank)
+
+
 def run(
     config: RunConfig,
     plain: dict[str, Any],
@@ -99,11 +230,13 @@ def run(
     words: Sequence[str] = (),
     *,
     start: Start = ANEW,
-    reports_end: bool = True,
-    swept: Sequence[str] = (),
+    swept: Sequence[str] | None = None,
     alone: bool = True,
 ) -> Ended:
-    """Run one job to its end and record it in ``folder``. A failure is recorded, not raised."""
+    """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
+
+    ``swept`` are the keys that vary if it is one of a sweep, which tells and shows how it ended.
+    """
     signals.set_timeout(config.shutdown.timeout)
     run_id = None
     if config.tracker.uses("wandb"):
@@ -125,7 +258,8 @@ def run(
         print_line(f"clip-runner: {line}", sys.stderr)
 
     def show_and_train() -> dict[str, Any]:
-        shown.append(_terminal(config, folder.name if reports_end else f"run {folder.name}", alone))
+        title = folder.name if swept is None else f"run {folder.name}"
+        shown.append(_terminal(config, title, alone))
         if run_id is not None:
             name, sent = " ".join(words) or folder.name, resumed.get(WANDB_STEP)
             shown.append(_wandb(config, plain, folder, run_id, name, sent))
@@ -133,67 +267,56 @@ def run(
             shown.append(TensorboardSink(folder, start.step if start.former else None))
         trained = train(config, folder, shown, start=start)
         trained[keys.WALL_SECONDS] += start.seconds
-        trained |= {"guidance": sentences(trained.get("remarks", ()), swept)} | made_with
+        trained |= {"guidance": sentences(trained.get("remarks", ()), swept or ())} | made_with
         record.summary(trained)
-        if (reason := trained.get(keys.ENDED_EARLY)) and reports_end:
+        if (reason := trained.get(keys.ENDED_EARLY)) and swept is None:
             print_line(f"clip-runner: ended early: {reason}", sys.stderr)
         return trained
 
-    def write_last(code: int, why: str) -> None:
-        record.end("interrupted", code, why, None)
-
     logging.captureWarnings(True)  # and so in runner.log
-    with signals.last_words(write_last):
+    with signals.last_words(lambda code, why: record.end("interrupted", code, why, None)):
         ended = attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
-        if isinstance(ended, Failure):
-            record.end(ended.state, ended.exit_code, ended.error, ended.rank, ended.node)
-            log.info("%s", ended.error)
+        failed, summary = (ended, None) if isinstance(ended, Failure) else (None, ended)
+        if failed:
+            record.end(failed.state, failed.exit_code, failed.error, failed.rank, failed.node)
+            log.info("%s", failed.error)
         else:
             record.end("finished", 0, None, None)
-    return _close(config, folder, ended, shown, words, reports_end)
-
-
-def _close(
-    config: RunConfig,
-    folder: Path,
-    ended: Failure | dict[str, Any],
-    shown: Sequence[Sink],
-    words: Sequence[str],
-    reports_end: bool,
-) -> Ended:
-    """Close the sinks of a run, write its page, and raise if a signal ended it."""
-    failed = ended if isinstance(ended, Failure) else None
-    summary = None if isinstance(ended, Failure) else ended
-    exit_code = failed.exit_code if failed else 0
     failure.clear(folder)
+    exit_code = failed.exit_code if failed else 0
     for sink in shown:
         sink.close(summary, exit_code)
-    page = write_page(folder) if reports_end else None  # the page of a sweep shows all its runs
     if failed and (failed.state == "failed" or "\n" in failed.error):
-        level = logging.ERROR if reports_end else logging.INFO
+        level = logging.ERROR if swept is None else logging.INFO
         *_, last = failed.error.splitlines() or ["no message"]
         who = "the run" if config.plugin.name == "single" else f"rank {failed.rank}"
         why = last if last.startswith(f"{who} ") else f"{who} failed: {last}"
         log.log(level, "%s (see %s)", why, folder / files.STATUS)
-    if reports_end:
-        if exit_code > 128 and newest(folder).checkpoint is not None:
-            kept = [word for word in words if not word.startswith("resume")]
-            again = shlex.join([f"resume={folder}", *kept])
-            print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
-        for offline in folder.glob("wandb/offline-run-*"):
-            print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
-        print_line(str(page or folder))
+    if swept is None:
+        _tell_what_is_next(folder, words, exit_code > 128)
     late = stop.reset()  # a signal after the training had ended
     if exit_code == 130:
         raise Interrupted
     if exit_code > 128:
         raise SystemExit(exit_code)
-    if late and not reports_end:  # the sweep ends
+    if late and swept is not None:  # the sweep ends
         raise signals.Terminated(late)
-    full = failed is not None and failed.disk_full
-    return Ended(exit_code, objective_of(summary or {}, config.sweep.objective), full)
+    objective = objective_of(summary or {}, config.sweep.objective)
+    return Ended(exit_code, objective, failed is not None and failed.disk_full)
+
+
+def _tell_what_is_next(folder: Path, words: Sequence[str], stopped: bool) -> None:
+    """Write the page of a run, and print where it is and which commands may follow."""
+    page = write_page(folder)
+    if stopped and newest(folder).checkpoint is not None:
+        kept = [word for word in words if not word.startswith("resume")]
+        again = shlex.join([f"resume={folder}", *kept])
+        print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
+    for offline in folder.glob("wandb/offline-run-*"):
+        print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
+    print_line(str(page or folder))
 
 
 def write_page(folder: Path, left: int = 0) -> Path | None:

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from runner.config.modes import ModeInfo, info_of
 from runner.config.notation import higher_is_better
 from runner.run_folder import files, keys
-from runner.run_folder.rows import read_rows
 from runner.run_folder.status import elapsed, state_of
-from runner.run_folder.strict_json import number, read_object
+from runner.run_folder.strict_json import number, read_object, read_rows
 
 Floats = NDArray[np.float64]
 Metrics = dict[str, float | None]

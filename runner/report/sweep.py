@@ -12,7 +12,7 @@ from typing import Any
 from runner.config.folders import CONFIG_NAME, find
 from runner.report.run import NoRunError, Run, is_run, read_run, read_yaml
 from runner.run_folder import files
-from runner.run_folder.sweep_record import Entry, SweepRecord
+from runner.run_folder.status import Entry, SweepRecord
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,14 @@ TABLE_CSV = "report.csv"
 TABLE_LATEX = "report.tex"
 TABLE_JSON = "report.json"  # table of a run or of a sweep for other programs
 LOG = "runner.log"
-LOCK = ".run.lock"  # locked by the process that writes to the folder of a run
+LOCK = ".run.lock"  # locked by the process that writes to the folder of a run or a sweep
 RANKS = ".ranks"  # folder in which each rank of a run writes how it ended, while the run is on
 CHECKPOINTS = "checkpoints"  # folder of a run that holds its checkpoints
-# Checkpoint of a run that holds the weights of its end, and nothing to continue from
-FINAL = "final"
+FINAL = "final"  # checkpoint with the weights of the end of a run, and nothing to continue from
 STATE = "state.pt"  # state of a training besides its tensors, in a checkpoint
-# What a checkpoint holds: sizes and checksums of its files. It is written last
-MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"  # sizes and checksums of the files of a checkpoint; written last
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"  # folder that wandb writes its record to
 SWEEP = "sweep.json"  # what a sweep was asked for, and how each of its runs stands
 MULTIRUN = "multirun.yaml"  # what Hydra composed the sweep from
-# Folder of a sweep that keeps the files of unfinished runs that were started again
-EARLIER = "earlier"
+EARLIER = "earlier"  # folder of a sweep with the files of unfinished runs that started again

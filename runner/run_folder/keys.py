@@ -33,8 +33,7 @@ CLIP_CLIPPED = "clip/clipped"  # 1 if clipping changed this step, else 0
 CLIP_FRACTION = "clip/fraction"
 CLIP_RATIO = "clip/ratio"
 CLIP_RATIO_TOTAL = "clip/ratio_total"  # share of all steps so far that clipping changed
-# Distribution over steps of the largest value that the mode compares with its threshold (summary
-# only)
+# Distribution over steps of the largest value compared with the threshold (summary only)
 CLIP_PEAK = "clip/peak"
 # Largest number of steps in a row that clipping changed (summary only)
 CLIP_STREAK = "clip/longest_streak"
@@ -49,23 +48,13 @@ EVAL_ACCURACY = f"{EVAL}accuracy"
 
 LAYER_NORM = f"{GRAD_NORM}/"  # prefix of the gradient norm of one parameter
 LAYER_UPDATE = f"{UPDATE_RATIO}/"  # prefix of the update-to-weight ratio of one parameter
-# Prefix of the share of steps so far that another threshold would have clipped
+# Prefix of the share of steps so far that another threshold, which follows, would have clipped
 WHAT_IF = "clip/what_if/"
 # Facts about a clipping mode that is not one of this project's own (summary only)
 CLIP_MODE = "clip/mode"
 # Why a callback ended the training, such as early stopping (summary and status only)
 ENDED_EARLY = "ended_early"
 WALL_SECONDS = "wall_s"  # wall time of the run (summary only)
-
-
-def layer_norm(parameter: str) -> str:
-    """Return the key of the gradient norm of a parameter."""
-    return f"{LAYER_NORM}{parameter}"
-
-
-def what_if(threshold: float) -> str:
-    """Return the key of the share of steps that ``threshold`` would have clipped."""
-    return f"{WHAT_IF}{threshold}"
 
 
 def inner(path: Sequence[tuple[str, str]]) -> list[str]:

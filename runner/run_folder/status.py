@@ -1,45 +1,46 @@
-"""The folder of a run: who may write to it, its configuration, its state and its summary."""
+"""The records of a run and of a sweep: who may write to a folder, and how what is in it stands."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from runner.config import disk
 from runner.config.environment import elastic_agent, elastic_job, slurm_job
+from runner.config.identity import masked_words
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files, keys
-from runner.run_folder.strict_json import number, read_object, write_object, write_text
+from runner.run_folder.strict_json import encode, number, read_object, write_object, write_text
 
 log = logging.getLogger(__name__)
 
-SLURM_JOB = "slurm_job_id"
-ELASTIC_JOB = "torchelastic_run_id"
-ELASTIC_AGENT = "torchelastic_agent"
 RESUMED = "resumed"  # entry of a status: the steps at which the run was continued in its own folder
 # Entry of the status of a continued run: the last step whose row wandb got before
 WANDB_STEP = "wandb_step"
 PROGRESS_SECONDS = 1.0  # shortest time between two writes of the step to `status.json`
 # Seconds to wait for the lock of a process that is gone: its children hold it until they end
 RELEASED = 5.0
-PACKAGES = ("clip-runner", "torch", "torchvision", "hydra-core", "wandb")
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run against other processes; it is made if there is none."""
+def claimed(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
+    """Hold the folder of a run or a sweep against other processes; it is made if there is none."""
     from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
 
     disk.require_room(folder)
@@ -48,8 +49,8 @@ def claimed(folder: Path) -> Iterator[None]:
         with FileLock(folder / files.LOCK, timeout=RELEASED):
             yield
     except Timeout:
-        message = "another run is using this folder: wait for its end, or choose another folder"
-        raise RequestError([Problem("hydra.run.dir", str(folder), message)]) from None
+        message = "another process is using this folder: wait for its end, or choose another folder"
+        raise RequestError([Problem(key, str(folder), message)]) from None
 
 
 class Record:
@@ -75,8 +76,7 @@ class Record:
         self._status |= {"config_hash": config_hash, "wandb_run_id": wandb_run_id, "step": 0}
         self._status |= {"started": now(), "ended": None, keys.WALL_SECONDS: 0.0}
         self._status |= {"pid": os.getpid(), "host": socket.gethostname()}
-        jobs = {SLURM_JOB: slurm_job(), ELASTIC_JOB: elastic_job(), ELASTIC_AGENT: elastic_agent()}
-        self._status |= {key: job for key, job in jobs.items() if job} | dict(resumed or {})
+        self._status |= job_ids() | dict(resumed or {})
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
 
@@ -105,13 +105,17 @@ class Record:
         rank: int | None,
         node: str | None = None,
     ) -> None:
-        """Write how the run ended; on a full disk that is logged."""
+        """Write how the run ended; on a full disk into the space that the file has."""
         ended = {"state": state, "exit_code": exit_code, "error": error, "rank": rank}
         self._status |= {**ended, "ended": now(), **({"node": node} if node else {})}
         try:
             self._write_status()
         except OSError as failed:
             log.error("%s", failed.args[-1])
+            self._status["error"] = (error or "").strip().rpartition("\n")[2][:1000]
+            with suppress(OSError), (self._folder / files.STATUS).open("r+") as file:
+                file.write(encode(self._status))
+                file.truncate()
 
     def _write_status(self) -> None:
         self._status[keys.WALL_SECONDS] = round(self._before + time.monotonic(), 3)
@@ -120,8 +124,14 @@ class Record:
 
 
 def now() -> str:
-    """Return the current time as records store it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def job_ids(slurm: bool = True, elastic: bool = True) -> dict[str, str]:
+    """Return the jobs that this process belongs to, as a status has them."""
+    jobs = {"slurm_job_id": slurm_job() if slurm else None, "torchelastic_agent": elastic_agent()}
+    jobs |= {"torchelastic_run_id": elastic_job() if elastic else None}
+    return {key: job for key, job in jobs.items() if job}
 
 
 def elapsed(status: Mapping[str, Any]) -> float | None:
@@ -159,19 +169,147 @@ def is_alive(pid: int) -> bool:
 
 def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
     """Return the metric ``key`` of a run's summary, or None if the run did not record it."""
-    for part in (summary.get("best"), summary.get("final"), summary):
-        value = number(part.get(key)) if isinstance(part, Mapping) else None
-        if value is not None:
-            return value
-    return None
+    parts = (summary.get("best"), summary.get("final"), summary)
+    found = (number(part.get(key)) for part in parts if isinstance(part, Mapping))
+    return next((value for value in found if value is not None), None)
 
 
 def provenance() -> dict[str, str]:
     """Return ``versions`` and, in a git checkout, ``git``: the commit, and whether files differ."""
-    versions = [f"{name} {version(name)}" for name in PACKAGES]
+    packages = ("clip-runner", "torch", "torchvision", "hydra-core", "wandb")
+    versions = [f"{name} {version(name)}" for name in packages]
     made = {"versions": ", ".join([f"python {platform.python_version()}", *versions])}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
         made["git"] = done.stdout.strip()
     return made
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass
+class Entry:
+    """One run of a sweep."""
+
+    number: Annotated[int, Field(ge=0)]
+    folder: Annotated[str, Field(pattern=r"^\d+$")]  # it is moved away if the run starts again
+    overrides: list[str]
+    words: list[str]
+    config_hash: str
+    state: str = "waiting"
+    exit_code: int | None = None
+    error: str | None = None
+    objective: float | None = None
+    clip_ratio: float | None = None
+    seconds: float | None = None
+    job: str | None = None
+    pid: int | None = None
+
+    @property
+    def label(self) -> str:
+        return " ".join(self.overrides)
+
+    @property
+    def ended(self) -> bool:
+        return self.state not in ("waiting", "running")
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass
+class SweepRecord:
+    """The content of ``sweep.json``."""
+
+    name: str
+    words: list[str]
+    request: str
+    objective: str
+    maximizes: bool
+    max_failures: int | None
+    keys: list[str]
+    total: int
+    state: str = "running"
+    started: str = ""
+    ended: str | None = None
+    failures: int = 0
+    entries: Annotated[list[Entry], Field(alias="runs")] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> SweepRecord:
+        path = folder / files.SWEEP
+        try:
+            return _READER.validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise ValueError(f"{path} is no record of a sweep: {why}") from None
+
+    @classmethod
+    def find(cls, folder: Path) -> SweepRecord | None:
+        return cls.read(folder) if (folder / files.SWEEP).exists() else None
+
+    def write(self, folder: Path) -> None:
+        """Replace the record in the folder of a sweep; secrets in overrides are masked."""
+        content = asdict(self)
+        for part in (content, *content["entries"]):
+            for key in {"words", "overrides"} & part.keys():
+                part[key] = masked_words(part[key])
+        content["runs"] = content.pop("entries")
+        write_object(folder / files.SWEEP, content)
+
+    @property
+    def gives_up(self) -> bool:
+        return self.max_failures is not None and self.failures > self.max_failures
+
+    def of(self, number: int) -> Entry:
+        return {entry.number: entry for entry in self.entries}[number]
+
+
+_READER = TypeAdapter(SweepRecord)
+
+
+@contextmanager
+def changed(folder: Path) -> Iterator[SweepRecord]:
+    """Yield the record of a sweep to change it; it is written when the block ends."""
+    from filelock import FileLock  # it imports asyncio, which readers of a sweep do not need
+
+    with FileLock(folder / f".{files.SWEEP}.lock"):
+        record = SweepRecord.read(folder)
+        yield record
+        record.write(folder)
+
+
+def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:
+    """Return the finished run with the best finite objective; None if no run has one."""
+    scores = [(number(one.objective), one) for one in entries if one.state == "finished"]
+    known = [(-score if maximizes else score, one) for score, one in scores if score is not None]
+    finite = [pair for pair in known if math.isfinite(pair[0])]
+    return min(finite, key=lambda pair: pair[0])[1] if finite else None
+
+
+def earlier_record(
+    folder: Path, request: str | None = None, jobs: Sequence[str] = ()
+) -> str | None:
+    """Return why a run or a sweep must not be written to ``folder``, or None if it may be."""
+    if request is None:
+        if is_unfinished(folder):
+            return None  # the run continues it, or is refused where its configuration is known
+        killed = (folder / files.LOCK).exists()  # before its record began
+        for name in (files.STATUS, files.MULTIRUN, *(() if killed else (files.HYDRA,))):
+            if (folder / name).exists():
+                return f"holds the record of an earlier run ({name}); choose another or remove it"
+        return None
+    other = "; choose another sweep.name"
+    try:
+        record = SweepRecord.find(folder)
+    except (OSError, ValueError) as error:
+        return f"{error}{other} or remove {folder}"
+    if record is None:
+        # A sweep that ended before it wrote anything leaves its lock
+        if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
+            return None
+        return f"{folder} holds something that is no sweep{other} or remove it"
+    known = Counter(entry.config_hash for entry in record.entries)
+    extended = 0 < record.total == len(record.entries) and known <= Counter(jobs)
+    if record.request == request or extended:
+        return None
+    return f"{folder} holds another request ({' '.join(record.words)}){other}"

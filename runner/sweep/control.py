@@ -19,19 +19,15 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from runner.compose.jobs import Job, Sweep, Where
 from runner.compose.request import Request
-from runner.config import disk
 from runner.config.identity import masked_words
 from runner.config.problem import Interrupted, Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder import files
-from runner.run_folder.status import now
-from runner.run_folder.sweep_record import Entry, SweepRecord, changed
+from runner.run_folder.status import Entry, SweepRecord, changed, claimed, now
 from runner.sweep import live
 from runner.sweep.job import grouped, run_job
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
@@ -41,7 +37,6 @@ from runner.train import stop
 
 log = logging.getLogger("runner.wandb")
 
-_RELEASED = 8  # seconds to wait until the processes of a killed sweep release its folder
 # Seconds that runs have longer than `shutdown.timeout`, until the sweep ends without them
 _LATER = 5.0
 _ASK = 10.0  # seconds between two questions to Slurm, which many users share
@@ -59,9 +54,7 @@ def run_sweep(
     if left := _left(request, sweep, plan_runs(request)):
         check(left, sweep.where)
         require_same(left)
-    disk.require_room(sweep.folder)
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    with _claimed(sweep):
+    with claimed(sweep.folder, "hydra.sweep.dir"):
         _wait_for_slurm(plan_runs(request))
         entries = plan_runs(request)
         if done := live.resumed(entries):
@@ -126,17 +119,6 @@ def _queued() -> set[str]:
         message = f"Slurm does not say which jobs it has ({error}); try again"
         raise RequestError([Problem("hydra/launcher", "submitit_slurm", message)]) from None
     return set(found.stdout.split())
-
-
-@contextmanager
-def _claimed(sweep: Sweep) -> Iterator[None]:
-    """Lock a sweep against other processes; the lock ends with this process."""
-    try:
-        with FileLock(sweep.folder / ".sweep.lock", timeout=_RELEASED):
-            yield
-    except Timeout:
-        message = f"another process is running this sweep in {sweep.folder}"
-        raise RequestError([Problem("sweep.name", sweep.name, message)]) from None
 
 
 def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence[str]) -> None:

@@ -26,8 +26,7 @@ from runner.config.identity import config_hash
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder import files
-from runner.run_folder.status import claimed
-from runner.run_folder.sweep_record import Entry, SweepRecord, changed
+from runner.run_folder.status import Entry, SweepRecord, changed, claimed
 from runner.sweep import live
 from runner.sweep.resume import load_status
 from runner.telemetry.sinks.console import print_line
@@ -107,7 +106,6 @@ def _run(config: DictConfig, place: str) -> float | None:
                 folder,
                 words,
                 start=decide(typed, plain, folder),
-                reports_end=False,
                 swept=record.keys,
                 alone=place != "beside",
             )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from statistics import mean
 
 from runner.config.notation import clock, percent, plural, rounded
-from runner.run_folder.sweep_record import Entry, SweepRecord, best
+from runner.run_folder.status import Entry, SweepRecord, best
 
 _LONGEST_ERROR = 80
 

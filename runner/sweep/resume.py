@@ -13,9 +13,8 @@ from runner.compose.request import Request
 from runner.config.problem import RequestError
 from runner.launch.resume import WORDS, named, newest, problems
 from runner.run_folder import files, keys
-from runner.run_folder.status import elapsed, is_unfinished, objective_of
+from runner.run_folder.status import Entry, SweepRecord, elapsed, is_unfinished, objective_of
 from runner.run_folder.strict_json import read_object
-from runner.run_folder.sweep_record import Entry, SweepRecord
 
 _STATES = ("running", "finished", "failed", "interrupted")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from runner.clip import Layout, ParamShard
 from runner.clip.norms import Powers, combined_norms, powers_of
 from runner.run_folder import keys
-from runner.run_folder.rows import Row
+from runner.run_folder.strict_json import Row
 
 
 class Gauges:

@@ -21,7 +21,7 @@ from torch import Tensor
 from runner.clip import Decision, Number, transfer
 from runner.config.notation import higher_is_better
 from runner.run_folder import keys
-from runner.run_folder.rows import Row
+from runner.run_folder.strict_json import Row
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.sinks import Sink
 
@@ -207,7 +207,7 @@ class Meter:
         found: dict[str, float] = {keys.GRAD_NONFINITE: total.nonfinite}
         if self.skips or total.skipped:
             found[keys.CLIP_SKIPPED] = total.skipped
-        return found | {keys.what_if(t): above / steps for t, above in self._above.items()}
+        return found | {f"{keys.WHAT_IF}{t}": above / steps for t, above in self._above.items()}
 
     def _count(self, step: StepMetrics, values: StepValues, loss: float | None) -> None:
         self.norms.append(values.norm)

@@ -16,7 +16,7 @@ from runner.clip import Decision, GradStats, Number, transfer
 from runner.clip.functional import plain_clipper
 from runner.clip.shard import is_dtensor
 from runner.run_folder import files
-from runner.run_folder.rows import JsonlSink, Row
+from runner.run_folder.strict_json import JsonlSink, Row
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks import Sink
 

@@ -315,7 +315,7 @@ def _logged_keys(
     """Check that the run logs the objective of its sweep, and what early stopping watches."""
     names = logged(config, data)
     key, watched = config.sweep.objective, config.early_stopping.metric
-    layers = [] if model is None else [keys.layer_norm(n) for n, _ in model.named_parameters()]
+    layers = [] if model is None else [f"{keys.LAYER_NORM}{n}" for n, _ in model.named_parameters()]
     known = key in names or (config.telemetry.per_layer and key in layers)
     # The objective of a single run without held-out data is the default one, which nobody chose.
     if not known and (compared or data.test is not None or not key.startswith(keys.EVAL)):

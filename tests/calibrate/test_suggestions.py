@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from runner.calibrate.distribution import (
+from runner.calibrate.measure import (
     Histogram,
     distribution,
     suggest,

@@ -103,7 +103,7 @@ def test_the_second_run_in_a_folder_is_refused(outputs, tmp_path, capsys):
         before = contents(folder)
         assert main([f"hydra.run.dir={folder}", *TINY]) == 2
         assert contents(folder) == before
-    assert "another run is using this folder" in capsys.readouterr().err
+    assert "another process is using this folder" in capsys.readouterr().err
 
 
 def test_a_note_names_each_plugin_that_runs_on_one_rank(outputs, capsys):

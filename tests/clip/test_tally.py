@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.calibrate.distribution import Histogram
+from runner.calibrate.measure import Histogram
 from runner.clip import GradStats, Layout, apply_gradient_clipping, build
 from runner.clip.tally import HIGHEST, LOWEST, PER_DECADE, Tally
 from tests.clip.reference import on, unwaited

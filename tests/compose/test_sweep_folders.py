@@ -6,7 +6,7 @@ import pytest
 
 from runner.compose.request import request
 from runner.config.problem import RequestError
-from runner.run_folder.sweep_record import earlier_record
+from runner.run_folder.status import earlier_record
 
 pytestmark = pytest.mark.usefixtures("outputs")
 TWO = ["clip.threshold=0.1,0.25", "seed=1,2"]

@@ -57,12 +57,14 @@ def about_disk(said, disk):
 
 
 def test_a_run_whose_rows_do_not_fit_fails_and_continues_once_there_is_space(run, disk):
-    folder = f"hydra.run.dir={disk}/outputs/runs/one"
-    words = [folder, "tracker=none", "checkpoint.interval=2ba", "checkpoint.keep=1"]
+    words = [f"hydra.run.dir={disk}/outputs/runs/one", "tracker=none"]
+    words += ["checkpoint.interval=2ba", "checkpoint.keep=1"]
     assert about_disk(run(*words, at=5, code=1), disk)
+    folder = only_run(disk / "outputs")
+    ended = read(folder)  # its file had space for this
+    assert (ended["state"], ended["exit_code"], "is full" in ended["error"]) == ("failed", 1, True)
     (disk / "filler").unlink()
     run(*words, at=5, fills=False)
-    folder = only_run(disk / "outputs")
     assert [row["train/step"] for row in rows_of(folder)] == list(range(1, 21))
     assert read(folder)["state"] == "finished"
 

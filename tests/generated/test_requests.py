@@ -9,7 +9,7 @@ from runner.cli import arguments
 from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
-from runner.run_folder.sweep_record import earlier_record
+from runner.run_folder.status import earlier_record
 from tests.generated.overrides import REQUEST
 
 EXAMPLES = os.environ.get("RUNNER_TESTS_EXAMPLES")

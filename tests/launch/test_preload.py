@@ -1,6 +1,6 @@
 """A fork server that may be forked where there are GPUs."""
 
-from runner.launch.elastic import PRELOADED
+from runner.launch.supervise import PRELOADED
 from tests.process import ROOT, python
 
 # The calls by which a process learns of a GPU or uses it; after any of them its children cannot.

@@ -13,7 +13,7 @@ from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
 from runner.launch.resume import ANEW, decide
-from runner.run_folder.sweep_record import earlier_record
+from runner.run_folder.status import earlier_record
 
 SMALL = ["tracker=none", "data.batch_size=8", "train.max_duration=60ba"]
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from runner.run_folder.rows import JsonlSink, cut, follow, last_step, read_rows
+from runner.run_folder.strict_json import JsonlSink, cut, follow, last_step, read_rows
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import yaml
 
 from runner.config.problem import RequestError
 from runner.run_folder import status as module
-from runner.run_folder.status import Record
+from runner.run_folder.status import Record, earlier_record
 from runner.run_folder.strict_json import write_text
-from runner.run_folder.sweep_record import earlier_record
 from tests.process import ROOT
 
 CONFIG = {"seed": 0, "clip": {"norm_type": math.inf, "exclude": ["head.*"]}, "model": None}
@@ -126,7 +125,7 @@ def test_the_second_is_refused_until_the_first_is_killed(tmp_path, monkeypatch):
     holder = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RequestError, match="another run is using"), module.claimed(tmp_path):
+        with pytest.raises(RequestError, match="another process"), module.claimed(tmp_path):
             raise AssertionError
     finally:
         holder.send_signal(signal.SIGKILL)

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import pytest
 
-from runner.run_folder.sweep_record import Entry, SweepRecord, changed
+from runner.run_folder.status import Entry, SweepRecord, changed
 
 
 @pytest.fixture

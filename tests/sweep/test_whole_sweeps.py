@@ -134,7 +134,7 @@ def test_an_interrupt_ends_a_sweep_at_once(command):
         page = (command.folder / "report.html").read_text()
         assert "still running when this page was written, with 1 run left" in page
         _, err = command("-m", "train.max_duration=6ba,100000ba", *QUIET, code=2)
-        assert "another process is running this sweep" in err
+        assert "another process is using this folder" in err
         started.send_signal(signal.SIGINT)
         out, err = started.communicate(timeout=120)
     finally:

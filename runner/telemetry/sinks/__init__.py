@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from runner.config.identity import masked_words
 from runner.run_folder import files, keys
-from runner.run_folder.rows import Row
+from runner.run_folder.strict_json import Row
 
 INSTALL = 'pip install "clip-runner[tensorboard]"'
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from runner.config.environment import started_rank
 from runner.config.notation import clock, percent, plural, rounded
 from runner.run_folder import keys
-from runner.run_folder.rows import Row
+from runner.run_folder.strict_json import Row
 from runner.telemetry.sinks import ending
 
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.run_folder import files, keys
-from runner.run_folder.rows import Row
-from runner.run_folder.strict_json import spelled
+from runner.run_folder.strict_json import Row, spelled
 
 if TYPE_CHECKING:
     from wandb import Run

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from runner.cli.main import main
-from runner.run_folder.rows import Row
+from runner.run_folder.strict_json import Row
 from runner.telemetry import sinks
 from runner.telemetry.sinks import TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from runner.run_folder.rows import JsonlSink, Row, read_rows
-from runner.run_folder.strict_json import decode
+from runner.run_folder.strict_json import JsonlSink, Row, decode, read_rows
 from runner.telemetry.sinks import wandb_sink
 from runner.telemetry.sinks.wandb_sink import WandbSink
 from tests.process import ROOT, python

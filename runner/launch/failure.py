@@ -103,17 +103,12 @@ def clear(folder: Path) -> None:
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
 
 
-def began(folder: Path, rank: int) -> bool:
-    """Return whether a rank ran before, in an attempt that failed."""
-    return _file(folder, rank).exists()
-
-
 def begin(folder: Path, rank: int, seconds: float) -> None:
     """Write that a rank runs; its stack is written if it begins no microbatch in ``seconds``."""
     with suppress(OSError):  # the folder may be that of an evaluation on another machine
-        (folder / files.RANKS).mkdir(exist_ok=True)
-        write_object(_file(folder, rank), _node())
-        watch = (_file(folder, rank).with_suffix(".stack"), seconds)
+        file_of(folder, rank).parent.mkdir(exist_ok=True)
+        write_object(file_of(folder, rank), _node())
+        watch = (file_of(folder, rank).with_suffix(".stack"), seconds)
         threading.Thread(target=_watch, args=watch, daemon=True, name="hang").start()
 
 
@@ -125,15 +120,15 @@ def report(folder: Path, rank: int, error: BaseException | str) -> None:
             return
         error = "" if lost else described(error)
     with suppress(OSError):
-        (folder / files.RANKS).mkdir(exist_ok=True)
-        write_object(_file(folder, rank), {**_node(), "error": error})
+        file_of(folder, rank).parent.mkdir(exist_ok=True)
+        write_object(file_of(folder, rank), {**_node(), "error": error})
 
 
 def blamed(folder: Path, size: int, timeout: float) -> Failure:
     """Return the rank because of which the others lost a connection."""
     until = time.monotonic() + PATIENCE
     while True:
-        told = [read_object(_file(folder, rank)) for rank in range(size)]
+        told = [read_object(file_of(folder, rank)) for rank in range(size)]
         for rank, one in enumerate(told):
             if one.get("error"):
                 return Failure(one["error"], rank, one.get("node"))
@@ -151,7 +146,7 @@ def blamed(folder: Path, size: int, timeout: float) -> Failure:
     return Failure("\n".join([*_stacks(folder, size), error]), first, node)
 
 
-def _file(folder: Path, rank: int) -> Path:
+def file_of(folder: Path, rank: int) -> Path:
     return folder / files.RANKS / f"{rank}.json"
 
 
@@ -174,7 +169,7 @@ def _stacks(folder: Path, size: int) -> list[str]:
     lines = []
     for rank in range(size):
         with suppress(OSError):
-            text = _file(folder, rank).with_suffix(".stack").read_text(encoding="utf-8")
+            text = file_of(folder, rank).with_suffix(".stack").read_text(encoding="utf-8")
             _, found, calls = text.rpartition("(most recent call first):\n")
             if found:
                 lines.append(f"where rank {rank} is (most recent call first):")

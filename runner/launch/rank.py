@@ -107,7 +107,7 @@ def train_as_rank(
     started = started_rank()
     assert started is not None
     launch_from_torch(seed=seed, verbose=False, timeout=timeout + failure.LATER)
-    if job is not None and started.rank == 0 and failure.began(job.folder, 0):
+    if job is not None and started.rank == 0 and failure.file_of(job.folder, 0).exists():
         again = newest(job.folder)  # an attempt failed, and torch's agent starts all ranks again
         cut(job.folder / files.ROWS, again.step if again.checkpoint else job.step)
         job = replace(job, resume=again.checkpoint or job.resume)
@@ -154,14 +154,13 @@ def _end_with_launcher() -> None:
 
 def _log_to(file: Path, rank: int) -> None:
     """Log to the file of the run, with the rank; the first rank's warnings to the terminal too."""
-    form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
-    handlers: list[logging.Handler] = []
+    handlers: list[logging.Handler] = [logging.NullHandler()]
     if file.parent.is_dir():  # not the temporary folder of an evaluation on another machine
-        handlers.append(logging.FileHandler(file))
-        handlers[0].setFormatter(logging.Formatter(form))
+        handlers = [logging.FileHandler(file)]
+    form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
+    handlers[0].setFormatter(logging.Formatter(form))
     if rank == 0:
         handlers.append(ConsoleHandler())
         handlers[-1].setLevel(logging.WARNING)
-        handlers[-1].setFormatter(logging.Formatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)

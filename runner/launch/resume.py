@@ -89,8 +89,7 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
     """Return a start from the newest whole checkpoint of a run; from the first step if none is."""
-    damaged: list[str] = []
-    place = run / files.CHECKPOINTS
+    damaged, place = list[str](), run / files.CHECKPOINTS
     for checkpoint in found(place if place.is_dir() else run):
         try:
             manifest = _require_usable(checkpoint)
@@ -131,20 +130,15 @@ def _require_usable(checkpoint: Path) -> dict[str, Any]:
 def named(source: str) -> Start:
     """Return a start from a run, its checkpoints, one checkpoint, or ``RUN@STEP`` for a branch."""
     path = Path(source).expanduser().absolute()
-    message = "must be auto, never, or the path of a run or checkpoint"
-    if not path.exists() and (branch := branching(source)):
-        try:
+    message = f"must be auto, never, or the path of a run or checkpoint; there is no run at {path}"
+    try:
+        if not path.exists() and (branch := branching(source)):
             run = Path(branch[0]).expanduser().absolute()
             path, _ = choose(run, str(branch[1]), "", False)
-        except (NoCheckpoint, DamagedCheckpoint) as error:
-            raise RequestError([Problem("resume", source, str(error))]) from None
-    elif not path.exists():
-        message += f"; there is no {path}"
-    if (path / files.MANIFEST).exists():
-        try:
-            manifest = _require_usable(path)
-        except DamagedCheckpoint as error:
-            raise RequestError([Problem("resume", source, str(error))]) from None
+        manifest = _require_usable(path) if (path / files.MANIFEST).exists() else None
+    except (NoCheckpoint, DamagedCheckpoint) as error:
+        raise RequestError([Problem("resume", source, str(error))]) from None
+    if manifest is not None:
         if files.STATE in manifest["files"]:
             return Start(path, int(manifest.get("step") or 0))
         message = "holds weights alone; name a checkpoint with the state of the training"

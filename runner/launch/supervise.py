@@ -233,21 +233,16 @@ def run(
     swept: Sequence[str] | None = None,
     alone: bool = True,
 ) -> Ended:
-    """Run one job to its end and record it in ``folder``. A failure is recorded, not raised.
-
-    ``swept`` are the keys that vary if it is one of a sweep, which tells and shows how it ended.
-    """
+    """Run one job, of a sweep over the keys ``swept`` if any. A failure is recorded, not raised."""
     signals.set_timeout(config.shutdown.timeout)
-    run_id = None
-    if config.tracker.uses("wandb"):
-        run_id = str(start.former.get("wandb_run_id") or new_run_id())
+    former_id, uses_wandb = start.former.get("wandb_run_id"), config.tracker.uses("wandb")
+    run_id = str(former_id or new_run_id()) if uses_wandb else None
     record = Record(folder)
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.requested()  # a signal is noted from here on, so that it is recorded
-    rows = folder / files.ROWS
-    resumed = start.status(last_step(rows))
+    resumed = start.status(last_step(folder / files.ROWS))
     record.begin(plain, config_hash(plain), run_id, resumed)
-    cut(rows, start.step if start.former else 0)
+    cut(folder / files.ROWS, start.step if start.former else 0)
     failure.clear(folder)
     shown: list[Sink] = [record, RunLog(folder, words, made_with)]
     for sentence in start.warnings:
@@ -258,8 +253,13 @@ def run(
         print_line(f"clip-runner: {line}", sys.stderr)
 
     def show_and_train() -> dict[str, Any]:
+        from runner.train import build
+
         title = folder.name if swept is None else f"run {folder.name}"
-        shown.append(_terminal(config, title, alone))
+        steps = build.steps_of(config, build.make_data(config.data))
+        # On a pipe a line a step would bury everything else
+        interval = max(config.log.interval, config.log.flush)
+        shown.append(TerminalSink(steps, interval, title, alone=alone))
         if run_id is not None:
             name, sent = " ".join(words) or folder.name, resumed.get(WANDB_STEP)
             shown.append(_wandb(config, plain, folder, run_id, name, sent))
@@ -297,14 +297,12 @@ def run(
     if swept is None:
         _tell_what_is_next(folder, words, exit_code > 128)
     late = stop.reset()  # a signal after the training had ended
-    if exit_code == 130:
-        raise Interrupted
     if exit_code > 128:
-        raise SystemExit(exit_code)
+        raise Interrupted if exit_code == 130 else SystemExit(exit_code)
     if late and swept is not None:  # the sweep ends
         raise signals.Terminated(late)
     objective = objective_of(summary or {}, config.sweep.objective)
-    return Ended(exit_code, objective, failed is not None and failed.disk_full)
+    return Ended(exit_code, objective, bool(failed and failed.disk_full))
 
 
 def _tell_what_is_next(folder: Path, words: Sequence[str], stopped: bool) -> None:
@@ -328,15 +326,6 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
         why = disk.told(error) or f"the page of {folder} could not be written: {error!r}"
         log.warning("%s", why)
         return None
-
-
-def _terminal(config: RunConfig, title: str, alone: bool) -> Sink:
-    from runner.train import build
-
-    steps = build.steps_of(config, build.make_data(config.data))
-    # On a pipe a line a step would bury everything else.
-    interval = max(config.log.interval, config.log.flush)
-    return TerminalSink(steps, interval, title, alone=alone)
 
 
 def _wandb(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import logging
@@ -102,12 +101,11 @@ def _left(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> list[Job]
 def _wait_for_slurm(entries: Sequence[Entry]) -> None:
     """Wait for the jobs of these runs that Slurm has, from a command that ended before them."""
     jobs = {one.job for one in entries if one.state == "waiting" and one.job}
-    told = False
-    while left := jobs & _queued() if jobs else set():
-        if not told:
-            print_line(f"clip-runner: {live.in_slurm(sorted(left))}", sys.stderr)
-            told = True
+    if left := jobs & _queued() if jobs else set():
+        print_line(f"clip-runner: {live.in_slurm(sorted(left))}", sys.stderr)
+    while left:
         time.sleep(_ASK)
+        left &= _queued()
 
 
 def _queued() -> set[str]:
@@ -250,12 +248,11 @@ def _show(folder: Path, record: SweepRecord) -> int:
 
 def _record_in_wandb(folder: Path, config: RunConfig) -> None:
     """Record a sweep with wandb if its runs are recorded there and have figures."""
-    if not config.tracker.uses("wandb") or not records(config.tracker.mode):
-        return
-    try:
-        _draw(folder, config)
-    except Exception as error:
-        log.warning("wandb records nothing of the sweep: %r", error)
+    if config.tracker.uses("wandb") and records(config.tracker.mode):
+        try:
+            _draw(folder, config)
+        except Exception as error:
+            log.warning("wandb records nothing of the sweep: %r", error)
 
 
 def _draw(folder: Path, config: RunConfig) -> None:
@@ -264,11 +261,8 @@ def _draw(folder: Path, config: RunConfig) -> None:
     from runner.report.findings import find
 
     found, record = find(report.read(folder)), SweepRecord.read(folder)
-    figures = {
-        f"sweep/{one.key}": json.loads(one.figure.to_json(), object_hook=_readable)
-        for _, charts, _ in sections(found)
-        for one in charts
-    }
+    charts = [one for _, listed, _ in sections(found) for one in listed]
+    figures = {f"sweep/{one.key}": _plain(one.figure) for one in charts}
     if not figures:
         return
     summary: dict[str, Any] = {"runs": len(found.sweep.runs)}
@@ -289,14 +283,10 @@ def _draw(folder: Path, config: RunConfig) -> None:
     sink.close(summary, int(record.state != "finished"))
 
 
-def _readable(node: dict[str, Any]) -> Any:
-    """Return numbers in plotly's bytes, which only its latest versions read, as a list."""
-    import numpy as np
+def _plain(figure: Any) -> Any:
+    """Return a figure with lists for plotly's bytes, which only its latest versions read."""
+    from plotly.utils import PlotlyJSONEncoder
 
-    if not node.keys() >= {"dtype", "bdata"}:
-        return node
-    flat = np.frombuffer(base64.b64decode(node["bdata"]), node["dtype"])
-    sizes = str(node.get("shape", len(flat))).split(",")
-    numbers = flat.astype(object)
-    numbers[~np.isfinite(flat)] = None
-    return numbers.reshape([int(size) for size in sizes]).tolist()
+    parts = {"data": [one.to_plotly_json() for one in figure.data]}
+    parts["layout"] = figure.layout.to_plotly_json()
+    return json.loads(json.dumps(parts, cls=PlotlyJSONEncoder))

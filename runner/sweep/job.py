@@ -122,9 +122,8 @@ def _run(config: DictConfig, place: str) -> float | None:
         entry.pid = None
         load_status(entry, sweep, record.objective)
         with changed(sweep) as record:
-            record.entries = [
-                entry if one.number == entry.number else one for one in record.entries
-            ]
+            others = [one for one in record.entries if one.number != entry.number]
+            record.entries = sorted([*others, entry], key=lambda one: one.number)
             record.failures += entry.state == "failed"
         _update_page(record, sweep)
     if entry.state != "failed":
@@ -148,13 +147,11 @@ def _stop(why: str, place: str) -> float | None:
 
 def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Sequence[str]) -> Entry:
     """Return the entry of a run; one is added if the sweeper chooses jobs as it goes."""
-    try:
-        return record.of(number)
-    except KeyError:
+    if number not in {entry.number for entry in record.entries}:
         apart = [word for word in words if word.partition("=")[0] in record.keys]
         entry = Entry(number, str(number), apart, list(words), config_hash(plain))
         record.entries.append(entry)
-        return entry
+    return record.of(number)
 
 
 def _update_page(record: SweepRecord, sweep: Path) -> None:

@@ -14,22 +14,17 @@ _LONGEST_ERROR = 80
 def resumed(entries: Sequence[Entry]) -> str:
     """Return how many runs are done already; empty if none is."""
     done = sum(entry.state == "finished" for entry in entries)
-    if done == 0:
-        return ""
-    left = len(entries) - done
-    verb = "is" if done == 1 else "are"
+    left, verb = len(entries) - done, "is" if done == 1 else "are"
     rest = f"{left} to go" if left else "nothing to run"
-    return f"{done} of {plural(len(entries), 'run')} {verb} done already: {rest}"
+    return f"{done} of {plural(len(entries), 'run')} {verb} done already: {rest}" if done else ""
 
 
 def interruption(record: SweepRecord, search: bool) -> str:
     """Return how many runs an interrupted sweep finished, and what the same command does."""
     done = sum(entry.state == "finished" for entry in record.entries)
     again = "starts the search afresh" if search else "runs the rest"
-    text = (
-        f"the sweep was interrupted after {done} of {plural(record.total, 'run')}; "
-        f"the same command {again}"
-    )
+    text = f"the sweep was interrupted after {done} of {plural(record.total, 'run')}"
+    text += f"; the same command {again}"
     jobs = [entry.job for entry in record.entries if entry.job and not entry.ended]
     return f"{text}\n{in_slurm(jobs)}" if jobs else text
 
@@ -70,17 +65,11 @@ def table(record: SweepRecord) -> str:
     rows = [("run", "", "state", record.objective, "clipped", "seconds", "error")]
     for entry in record.entries:
         score = "" if entry.objective is None else rounded(entry.objective, 4)
-        rows.append(
-            (
-                str(entry.number),
-                entry.label,
-                entry.state,
-                score + (" (best)" if entry is leader else ""),
-                "" if entry.clip_ratio is None else percent(entry.clip_ratio),
-                "" if entry.seconds is None else f"{entry.seconds:.1f}",
-                (entry.error or "")[:_LONGEST_ERROR],
-            )
-        )
+        score += " (best)" if entry is leader else ""
+        clipped = "" if entry.clip_ratio is None else percent(entry.clip_ratio)
+        seconds = "" if entry.seconds is None else f"{entry.seconds:.1f}"
+        about = (entry.label, entry.state, score, clipped, seconds)
+        rows.append((str(entry.number), *about, (entry.error or "")[:_LONGEST_ERROR]))
     return columns(rows)
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from runner.cli.main import main
 from tests.process import ROOT
 
 pytestmark = pytest.mark.xdist_group("wandb")
@@ -34,7 +35,8 @@ def _panels(spec):
 @pytest.mark.parametrize(
     ("fault", "said"), [("offline", "WANDB_MODE"), ("no key", "login"), (401, ""), ("closed", "")]
 )
-def test_one_line_says_why_it_is_not_saved(start_server, command, monkeypatch, fault, said):
+@pytest.mark.usefixtures("command")
+def test_one_line_says_why_it_is_not_saved(start_server, monkeypatch, capsys, fault, said):
     server = start_server(fault if fault == 401 else None)
     if fault == "offline":
         monkeypatch.setenv("WANDB_MODE", "offline")
@@ -42,20 +44,20 @@ def test_one_line_says_why_it_is_not_saved(start_server, command, monkeypatch, f
         monkeypatch.delenv("WANDB_API_KEY")
     elif fault == "closed":
         server.close()
-    done = command("runner", "dashboard")
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
-    assert said in done.stderr
-    assert "aaaaaa" not in done.stderr
+    assert main(["dashboard"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, len(printed.err.splitlines())) == ("", 1)
+    assert said in printed.err
+    assert "aaaaaa" not in printed.err
     assert server.views == []
 
 
-@pytest.mark.parametrize(
-    ("words", "named"), [(["--grop", "x"], "--grop"), (["--project"], "--project")]
-)
-def test_a_wrong_request_is_named(command, words, named):
-    done = command("runner", "dashboard", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert named in done.stderr
+@pytest.mark.parametrize("words", ["--grop x", "--project"])
+def test_a_wrong_request_is_named(capsys, words):
+    assert main(["dashboard", *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words.split()[0] in printed.err
 
 
 def _leaves(config, above=""):

@@ -62,7 +62,7 @@ def test_a_run_whose_rows_do_not_fit_fails_and_continues_once_there_is_space(run
     assert about_disk(run(*words, at=5, code=1), disk)
     folder = only_run(disk / "outputs")
     ended = read(folder)  # its file had space for this
-    assert (ended["state"], ended["exit_code"], "is full" in ended["error"]) == ("failed", 1, True)
+    assert (ended["state"], ended["exit_code"], "No space" in ended["error"]) == ("failed", 1, True)
     (disk / "filler").unlink()
     run(*words, at=5, fills=False)
     assert [row["train/step"] for row in rows_of(folder)] == list(range(1, 21))

@@ -3,88 +3,101 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from runner.cli.main import main
 from runner.run_folder.status import state_of
-from tests.launch.ends import TORCHRUN, faulty, kill, read, rows_of, started
-from tests.process import inspected, wait_for
+from tests.launch.ends import TORCHRUN, faulty, kill, only_run, read, rows_of, started
+from tests.process import environment_at, inspected, wait_for
 
 SINGLE = ["tracker=none", "plugin=single"]
 DDP = ["tracker=none", "plugin=ddp", "plugin.nproc=2"]
 LONG = ["train.max_duration=10000000ba", "log.flush=5"]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 143}
 LOST = "rank 1 hangs or was killed: the others lost the connection, or waited for more"
+FAULTS = ["memory", "raise", "die", "kill", "hang", "late"]
 slow = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("ends")
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """One sweep of runs with a fault each; the first and the last one in the command's process."""
+    words = [f"plugin=single{',ddp' * 4},single", "plugin.nproc=unset,2,2,2,2,unset"]
+    words += ["sweep.zip=[plugin,plugin.nproc,+model.fault]", "launch.timeout=8", "tracker=none"]
+    words += ["-m", *LONG, *faulty(",".join(FAULTS), *[8] * len(FAULTS), rank=-1)]
+    with started(environment_at(tmp_path_factory.mktemp("failed")), words) as run:
+        struck = run.home / "outputs" / "struck"
+        run.wait_for(lambda: struck.exists() and len(struck.read_text()) == len(FAULTS))
+        run.process.terminate()
+        run.ends(143)
+        [sweep] = (run.home / "outputs" / "sweeps").iterdir()
+        found = {fault: sweep / str(number) for number, fault in enumerate(FAULTS)}
+        yield SimpleNamespace(folders=found, printed=run.printed)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "fault", "rank", "cause"),
+    ("fault", "rank", "cause"),
     [
-        (SINGLE, "raise", 0, "RuntimeError: planted fault"),
-        (SINGLE, "memory", 0, "can't allocate memory"),
-        (DDP, "raise", 1, "RuntimeError: planted fault"),
-        (DDP, "die", 1, "rank 1 exited with code 4"),
+        ("memory", 0, "can't allocate memory"),
+        ("raise", 1, "RuntimeError: planted fault"),
+        ("die", 1, "rank 1 exited with code 4"),
+        ("kill", 1, "rank 1 was ended by SIGKILL"),
+        ("hang", 1, LOST),
+        ("late", 0, "RuntimeError: planted fault"),  # after a signal: it is no stop
     ],
 )
-def test_a_rank_that_fails_ends_the_run(environment, ranks, fault, rank, cause):
-    tracked = ranks == SINGLE and fault == "raise"
-    words = [*ranks, *LONG, *faulty(fault, rank=rank), *(["tracker=wandb"] if tracked else [])]
+def test_a_rank_that_fails_ends_the_run_and_is_named(failed, fault, rank, cause):
+    folder = failed.folders[fault]
+    status, log = read(folder), (folder / "runner.log").read_text()
+    assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, rank)
+    assert cause in status["error"]
+    assert "failed with exit code 1" in log
+    for key in ("data.batch_size", "accumulation.steps", "plugin="):
+        assert (key in status["error"]) == (fault in ("memory", "kill"))
+    if fault == "hang":
+        assert LOST in status["error"].splitlines()[-1]
+        before, _, after = status["error"].partition("where rank 1 is (most recent call first)")
+        assert "where rank 0 is" in before
+        assert "tests/faulty.py" in after
+
+
+def test_a_run_that_fails_keeps_its_rows_and_tells_wandb(environment):
+    words = ["plugin=single", "tracker=wandb", *LONG, *faulty("raise", rank=0)]
     with started(environment, words) as run:
         run.ends(1)
-        status = run.status
-        assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, rank)
-        assert cause in status["error"]
-        assert fault == "memory" or cause in run.printed
-        after = run.printed.partition("parameters, ")[2]  # the first line names the plugin
-        for key in ("data.batch_size", "accumulation.steps", "plugin="):
-            assert (key in after) == (fault == "memory")
-        assert "failed with exit code 1" in (run.folder / "runner.log").read_text()
+        assert run.status["error"].endswith("RuntimeError: planted fault")
+        assert "RuntimeError: planted fault" in run.printed
         # The rows before the fault are not lost, though they were not due yet.
-        if ranks == SINGLE:
-            assert [row["train/step"] for row in rows_of(run.folder)] == [*range(1, 8)]
-        if tracked:
-            (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
-            assert inspected(file)["exit"][0]["exit_code"] == 1
+        assert [row["train/step"] for row in rows_of(run.folder)] == [*range(1, 8)]
+        (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
+        assert inspected(file)["exit"][0]["exit_code"] == 1
 
 
-@pytest.mark.parametrize(
-    ("ranks", "fault"),
-    [(DDP, "hang"), pytest.param(DDP, "halt", marks=slow)],
-)
-def test_a_rank_that_hangs_is_named_with_its_stack(environment, ranks, fault):
-    with started(environment, [*ranks, *LONG, *faulty(fault), "launch.timeout=8"]) as run:
+@slow
+def test_a_rank_that_is_stopped_is_named(environment):
+    with started(environment, [*DDP, *LONG, *faulty("halt"), "launch.timeout=8"]) as run:
         run.ends(1)
         assert (run.status["state"], run.status["rank"]) == ("failed", 1)
-        assert LOST in run.printed
         assert LOST in run.status["error"].splitlines()[-1]
-        before, _, after = run.status["error"].partition("where rank 1 is (most recent call first)")
-        assert "where rank 0 is" in before
-        assert fault == "halt" or "tests/faulty.py" in after
 
 
-@pytest.mark.parametrize("victim", ["rank 1", "launcher", "in place"])
-def test_sigkill_of_one_process_ends_all(environment, victim):
-    with started(environment, [*(SINGLE if victim == "in place" else DDP), *LONG]) as run:
+def test_sigkill_of_the_command_ends_its_ranks(environment):
+    with started(environment, [*DDP, *LONG]) as run:
         run.wait_for_rows()
-        if victim == "rank 1":
-            kill(run.ranks()[1])
-            run.ends(1)
-            assert (run.status["state"], run.status["rank"]) == ("failed", 1)
-            assert "rank 1 was ended by SIGKILL" in run.status["error"]
-        else:
-            kill(run.process.pid)
-            run.ends(-signal.SIGKILL)
-            assert state_of(run.status) == "killed"
+        kill(run.process.pid)
+        run.ends(-signal.SIGKILL)
+        assert state_of(run.status) == "killed"
 
 
 @pytest.mark.parametrize(
     ("ranks", "number", "to"),
     [
-        (SINGLE, signal.SIGINT, "launcher"),
-        (SINGLE, signal.SIGUSR1, "launcher"),
+        (SINGLE, signal.SIGUSR1, "the command"),
         (DDP, signal.SIGTERM, "all"),
-        (DDP, signal.SIGHUP, "launcher"),
+        (DDP, signal.SIGINT, "the command"),
     ],
 )
 def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, number, to):
@@ -95,9 +108,11 @@ def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, numb
     program.write_text(text)
     program.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "PATH": f"{program.parent}:{environment['PATH']}"}
-    with started(environment | slurm, [*ranks, *LONG]) as run:
-        run.wait_for_rows(10)
+    with started(environment | slurm, [*ranks, *LONG], ignored=[signal.SIGHUP]) as run:
+        run.wait_for_rows(5)
         if to == "all":
+            os.killpg(run.process.pid, signal.SIGHUP)  # as nohup does: it remains ignored
+            run.wait_for_rows(len(rows_of(run.folder)) + 20)
             os.killpg(run.process.pid, number)
         else:
             run.process.send_signal(number)
@@ -114,13 +129,11 @@ def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, numb
 
 
 @pytest.mark.parametrize(
-    ("ranks", "again", "seconds", "why"),
-    [
-        (SINGLE, False, 4, "it had not ended after 4 s"),
-        (DDP, True, 600, "a second signal"),
-    ],
+    ("again", "seconds", "why"),
+    [(False, 4, "it had not ended after 4 s"), (True, 600, "a second signal")],
 )
-def test_a_run_that_does_not_end_is_ended(environment, ranks, again, seconds, why):
+def test_a_run_that_does_not_end_is_ended(environment, again, seconds, why):
+    ranks = DDP if again else SINGLE
     words = [*ranks, *LONG, *faulty("hang", rank=0), f"shutdown.timeout={seconds}"]
     with started(environment, words) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
@@ -132,30 +145,11 @@ def test_a_run_that_does_not_end_is_ended(environment, ranks, again, seconds, wh
         assert run.status["error"].endswith(why)
 
 
-def test_an_error_after_a_signal_is_no_stop(environment):
-    words = [*SINGLE, *LONG, *faulty("late", rank=0), "shutdown.timeout=120"]
-    with started(environment, words) as run:
-        run.wait_for((run.home / "outputs" / "struck").exists)
-        run.process.terminate()
-        run.ends(1)
-        assert (run.status["state"], run.status["exit_code"]) == ("failed", 1)
-        assert run.status["error"].endswith("RuntimeError: planted fault")
-
-
-def test_an_ignored_signal_remains_ignored(environment):
-    with started(environment, [*DDP, *LONG], ignored=[signal.SIGHUP]) as run:
-        run.wait_for_rows(5)
-        os.killpg(run.process.pid, signal.SIGHUP)
-        run.wait_for_rows(len(rows_of(run.folder)) + 20)
-        run.process.terminate()
-        run.ends(143)
-
-
 @pytest.mark.parametrize(
     ("ranks", "number", "at"),
     [
         (SINGLE, signal.SIGTERM, "the first import"),
-        (DDP, signal.SIGINT, "torch"),
+        (SINGLE, signal.SIGINT, "torch"),
         (DDP, signal.SIGHUP, "data"),
     ],
 )
@@ -174,17 +168,17 @@ def test_a_signal_before_the_training(environment, ranks, number, at):
             assert read(status.parent)["exit_code"] == CODES[number]
 
 
-def test_a_run_that_only_skips_steps_fails(environment):
-    words = [*DDP, "optimizer.lr=1e6", "clip=value", "clip.max_skips=12", "log.flush=1"]
-    with started(environment, [*words, "train.max_duration=120ba"]) as run:
-        run.ends(1)
-        assert (run.status["state"], run.status["exit_code"]) == ("failed", 1)
-        assert run.status["step"] < 120
-        assert rows_of(run.folder)[-1]["grad/nonfinite"] == 12
-        for text in (run.printed, (run.folder / "runner.log").read_text()):
-            assert text.count(" was skipped: the gradient's norm is") == 1
-            for part in ("parameters, from ", "Its samples: ", "12 steps in"):
-                assert part in text
+def test_a_run_that_only_skips_steps_fails(outputs, capsys):
+    words = ["optimizer.lr=1e6", "clip=value", "clip.max_skips=12", "log.flush=1", "device=cpu"]
+    assert main([*words, "plugin=ddp", "tracker=none", "train.max_duration=120ba"]) == 1
+    status = read(only_run(outputs))
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert status["step"] < 120
+    assert rows_of(only_run(outputs))[-1]["grad/nonfinite"] == 12
+    for text in (capsys.readouterr().err, (only_run(outputs) / "runner.log").read_text()):
+        assert text.count(" was skipped: the gradient's norm is") == 1
+        for part in ("parameters, from ", "Its samples: ", "12 steps in"):
+            assert part in text
 
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("hang", marks=slow)])

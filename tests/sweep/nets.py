@@ -15,17 +15,18 @@ from runner.models.cnn import DigitsCNN
 class Net(DigitsCNN):
     """Does what the file with its number says: ``raise``, ``kill``, ``nan``, or ``meet``.
 
-    Runs that meet wait for each other before their first step.
+    Runs that meet wait for each other before their first step; ``kill`` is in the eighth.
     """
 
     def __init__(self, marks: str, number: int, **options: int) -> None:
         super().__init__(**{"num_classes": 10, "width": 32} | options)
         mark = Path(marks, str(number))
-        self.here, self.fault = mark, mark.read_text() if mark.exists() else ""
+        self.passes, self.here, self.fault = 0, mark, mark.read_text() if mark.exists() else ""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if not images.is_meta:
-            if self.fault == "kill":
+            self.passes += self.training
+            if self.fault == "kill" and self.passes == 8:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fault == "raise":
                 raise ValueError("planted fault")

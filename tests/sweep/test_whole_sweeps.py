@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+from runner.cli.main import main
+from runner.run_folder import status
 from tests.launch.ends import read, rows_of
 from tests.process import inspected
 from tests.sweep.conftest import PLAIN, SMALL, results
@@ -83,32 +85,10 @@ def test_joblib_runs_several_at_once_with_the_same_results(plain, command):
     assert "4 of 4 runs are done already: nothing to run" in printed
 
 
-def test_a_killed_sweep_is_finished_by_the_same_command(command):
-    words = ["-m", "seed=1,2,3", *QUIET, "train.max_duration=300ba", "checkpoint.interval=10ba"]
-    started = command.start(*words)
-    command.until(lambda: any(command.sweeps.glob("*/1/checkpoints/step_*")), started)
-    os.killpg(started.pid, signal.SIGKILL)
-    started.communicate()
-    assert command.states() == ["finished", "running", "waiting"]
-    before = [read(command.folder / name) for name in "01"]
-    assert before[1]["state"] == "running"
-
-    _, err = command(*words)
-    assert err.startswith("1 of 3 runs is done already: 2 to go\n")
-    assert begun(err) == [2, 3], err
-    assert command.states() == ["finished"] * 3
-    assert read(command.folder / "0") == before[0]
-    status = read(command.folder / "1")
-    [step] = status["resumed"]
-    assert f"continuing after step {step} from {command.folder / '1'}" in err
-    assert status["started"] == before[1]["started"]
-    steps = [row["train/step"] for row in rows_of(command.folder / "1")]
-    assert steps == list(range(1, 301))
-
-
-def test_failures_are_told_at_once_counted_and_tried_again(command):
-    """A run that was killed without a checkpoint leaves its record in ``earlier``."""
-    words = ["-m", *command.net("+model.number=0,1,2", n1="raise"), *SHORT]
+def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(command):
+    """A run without a checkpoint starts again, and leaves its record in ``earlier``."""
+    words = ["-m", *command.net("+model.number=0,1,2", n1="raise"), *QUIET, "checkpoint.keep=9"]
+    words += ["train.max_duration=12ba", "checkpoint.interval=2ba"]
     out, err = command(*words, "sweep.max_failures=0", code=1)
     assert begun(err) == [1, 2], err
     failures = [line for line in err.splitlines() if "planted fault" in line]
@@ -121,20 +101,33 @@ def test_failures_are_told_at_once_counted_and_tried_again(command):
     command(*words, code=-signal.SIGKILL)  # another limit is the same sweep
     assert command.states() == ["finished", "running", "waiting"]
     assert read(command.folder / "earlier" / "1-1")["state"] == "failed"
+    before = [read(command.folder / name) for name in "01"]
+    assert before[1]["state"] == "running"
+
     (command.marks / "1").unlink()
     _, err = command(*words)
+    assert err.startswith("1 of 3 runs is done already: 2 to go\n")
     assert begun(err) == [2, 3], err
     assert command.states() == ["finished"] * 3
+    assert read(command.folder / "0") == before[0]
+    after = read(command.folder / "1")
+    [step] = after["resumed"]
+    assert f"continuing after step {step} from {command.folder / '1'}" in err
+    assert after["started"] == before[1]["started"]
+    assert [row["train/step"] for row in rows_of(command.folder / "1")] == [*range(1, 13)]
 
 
-def test_an_interrupt_ends_a_sweep_at_once(command):
-    started = command.start("-m", "train.max_duration=6ba,100000ba", *QUIET)
+def test_an_interrupt_ends_a_sweep_at_once(command, monkeypatch, capsys):
+    words = ["-m", "train.max_duration=6ba,100000ba", *QUIET]
+    monkeypatch.setattr(status, "RELEASED", 0.1)
+    monkeypatch.setenv("RUNNER_OUTPUTS", command.environment["RUNNER_OUTPUTS"])
+    started = command.start(*words)
     try:
         command.until(lambda: command.has_rows(1), started)
         page = (command.folder / "report.html").read_text()
         assert "still running when this page was written, with 1 run left" in page
-        _, err = command("-m", "train.max_duration=6ba,100000ba", *QUIET, code=2)
-        assert "another process is using this folder" in err
+        assert main(words) == 2
+        assert "another process is using this folder" in capsys.readouterr().err
         started.send_signal(signal.SIGINT)
         out, err = started.communicate(timeout=120)
     finally:
@@ -150,7 +143,7 @@ def test_an_interrupt_ends_a_sweep_at_once(command):
     assert command.states() == ["finished", "interrupted"]
 
 
-def test_a_search_learns_from_runs_that_went_well(command):
+def test_a_search_learns_from_runs_that_went_well(command, monkeypatch, capsys):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *SHORT]
     words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))"]
@@ -164,5 +157,6 @@ def test_a_search_learns_from_runs_that_went_well(command):
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
     assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
-    _, err = command(*words, code=1)  # it came to its end
-    assert begun(err) == []
+    monkeypatch.setenv("RUNNER_OUTPUTS", command.environment["RUNNER_OUTPUTS"])
+    assert main(words) == 1  # it came to its end
+    assert begun(capsys.readouterr().err) == []

@@ -15,8 +15,8 @@ HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config", "compose"): 3483,
     ("cli",): 934,
-    ("launch",): 1350,
-    ("sweep",): 690,
+    ("launch",): 1223,
+    ("sweep",): 645,
     ("telemetry",): 1380,
     ("train",): 2430,
     ("booster",): 3379,
@@ -26,8 +26,8 @@ LINES = {
     ("optim",): 400,
     ("data", "models"): 2136,
     ("report",): 2372,
-    ("run_folder",): 660,
-    ("verify", "calibrate", "dashboard"): 1197,
+    ("run_folder",): 600,
+    ("verify", "calibrate", "dashboard"): 1168,
     ("bench",): 847,
 }
 """The most lines of each room. A change that makes a room smaller lowers its number."""

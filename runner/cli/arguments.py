@@ -23,6 +23,7 @@ from runner.config.folders import CONFIG_NAME
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.config.sizes import may_grow
+from runner.launch.resume import require_one_machine
 from runner.run_folder.status import earlier_record
 from runner.telemetry.sinks.console import announce, print_line
 
@@ -74,8 +75,6 @@ def single(words: Sequence[str], purpose: str) -> Request:
     if wanted.sweep is not None:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
-    from runner.launch.supervise import require_one_machine
-
     require_one_machine(wanted.jobs[0].config)
     check_jobs(wanted.jobs)
     return wanted

@@ -17,7 +17,7 @@ from runner.config.environment import joins
 from runner.config.identity import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
-from runner.launch.supervise import require_one_machine
+from runner.launch.resume import require_one_machine
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_object
 from runner.telemetry.sinks.console import print_line

@@ -12,6 +12,7 @@ from runner.compose.record import write_composition
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.launch import resume
 from runner.run_folder import files
 from runner.run_folder.status import claimed
 from runner.run_folder.strict_json import read_object
@@ -34,10 +35,8 @@ def main(words: Sequence[str]) -> int:
         flags += ["--resolve"] * args.resolve
         return WRONG_REQUEST if answer(flags, words, args.source) else 0
     wanted = checked(args)
-    from runner.launch.supervise import require_one_machine
-
     for job in wanted.jobs:
-        require_one_machine(job.config)
+        resume.require_one_machine(job.config)
     if wanted.sweep is not None:
         from runner.sweep.control import run_sweep
 
@@ -56,7 +55,7 @@ def main(words: Sequence[str]) -> int:
 
 def _run(wanted: Request) -> int:
     """Run the one job of a request, from its start or from a checkpoint."""
-    from runner.launch import resume, supervise
+    from runner.launch import supervise
 
     [job] = wanted.jobs
     folder = wanted.folder

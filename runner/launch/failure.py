@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
 import shutil
 import threading
@@ -122,6 +123,14 @@ def report(folder: Path, rank: int, error: BaseException | str) -> None:
     with suppress(OSError):
         file_of(folder, rank).parent.mkdir(exist_ok=True)
         write_object(file_of(folder, rank), {**_node(), "error": error})
+
+
+def end_after_failure(folder: Path) -> None:
+    """End this process, which was asked to end, soon after a rank failed: all wait for it."""
+    while not any("error" in read_object(one) for one in (folder / files.RANKS).glob("*.json")):
+        time.sleep(0.2)
+    time.sleep(PATIENCE)
+    os._exit(1)
 
 
 def blamed(folder: Path, size: int, timeout: float) -> Failure:

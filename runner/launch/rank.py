@@ -59,7 +59,7 @@ def local_main(job: Job) -> dict[str, Any]:
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None
-    _answer_signals(job.handled)
+    _answer_signals(job)
     torch.set_num_threads(max(1, cores() // started.local_world_size))
     _log_to(job.folder / files.LOG, started.rank)
     try:
@@ -131,13 +131,15 @@ def train_as_rank(
         raise
 
 
-def _answer_signals(handled: Sequence[int]) -> None:
+def _answer_signals(job: Job) -> None:
     def note(number: int, frame: FrameType | None) -> None:
-        if number not in handled and number != signal.SIGTERM:  # by which the agent ends ranks
+        if number not in job.handled and number != signal.SIGTERM:  # by which the agent ends ranks
             return
         stop.request(number)
         if not stop.is_polled():
             raise signals.Terminated(number)
+        end = partial(failure.end_after_failure, job.folder)
+        threading.Thread(target=end, daemon=True).start()
 
     for number in signals.ASKING:
         signal.signal(number, note)

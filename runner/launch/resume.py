@@ -15,7 +15,7 @@ from runner.checkpoint.folder import (
     manifest_of,
     require_whole,
 )
-from runner.config.environment import restarts, was_requeued
+from runner.config.environment import restarts, started_rank, was_requeued
 from runner.config.identity import branching, config_hash, differences
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, shown
@@ -85,6 +85,18 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     if start.checkpoint is not None and (found := problems(config, plain, start.checkpoint)):
         raise RequestError(found)
     return start
+
+
+def require_one_machine(config: RunConfig) -> None:
+    """Refuse what only one machine has been started for."""
+    nodes = config.plugin.nnodes
+    if (nodes or 1) > 1 and started_rank() is None:
+        options = f"--nnodes={nodes} --nproc-per-node=N --rdzv-backend=c10d --rdzv-id=JOB"
+        message = (
+            "this command starts ranks on this machine alone: start it on each machine by "
+            f"torchrun {options} --rdzv-endpoint=FIRST_HOST:29400 -m runner"
+        )
+        raise RequestError([Problem("plugin.nnodes", nodes, message)])
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from runner.config import disk
 from runner.config.environment import OWN_STORE, started_rank
 from runner.config.identity import config_hash
-from runner.config.problem import Interrupted, Problem, RequestError, Stopped
+from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.config.sizes import least_ranks
 from runner.launch import failure, signals
@@ -110,18 +110,6 @@ def train(
         raise
     leave()
     return ended
-
-
-def require_one_machine(config: RunConfig) -> None:
-    """Refuse what only one machine has been started for."""
-    nodes = config.plugin.nnodes
-    if (nodes or 1) > 1 and started_rank() is None:
-        options = f"--nnodes={nodes} --nproc-per-node=N --rdzv-backend=c10d --rdzv-id=JOB"
-        message = (
-            "this command starts ranks on this machine alone: start it on each machine by "
-            f"torchrun {options} --rdzv-endpoint=FIRST_HOST:29400 -m runner"
-        )
-        raise RequestError([Problem("plugin.nnodes", nodes, message)])
 
 
 def prepare(*configs: RunConfig) -> None:

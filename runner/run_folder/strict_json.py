@@ -41,7 +41,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in UTF-8."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -90,7 +89,6 @@ def _floats(value: Any) -> Any:
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
-    """Replace ``path`` by the indented JSON text of ``value``."""
     write_text(path, encode(value, indent=2) + "\n")
 
 
@@ -135,7 +133,6 @@ class JsonlSink:
             raise disk.described(error, self._path, f"a row of {self._path.name}") from error
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Close the file; summary and exit code have files of their own."""
         self._file.close()
 
 

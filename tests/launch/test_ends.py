@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from runner.cli.main import main
 from runner.run_folder.status import state_of
-from tests.launch.ends import TORCHRUN, faulty, kill, only_run, read, rows_of, started
+from tests.launch.ends import TORCHRUN, faulty, kill, read, rows_of, started
 from tests.process import environment_at, inspected, wait_for
 
 SINGLE = ["tracker=none", "plugin=single"]
@@ -17,25 +16,30 @@ DDP = ["tracker=none", "plugin=ddp", "plugin.nproc=2"]
 LONG = ["train.max_duration=10000000ba", "log.flush=5"]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 143}
 LOST = "rank 1 hangs or was killed: the others lost the connection, or waited for more"
-FAULTS = ["memory", "raise", "die", "kill", "hang", "late"]
+FAULTS = ["memory", "raise", "die", "kill", "hang", "none", "late"]
 slow = pytest.mark.slow
 pytestmark = pytest.mark.xdist_group("ends")
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """One sweep of runs with a fault each; the first and the last one in the command's process."""
-    words = [f"plugin=single{',ddp' * 4},single", "plugin.nproc=unset,2,2,2,2,unset"]
-    words += ["sweep.zip=[plugin,plugin.nproc,+model.fault]", "launch.timeout=8", "tracker=none"]
+    """One sweep of runs with a fault each; the first and the last one in the command's process.
+
+    That without a fault diverges.
+    """
+    words = ["sweep.zip=[plugin,plugin.nproc,clip,optimizer.lr,+model.fault]", "clip.max_skips=12"]
+    words += [f"plugin=single{',ddp' * 5},single", f"plugin.nproc=unset{',2' * 5},unset"]
+    words += [f"clip={'norm,' * 5}value,norm", f"optimizer.lr={'0.05,' * 5}1e6,0.05"]
     words += ["-m", *LONG, *faulty(",".join(FAULTS), *[8] * len(FAULTS), rank=-1)]
+    words += ["launch.timeout=8", "tracker=none"]
     with started(environment_at(tmp_path_factory.mktemp("failed")), words) as run:
         struck = run.home / "outputs" / "struck"
-        run.wait_for(lambda: struck.exists() and len(struck.read_text()) == len(FAULTS))
+        run.wait_for(lambda: struck.exists() and len(struck.read_text()) == len(FAULTS) - 1)
         run.process.terminate()
         run.ends(143)
         [sweep] = (run.home / "outputs" / "sweeps").iterdir()
         found = {fault: sweep / str(number) for number, fault in enumerate(FAULTS)}
-        yield SimpleNamespace(folders=found, printed=run.printed)
+        yield SimpleNamespace(folders=found, printed=(run.home / "printed").read_text())
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,18 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(failed, fault, rank, cause)
         before, _, after = status["error"].partition("where rank 1 is (most recent call first)")
         assert "where rank 0 is" in before
         assert "tests/faulty.py" in after
+
+
+def test_a_run_that_only_skips_steps_fails(failed):
+    folder = failed.folders["none"]
+    status, log = read(folder), (folder / "runner.log").read_text()
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert rows_of(folder)[-1]["grad/nonfinite"] == 12
+    assert "12 steps in" in log
+    for text in (failed.printed, log):
+        assert text.count(" was skipped: the gradient's norm is") == 1
+        for part in ("parameters, from ", "Its samples: ", "12 steps in"):
+            assert part in text
 
 
 def test_a_run_that_fails_keeps_its_rows_and_tells_wandb(environment):
@@ -166,19 +182,6 @@ def test_a_signal_before_the_training(environment, ranks, number, at):
         run.ends(CODES[number])
         for status in run.home.glob("outputs/runs/*/status.json"):
             assert read(status.parent)["exit_code"] == CODES[number]
-
-
-def test_a_run_that_only_skips_steps_fails(outputs, capsys):
-    words = ["optimizer.lr=1e6", "clip=value", "clip.max_skips=12", "log.flush=1", "device=cpu"]
-    assert main([*words, "plugin=ddp", "tracker=none", "train.max_duration=120ba"]) == 1
-    status = read(only_run(outputs))
-    assert (status["state"], status["exit_code"]) == ("failed", 1)
-    assert status["step"] < 120
-    assert rows_of(only_run(outputs))[-1]["grad/nonfinite"] == 12
-    for text in (capsys.readouterr().err, (only_run(outputs) / "runner.log").read_text()):
-        assert text.count(" was skipped: the gradient's norm is") == 1
-        for part in ("parameters, from ", "Its samples: ", "12 steps in"):
-            assert part in text
 
 
 @pytest.mark.parametrize("fault", ["kill", pytest.param("hang", marks=slow)])

@@ -15,7 +15,7 @@ HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config", "compose"): 3483,
     ("cli",): 934,
-    ("launch",): 1223,
+    ("launch",): 1221,
     ("sweep",): 645,
     ("telemetry",): 1380,
     ("train",): 2430,

@@ -36,10 +36,7 @@ KNOBS = (
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
 # Modules that wait for a collective that runs beside them, in code of torch without a frame
 WAITS = ("runner.clip.transfer", "runner.parallel.overlap", "runner.parallel.pipeline")
-_WORKER = re.compile(
-    r"DataLoader worker \(pid.*\) (exited unexpectedly"
-    r"|is killed by signal: (Terminated|Interrupt|Hangup|User defined signal 1))"
-)
+_WORKER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 
 
@@ -63,7 +60,12 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
         return work()
     except BaseException as error:
         stop.requested()  # from here on a signal is noted: the record is written whole
-        return _why(error)
+        if number := stopped_by(error):
+            reason, code = signals.reason(number), signals.exit_code(number)
+            return Failure(reason, state="interrupted", exit_code=code)
+        why = error if isinstance(error, Failure) else Failure(described(error), 0)
+        full = disk.told_by_rank(why.error) if why is error else disk.told(error)
+        return replace(why, error=full or why.error, disk_full=full is not None)
 
 
 def described(error: BaseException) -> str:
@@ -89,15 +91,6 @@ def stopped_by(error: BaseException) -> int:
         return error.signal
     lost = isinstance(error, RuntimeError) and _WORKER.search(str(error))
     return stop.requested() if lost or may_be_lost_peer(error) else 0
-
-
-def _why(error: BaseException) -> Failure:
-    if number := stopped_by(error):
-        reason, code = signals.reason(number), signals.exit_code(number)
-        return Failure(reason, state="interrupted", exit_code=code)
-    why = error if isinstance(error, Failure) else Failure(described(error), 0)
-    full = disk.told_by_rank(why.error) if why is error else disk.told(error)
-    return replace(why, error=full or why.error, disk_full=full is not None)
 
 
 def clear(folder: Path) -> None:

@@ -89,14 +89,9 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
 
 def require_one_machine(config: RunConfig) -> None:
     """Refuse what only one machine has been started for."""
-    nodes = config.plugin.nnodes
-    if (nodes or 1) > 1 and started_rank() is None:
-        options = f"--nnodes={nodes} --nproc-per-node=N --rdzv-backend=c10d --rdzv-id=JOB"
-        message = (
-            "this command starts ranks on this machine alone: start it on each machine by "
-            f"torchrun {options} --rdzv-endpoint=FIRST_HOST:29400 -m runner"
-        )
-        raise RequestError([Problem("plugin.nnodes", nodes, message)])
+    if (config.plugin.nnodes or 1) > 1 and started_rank() is None:
+        message = "start this command on each machine by torchrun (see runner/launch/README.md)"
+        raise RequestError([Problem("plugin.nnodes", config.plugin.nnodes, message)])
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:

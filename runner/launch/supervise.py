@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Sections that say nothing about a run itself: wandb does not show them
-_OTHERS = ("calibrate", "verify", "sweep", "report")
 PAGE_SECONDS = 2.0  # seconds of `shutdown.timeout` that are kept for the page of the run
 # Seconds by which the agent kills its ranks later than `shutdown.timeout`, when they end
 LATER = 10
@@ -319,7 +317,8 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
 def _wandb(
     config: RunConfig, plain: dict[str, Any], folder: Path, run_id: str, name: str, sent: int | None
 ) -> Sink:
-    described = {key: value for key, value in plain.items() if key not in _OTHERS}
+    others = ("calibrate", "verify", "sweep", "report")  # they say nothing about a run itself
+    described = {key: value for key, value in plain.items() if key not in others}
     return WandbSink(
         folder,
         **config.tracker.model_dump(exclude={"name", "also"}),

@@ -22,13 +22,13 @@ LINES = {
     ("booster",): 3379,
     ("parallel",): 2361,
     ("checkpoint",): 586,
-    ("clip",): 4085,
-    ("optim",): 400,
+    ("clip",): 3669,
+    ("optim",): 398,
     ("data", "models"): 2136,
     ("report",): 2372,
     ("run_folder",): 600,
     ("verify", "calibrate", "dashboard"): 1168,
-    ("bench",): 847,
+    ("bench",): 810,
 }
 """The most lines of each room. A change that makes a room smaller lowers its number."""
 PUBLIC = {"HybridParallelPlugin", "Mixture", "AWDLSTM", "GPT", "CompressiveTransformer"}

@@ -1,4 +1,9 @@
 """Measure how fast this project is, against the tools that people use otherwise."""
 
-TABLES = ("clip", "parallel", "loop", "start")
-"""Names of the tables, each a module with a ``TITLE`` and a generator ``rows(setting)``."""
+TABLES = {
+    "clip": "runner.bench.clip:rows",
+    "parallel": "runner.bench.parallel:rows",
+    "loop": "runner.bench.loop:rows",
+    "start": "runner.bench.loop:start",
+}
+"""Generators of the rows of each table, ``rows(setting)``; their docstrings are the titles."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from runner.bench.peers import timm_adaptive
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
 from runner.booster import Booster
 from runner.clip import Decision, Layout, build
 from runner.models.gpt import GPT
 from runner.run_folder.strict_json import JsonlSink
 from runner.telemetry.meter import Meter, StepMetrics
-
-TITLE = (
-    "time that clipping and telemetry add to a fused optimizer step, one thread\n"
-    "1.00 is what torch.nn.utils.clip_grad_norm_(foreach=True) adds, unless a row says otherwise"
-)
 
 # Thresholds of ``norm``, as multiples of the norm, and standard deviation of the elements.
 BINDING, FREE, SCALE = 0.5, 2.0, 1e-3
@@ -134,6 +129,10 @@ def clock_of(device: str) -> Callable[[Callable[[], object]], float]:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
+    """Time that clipping and telemetry add to a fused optimizer step, one thread.
+
+    1.00 is what torch.nn.utils.clip_grad_norm_(foreach=True) adds, unless a row says otherwise
+    """
     models: dict[str, Callable[[], nn.Module]] = {
         "resnet34": partial(of_torchvision, "resnet34"),
         "vit_b_16": partial(of_torchvision, "vit_b_16"),
@@ -185,7 +184,11 @@ def _adaptive(subject: Subject) -> Iterator[Row]:
     sides = {"limit": subject.side(limit)}
     for name, threshold in ADAPTIVE.items():
         sides[name] = subject.clipping("adaptive", threshold=threshold, exclude=[])
-    if subject.setting.peers and (theirs := timm_adaptive(subject.parameters, ADAPTIVE["ours"])):
+    if subject.setting.peers and find_spec("timm"):
+        from timm.utils.agc import adaptive_clip_grad
+
+        clip: Callable[..., object] = adaptive_clip_grad
+        theirs = partial(clip, subject.parameters, clip_factor=ADAPTIVE["ours"], eps=1e-3)
         sides["timm"] = subject.side(theirs)
     times = interleave(sides, subject.setting.pairs())
     for name in list(sides)[1:]:

@@ -1,45 +1,49 @@
-"""A whole training loop with its record, against the same loop in plain PyTorch.
+"""A whole training loop with its record against the same loop in plain PyTorch, and whole commands.
 
 The bare loop clips by ``torch.nn.utils.clip_grad_norm_(foreach=True)`` and records nothing. Both
-loops read the same loader and step the same fused optimizer. Loops alternate in one process.
+loops read the same loader and step the same fused optimizer. Loops alternate in one process. What
+other libraries do is written as their documentation shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from runner.bench.clip import of_torchvision
 from runner.bench.parallel import on_ranks, slowest
-from runner.bench.peers import loops, plain_loop
-from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
+from runner.bench.timing import Row, Setting, Side, Spread, clocked, compared, interleave
 from runner.booster import Booster, Plugin, TorchDDPPlugin
 from runner.clip import GradientClipping
 from runner.data.dataset import TensorPairs, collate_pairs
-from runner.run_folder import keys
-from runner.run_folder.strict_json import JsonlSink
+from runner.run_folder import files, keys
+from runner.run_folder.strict_json import JsonlSink, read_rows
 from runner.run_folder.strict_json import Row as Metrics
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train.trainer import Log, Trainer
 
-TITLE = (
-    "a training loop with clipping and its record, one thread\n"
-    "1.00 is a bare PyTorch loop with clip_grad_norm_(foreach=True) and no record"
-)
-
-# Steps between rows.
-THRESHOLD, INTERVAL = 0.25, 50
+THRESHOLD, INTERVAL = 0.25, 50  # of the norm; steps between rows
+# Arguments, and the exit code of each command.
+ANSWERS = {"--help": 0, "--cfg job": 0, "clip.treshold=1 accumulation.steps=0": 2, "plan": 0}
+Parts = Callable[[], tuple[nn.Module, DataLoader[Any], Optimizer]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,10 @@ LARGE = Task("resnet18", partial(of_torchvision, "resnet18", num_classes=10), (3
 
 
 def rows(setting: Setting) -> Iterator[Row]:
+    """A training loop with clipping and its record, one thread.
+
+    1.00 is a bare PyTorch loop with clip_grad_norm_(foreach=True) and no record
+    """
     small = tiny(setting)
     tasks = [(small, 41, 1.00), *([] if setting.quick else [(LARGE, 15, 1.01)])]
     with recorded(setting) as sinks:
@@ -89,7 +97,7 @@ def rows(setting: Setting) -> Iterator[Row]:
             what = f"{task.name}, JSONL and wandb offline, log.interval={INTERVAL}"
             yield compared(what, times, "full", "bare", limit, steps=task.steps)
         if setting.peers:
-            theirs = loops(small.parts, THRESHOLD)
+            theirs = loops(small.parts)
             times = interleave({"bare": partial(bare, small), **theirs}, setting.pairs())
             for name in theirs:
                 yield compared(f"{small.name}, {name}", times, name, "bare", steps=small.steps)
@@ -154,3 +162,101 @@ def recorded(setting: Setting) -> Iterator[list[Sink]]:
             yield [file, wandb]
     finally:
         wandb.close(None, 0)
+
+
+def loops(parts: Parts) -> dict[str, Side]:
+    """Return the training loop of each library that is installed, which clips by the norm."""
+    known: dict[str, tuple[str, Side]] = {
+        "Lightning Fabric": ("lightning", partial(_fabric, parts)),
+        "Accelerate": ("accelerate", partial(_accelerate, parts)),
+    }
+
+    def timed(train: Side) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, about what they were not given
+            return train()
+
+    return {name: partial(timed, train) for name, (each, train) in known.items() if find_spec(each)}
+
+
+def plain_loop(
+    model: nn.Module,
+    loader: Iterable[Any],
+    optimizer: Optimizer,
+    backward: Callable[[Tensor], object],
+    clip: Callable[[], object],
+) -> float:
+    """Train for an epoch in plain PyTorch; return the seconds."""
+    criterion = nn.CrossEntropyLoss()
+    started = time.perf_counter()
+    for inputs, targets in loader:
+        backward(criterion(model(inputs), targets))
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.perf_counter() - started
+
+
+def _fabric(parts: Parts) -> float:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    network, plain, own = parts()
+    model, optimizer = fabric.setup(network, own)
+    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=THRESHOLD)
+    loader = fabric.setup_dataloaders(plain)
+    return plain_loop(model, loader, optimizer, fabric.backward, clip)
+
+
+def _accelerate(parts: Parts) -> float:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, loader, optimizer = accelerator.prepare(*parts())
+    clip = partial(accelerator.clip_grad_norm_, list(model.parameters()), THRESHOLD)
+    return plain_loop(model, loader, optimizer, accelerator.backward, clip)
+
+
+def start(setting: Setting) -> Iterator[Row]:
+    """Commands in fresh processes.
+
+    1.00 is python -c 'import torch'; in s: what a run takes besides its training and that import
+    """
+    sides: dict[str, Side] = {"import": partial(clocked, partial(_run, setting, "-c import torch"))}
+    answers = list(ANSWERS)[: 1 if setting.quick else None]
+    for words in answers:
+        command = partial(_run, setting, f"-m runner {words}", ANSWERS[words])
+        sides[words] = partial(clocked, command)
+    numbers = count()
+
+    def outside() -> float:
+        folder = setting.folder / f"run-{next(numbers)}"
+        words = f"-m runner train.max_duration=1ba hydra.run.dir={folder}"
+        seconds = clocked(lambda: _run(setting, words))
+        return seconds - sum(float(row[keys.TIME_STEP]) for row in read_rows(folder / files.ROWS))
+
+    sides["run"] = outside
+    times = interleave(sides, 1 if setting.quick else setting.pairs(7), 0 if setting.quick else 1)
+    for words in answers:
+        yield compared(f"python -m runner {words}", times, words, "import", 0.45)
+    more = [one - other for one, other in zip(times["run"], times["import"], strict=True)]
+    what = "a run of one step, beyond that step and import torch"
+    yield Row(what, Spread.of(more), 4.0, "s")
+
+
+def _run(setting: Setting, words: str, code: int = 0) -> None:
+    arguments = words.split(" ", 1) if words.startswith("-c") else words.split()
+    outputs = {"WANDB_MODE": "offline", "RUNNER_OUTPUTS": str(setting.folder / "outputs")}
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **outputs, **root},
+        cwd=setting.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+        check=False,
+    )
+    if ended.returncode != code:
+        printed = ended.stdout.decode(errors="replace")[-2000:]
+        raise RuntimeError(f"python {words} ended with {ended.returncode}, not {code}:\n{printed}")

@@ -27,12 +27,6 @@ from runner.config.schema import RunConfig
 from runner.launch.supervise import train
 from runner.telemetry.sinks import Sink
 
-TITLE = (
-    "clipping by the norm over ranks (gloo, one thread each)\n"
-    "1.00 is torch.nn.utils.clip_grad_norm_(foreach=True): of DTensors under fsdp, else of the "
-    "shards of each rank alone"
-)
-
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,
     "tensor": partial(TensorParallelPlugin, None),
@@ -77,7 +71,10 @@ def slowest(side: Side, prepare: Callable[[], object] = lambda: None) -> Side:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Measure the table; ranks of one number are started once."""
+    """Clipping by the norm over ranks (gloo, one thread each).
+
+    1.00 is clip_grad_norm_(foreach=True): of DTensors under fsdp, else of each rank's shards alone
+    """
     model: Make = partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
     for ranks, names in ((4, [*PLUGINS]), *([] if setting.quick else [(2, ["fsdp"])])):
         yield from on_ranks(partial(_each, model, names), ranks, setting)

@@ -13,34 +13,29 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from inspect import cleandoc
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
 
+from runner.bench import TABLES
 from runner.config.problem import Stopped
 from runner.run_folder.status import now, provenance
 from runner.run_folder.strict_json import write_object, write_text
 from runner.telemetry.sinks.console import print_line
 from runner.train import stop
 
+# What was printed, and the same with all numbers; both are written after each table.
 TEXT, FILE = "bench.txt", "bench.json"
-"""What was printed, and the same with all numbers; both are written after each table."""
-
-PEERS = ("timm", "lightning", "accelerate")
-"""Packages that are measured with ``--peers``."""
-
+PEERS = ("timm", "lightning", "accelerate")  # packages that are measured with ``--peers``
+# Does the work once, and returns the seconds that it took without its preparations.
 Side = Callable[[], float]
-"""Does the work once, and returns the seconds that it took without its preparations."""
-
-Times = dict[str, list[float]]
-"""Seconds of each side in each round."""
-
-# Characters of the column that says what was measured.
-WIDTH = 62
+Times = dict[str, list[float]]  # seconds of each side in each round
+WIDTH = 62  # characters of the column that says what was measured
 HEADER = f"{'':<{WIDTH}}  median   quartiles        limit         medians in ms"
 
 
@@ -167,17 +162,18 @@ def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) 
     if setting.peers:
         line("peers: " + ", ".join(f"{name} {version}" for name, version in peers.items()))
     for name in tables:
-        table = import_module(f"runner.bench.{name}")
-        line(f"\n{name}: " + table.TITLE.replace("\n", "\n  ") + f"\n{HEADER}")
+        table: Any = resolve_name(TABLES[name])
+        title = cleandoc(table.__doc__ or "").replace(".\n\n", "\n")
+        line(f"\n{name}: " + title.replace("\n", "\n  ") + f"\n{HEADER}")
         rows = []
-        for row in table.rows(setting):
+        for row in table(setting):
             if setting.quick:
                 row = replace(row, limit=None)  # limits are those of the full sizes
             line(row.line())
             rows.append(row.record())
             if number := stop.reset():  # a training has noted the signal
                 raise Stopped(number)
-        found["tables"][name] = {"title": table.TITLE, "rows": rows}
+        found["tables"][name] = {"title": title, "rows": rows}
         write_object(folder / FILE, found)
         write_text(folder / TEXT, "\n".join(lines) + "\n")
     return found

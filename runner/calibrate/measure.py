@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.clip import build as build_mode
-from runner.clip.mode import NEVER
-from runner.clip.tally import HIGHEST, LOWEST, Tally
+from runner.clip.mode import HIGHEST, LOWEST, NEVER, Tally
 from runner.compose.jobs import key_of
 from runner.config.duration import Duration
 from runner.config.modes import MODES, ModeInfo, info_of

@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)
         command = shlex.join(["python", "-m", "runner", "bench", *words])
-        ended = attempt(lambda: record(asked.tables or TABLES, setting, folder, command))
+        ended = attempt(lambda: record(asked.tables or [*TABLES], setting, folder, command))
     stop.reset()
     if isinstance(ended, Failure):
         print_line(f"clip-runner: {ended.error}", sys.stderr)

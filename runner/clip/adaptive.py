@@ -3,6 +3,15 @@
 Brock, De, Smith and Simonyan 2021 (arXiv 2102.06171, section 4):
 ``G_u ← G_u · min(1, λ·max(‖W_u‖, ε)/‖G_u‖)`` with L2 norms and ε = 1e-3, which lets weights that
 start at zero move. The final classifier's weight is left out.
+
+The norms of a rank's units lie in one vector, sorted by length. Shards that are left out come last,
+each as one unit, because the total norm needs them. Units of one length that belong to small
+tensors are copied side by side and measured as the rows of one matrix; a large tensor is read in
+place. So the number of calls grows with the number of lengths and of large tensors, not with that
+of units.
+
+The result of a unit depends on its elements alone, not on what else is measured by the same call:
+ranks that hold the same unit get the same bits.
 """
 
 from __future__ import annotations
@@ -13,19 +22,254 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
+from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, transfer
-from runner.clip.norms import OVERFLOWS, VANISHES, combine, powers_of
-from runner.clip.unit_norms import UnitIndex, UnitNorms
+from runner.clip.norms import OVERFLOWS, ROW, SMALL, VANISHES, combine, flatten, gathered, powers_of
+from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.config.simple_modes import Adaptive
 
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)
+LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
+CACHED = 2**16  # elements of a block that is read several times while it is in the cache
+
+
+class Place(NamedTuple):
+    """Where the units of one shard lie in the vector: ``units`` of ``length`` elements each.
+
+    ``kept`` dimensions index units, see :meth:`runner.clip.units.Units.first`.
+    """
+
+    number: int  # of the shard in the layout
+    shard: ParamShard
+    left_out: bool  # measured as one unit, which is not clipped
+    units: int
+    length: int
+    kept: int
+    start: int = 0
+
+    @classmethod
+    def of(cls, number: int, shard: ParamShard, left_out: bool) -> Place:
+        weight = shard.weight
+        shape = (weight if left_out else shard.units.first(weight)).shape
+        kept = 0 if left_out else len(shape) - len(shard.units.dims)
+        return cls(number, shard, left_out, prod(shape[:kept]), prod(shape[kept:]), kept)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.units
+
+    @property
+    def small(self) -> bool:
+        return self.units * self.length <= SMALL
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        # A mixture of types would be rounded differently on ranks that hold other tensors.
+        return (str(self.shard.param.dtype), self.length)
+
+    @property
+    def weight(self) -> float:
+        """1 ÷ the ranks that count each unit."""
+        sharing = prod(group.size() for group in self.shard.shard_groups)
+        return 1.0 / (self.shard.num_replicas * sharing)
+
+    def units_first(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        tensor = tensors[self.number]
+        assert tensor is not None
+        return self.shard.units.first(tensor) if self.kept else tensor
+
+
+class UnitIndex:
+    """The order of all units of this rank; see the top of this module.
+
+    A shard without a gradient takes part where other ranks may have one. The first ``units`` are
+    clipped; ``weights`` are the different weights of their places.
+    """
+
+    def __init__(
+        self, shards: Sequence[ParamShard], present: Sequence[bool], left_out: Sequence[bool]
+    ) -> None:
+        self.present = list(present)
+        self._shards = shards
+        known = [
+            Place.of(number, shard, out)
+            for number, (shard, out) in enumerate(zip(shards, left_out, strict=True))
+            if present[number] or (shard.shard_groups and not out)
+        ]
+        places: list[Place] = []
+        for place in sorted(known, key=lambda p: (p.left_out, p.kind, p.small, p.number)):
+            places.append(place._replace(start=places[-1].stop if places else 0))
+        self.calls = [list(run) for _, run in groupby(places, self._alike)]
+        clipped = [place for place in places if not place.left_out]
+        self.units = sum(place.units for place in clipped)
+        self.weights = {place.weight for place in clipped}
+        self._weights = self._each_unit(clipped, [place.weight for place in clipped])
+        self._present = self._each_unit(clipped, [float(present[p.number]) for p in clipped]) > 0
+        self._share = self._each_unit(places, [1.0 / p.shard.num_replicas for p in places])
+        # Ranks that share units have them in the order of the layout, whatever their lengths are.
+        found: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for place in sorted(clipped, key=lambda place: place.number):
+            for group in place.shard.shard_groups:
+                at = torch.arange(place.start, place.stop, device=place.shard.param.device)
+                found.setdefault(group, []).append(at)
+        self._cuts = [(group, torch.cat(each)) for group, each in found.items()]
+        cut = [float(bool(place.shard.shard_groups)) for place in clipped]
+        self._cut = self._each_unit(clipped, cut) > 0
+
+    def _alike(self, place: Place) -> tuple[object, ...]:
+        here = self.present[place.number] and place.units * place.length > 0
+        return (place.left_out, place.kind, here, -1 if place.small else place.number)
+
+    def _each_unit(self, places: Sequence[Place], values: Sequence[float]) -> Tensor:
+        """Return the value of its place for each unit."""
+        device = self._shards[0].param.device if self._shards else torch.device("cpu")
+        sizes = transfer.on_device([place.units for place in places], device).long()
+        # Told the size of the result, an accelerator is not waited for.
+        size = places[-1].stop if places else 0
+        return torch.repeat_interleave(transfer.on_device(values, device), sizes, output_size=size)
+
+    def norms(
+        self, tensors: Sequence[Tensor | None], dtype: torch.dtype, clipped: bool = False
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the norm of each unit (that is ``clipped``), in ``dtype`` at least.
+
+        And for each call the matrix with a copy of its units; None where they were read in place.
+        """
+        norms, matrices = [self._weights[:0]], list[Tensor | None]()
+        for places in self.calls:
+            first, units = places[0], places[-1].stop - places[0].start
+            if clipped and first.left_out:
+                break
+            matrices.append(None)
+            if tensors[first.number] is None or not units * first.length:
+                norms.append(self._weights.new_zeros(units, dtype=dtype))
+            elif first.small:
+                flat = gathered([place.units_first(tensors) for place in places])
+                rows = flat.view(units, first.length)
+                # One tensor may be no copy but itself: it is scaled in place.
+                matrices[-1] = rows if len(places) > 1 else None
+                norms.append(_row_norms(rows, dtype))
+            else:
+                norms.append(_unit_norms(first.units_first(tensors), first.kept, dtype))
+        return torch.cat(norms), matrices
+
+    def power(self, norms: Tensor) -> transfer.Number:
+        """Return this rank's share of ‖G‖², given the norms of all units."""
+        return transfer.read(torch.dot(norms.square(), self._share))
+
+    def counted(self, gradients: Tensor) -> Tensor:
+        """Return the share of each clipped unit that this rank counts, given gradients' norms."""
+        # A unit without a gradient here counts where another rank has one.
+        return self._weights.where(self._present | (gradients > 0), 0.0)
+
+    def complete(self, lengths: Tensor) -> Tensor:
+        """Complete the norms [..., units] of units that a shard boundary cuts.
+
+        One buffer for each group of ranks. Whether a rank has a gradient plays no part in which
+        collectives run: an absent one adds zeros.
+        """
+        if not self._cuts:
+            return lengths
+        powers = lengths.square()
+        for group, at in self._cuts:
+            part = powers[:, at]
+            dist.all_reduce(part, group=group)
+            powers[:, at] = part
+        return powers.sqrt().where(self._cut, lengths)
+
+
+@dataclass(slots=True)
+class UnitNorms:
+    """Norms of the units of gradients, whose squares were summed in ``dtype`` at least."""
+
+    index: UnitIndex
+    gradients: Sequence[Tensor | None]
+    dtype: torch.dtype
+    norms: Tensor
+    matrices: Sequence[Tensor | None]
+
+    def scale(self, coefs: Tensor) -> None:
+        """Multiply each unit by its coefficient in place."""
+        targets, values = list[Tensor](), list[Tensor]()
+        host = transfer.can_read(coefs.device)
+        for places, matrix in zip(self.index.calls, self.matrices, strict=True):
+            factors, first = coefs[places[0].start : places[-1].stop], places[0]
+            gradient = self.gradients[first.number]
+            if first.left_out or gradient is None or not first.length:
+                continue
+            if host and not (factors != 1.0).any():
+                continue
+            factors = factors.to(torch.promote_types(gradient.dtype, self.dtype))
+            tensors = [place.units_first(self.gradients) for place in places]
+            if matrix is not None:
+                flat = matrix.mul_(factors.unsqueeze(1)).view(-1)
+                parts = torch.split(flat, list(map(Tensor.numel, tensors)))
+                targets += tensors
+                values += [part.view(to.shape) for part, to in zip(parts, tensors, strict=True)]
+                continue
+            [tensor], kept = tensors, first.kept
+            tensor.mul_(factors.view((*tensor.shape[:kept], *[1] * (tensor.ndim - kept))))
+        if targets:
+            torch._foreach_copy_(targets, values)
+
+
+def _row_norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    wide, length = torch.promote_types(rows.dtype, dtype), rows.shape[1]
+    host = transfer.can_read(rows.device)
+    if host and wide != rows.dtype:
+        # A conversion is cheap in the cache.
+        blocks = torch.split(rows, max(1, CACHED // max(length, 1)))
+        return torch.cat([_row_norms(block.to(wide), wide) for block in blocks])
+    if not host or wide != torch.float32 or length <= LONG:
+        return _norm(rows, 1, wide)
+    whole = length // ROW * ROW
+    parts = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), -1, ROW), 2.0, 2)
+    tail = torch.linalg.vector_norm(rows[:, whole:], 2.0, 1, keepdim=True)
+    return _norm(torch.cat([parts, tail], 1), 1, torch.float64)
+
+
+def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+    """Return the norm of each unit of a tensor whose first ``kept`` dimensions index them."""
+    wide, reduced = torch.promote_types(tensor.dtype, dtype), tuple(range(kept, tensor.ndim))
+    if not reduced:
+        return tensor.abs().to(wide).reshape(-1)
+    if not transfer.can_read(tensor.device):
+        return _norm(tensor, reduced, wide).reshape(-1)
+    if (rows := _as_rows(tensor, kept)) is not None:
+        return _row_norms(rows, dtype)
+    # Units are not contiguous: blocks of what is contiguous are read once.
+    outer = max(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, tensor.stride(dim)))
+    size = max(1, tensor.shape[outer] * CACHED // tensor.numel())
+    blocks = torch.split(tensor, size, outer)
+    sums = [block.to(wide).square().sum(reduced, dtype=torch.float64) for block in blocks]
+    return (torch.cat(sums, outer) if outer < kept else sum(sums, sums[0] * 0)).sqrt().view(-1)
+
+
+def _norm(tensor: Tensor, dims: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, dims, dtype=dtype)
+    return norms
+
+
+def _as_rows(tensor: Tensor, kept: int) -> Tensor | None:
+    """Return a view [units, length] whose rows are contiguous, in any order; None if none is."""
+    if not kept:
+        return flatten(tensor).unsqueeze(0)
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        inner = sorted(range(kept, tensor.ndim), key=lambda dim: -strides[dim])
+        tensor = tensor.permute(*range(kept), *inner)
+        if not tensor.is_contiguous():
+            return None
+    return tensor.view(prod(tensor.shape[:kept]), -1)
 
 
 @dataclass(eq=False)
@@ -37,26 +281,15 @@ class AdaptiveClip(Adaptive, ClipMode):
     _excluded: set[str] = field(default_factory=set, init=False, repr=False)
     _index: UnitIndex | None = field(default=None, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("eps", self.eps > 0, "above 0")
-        for pattern, dims in (self.units or {}).items():
-            listed = dims if isinstance(dims, list | tuple) else [dims]
-            right = all(type(dim) is int for dim in listed)
-            must = f"the dimension that indexes outputs of {pattern}, or a list of dimensions"
-            self.require("units", right, must, dims or repr(dims))
-
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units``; log what ``auto`` excludes, and unknown layers."""
-        if self.exclude == "auto":
-            self._excluded = set(layout.heads)
-        else:
-            given: Sequence[str] = self.exclude
-            globs = [given] if isinstance(given, str) else given
-            self._excluded = {n for glob in globs for n in layout.matching(glob, "exclude")}
+        globs = () if self.exclude == "auto" else self.exclude
+        self._excluded = {name for glob in globs for name in layout.matching(glob, "exclude")}
         units = self.units or {}
         self._shards = layout.with_units(units)
         self._layout, self._index = layout, None
+        if self.exclude == "auto":
+            self._excluded = set(layout.heads)
         if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
             return  # a model that is only checked, or a rank that need not repeat the first one
         if self.exclude == "auto":
@@ -108,16 +341,18 @@ class AdaptiveClip(Adaptive, ClipMode):
         norm, limit = stats.norm, self.limit
         # Every rank has the same norm, so all of them measure units in the same type. The host
         # cannot read the norm of an accelerator, which sums in its widest type at any size.
-        narrow = not isinstance(norm, Tensor) and _fit_float32(norm, limit * self.eps)
+        fit = isinstance(norm, float) and (norm == 0.0 or VANISHES < norm * norm < OVERFLOWS)
+        narrow = fit and (limit * self.eps) ** 2 > VANISHES
         dtype = torch.float32 if narrow else transfer.widest(layout.device)
         own: UnitNorms | None = stats.work
         if own is None or own.dtype != dtype:
             own = self._unit_norms(layout, dtype)
         index = own.index
-        lengths = [index.weight_norms(dtype), own.norms[: index.units]]
-        _complete(index, lengths)
-        ratios = lengths[1] / lengths[0].clamp(min=self.eps)
-        over, counted = ratios > limit, index.counted(lengths[1])
+        weights = [local(shard.param) for shard in self._shards]
+        sizes = [index.norms(weights, dtype, clipped=True)[0], own.norms[: index.units]]
+        of_weights, of_gradients = index.complete(torch.stack(sizes))
+        ratios = of_gradients / of_weights.clamp(min=self.eps)
+        over, counted = ratios > limit, index.counted(of_gradients)
         changed, total = transfer.read((counted * over).sum()), transfer.read(counted.sum())
         if self.tally is not None:
             for weight in index.weights:
@@ -147,30 +382,3 @@ def _of_each_shard(layout: Layout) -> list[Tensor | None]:
         found.get(id(shard), None if 0 in layout.parameters[shard.name].shape else shard.gradient)
         for shard in layout.shards
     ]
-
-
-def _fit_float32(norm: float, least: float) -> bool:
-    """Return whether squares in float32 tell which units are to be clipped."""
-    large_enough = norm == 0.0 or norm * norm > VANISHES
-    return large_enough and norm * norm < OVERFLOWS and least * least > VANISHES
-
-
-def _complete(index: UnitIndex, lengths: list[Tensor]) -> None:
-    """Complete the units that a shard boundary cuts: one flat buffer for each group of ranks.
-
-    Whether a rank has a gradient plays no part in which collectives run: an absent one adds zeros.
-    """
-    if not index.cuts:
-        return
-    powers = torch.stack([each[: index.cut] for each in lengths]).square()
-    for group, at in index.cuts:
-        part = powers[:, at]
-        dist.all_reduce(part, group=group)
-        powers[:, at] = part
-    lengths[:] = [
-        torch.cat([whole, each[index.cut :]])
-        for whole, each in zip(powers.sqrt(), lengths, strict=True)
-    ]
-
-
-MODE = AdaptiveClip

@@ -12,22 +12,13 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout
-from runner.clip.norms import (
-    Powers,
-    combine,
-    combine_norms,
-    local_power,
-    powers_of,
-)
+from runner.clip.norms import Powers, combine, combine_norms, local_power, powers_of
 from runner.clip.transfer import Number
 
 _NAN = math.nan
 _IF_SKIPPED: dict[str, Any] = {
-    "norm_clipped": _NAN,
-    "coef": _NAN,
-    "clipped": 0.0,
-    "fraction": 0.0,
-    "max_stat": _NAN,
+    **dict.fromkeys(("norm_clipped", "coef", "max_stat"), _NAN),
+    **dict.fromkeys(("clipped", "fraction"), 0.0),
 }
 
 
@@ -45,8 +36,7 @@ class GradStats:
     Attributes:
         norm: ‖G‖ of the synchronised, unscaled, normalised gradient.
         finite: whether ``norm`` is finite: a bool, or a 0-dimensional tensor where only the
-            accelerator knows. The boosted optimizer clears it for a step that its skip rule leaves
-            out, so that no mode takes account of such a step.
+            accelerator knows. Cleared for a step that a skip rule leaves out.
         powers: share of each gradient of this rank; None where it was not measured.
         work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
         split: norms of what a coefficient multiplies and of what it leaves out, where it does.
@@ -69,8 +59,8 @@ class GradStats:
         Args:
             layout: where the gradients are.
             norm_type: p of the norm.
-            each: whether the share of each gradient is wanted, in ``powers``. An accelerator
-                measures it in any case, and so does a CPU where a gradient is not finite.
+            each: whether ``powers`` are wanted. An accelerator measures them in any case, and so
+                does a CPU where a gradient is not finite.
             split: whether ``split`` is wanted.
         """
         power, powers = powers_of(*layout.gradients(), norm_type, each or split)
@@ -118,11 +108,10 @@ class Decision:
 
     All numbers are floats on a CPU and 0-dimensional tensors on an accelerator (a λ that does not
     change is a float there too). A decision without ``parts`` is complete: applying it multiplies
-    every gradient by ``coef``, or some of them by ``factor``, which a fused optimizer step may do
-    instead; or the gradient of each parameter by its own of ``scales``. One with ``parts`` is
-    completed by :meth:`runner.clip.mode.ClipMode.apply`, because the norm after clipping and the
-    counts of other ranks travel in one collective. Until then ``max_stat`` is that of this rank,
-    and the four attributes before it are NaN.
+    every gradient by ``coef``, some of them by ``factor``, or each by its own of ``scales``; a
+    fused optimizer step may multiply by ``coef`` instead. One with ``parts`` is completed by
+    :meth:`ClipMode.apply`, because the norm after clipping and the counts of other ranks travel in
+    one collective. Until then ``max_stat`` is that of this rank, and the four before it are NaN.
 
     Attributes:
         norm: ‖G‖ before clipping.
@@ -133,8 +122,7 @@ class Decision:
         max_stat: largest value that the mode compares with λ: ‖G‖, |g| of an element, or
             ‖G_u‖/max(‖W_u‖, ε) of a unit. A threshold below it would have clipped this step.
         threshold: λ in force, NaN where the mode has none.
-        finite: see :class:`GradStats`. Where it is False, the step is skipped: the gradient is left
-            as it is on a CPU, and is not used on an accelerator.
+        finite: see :class:`GradStats`. Where it is False, the step is skipped.
         parts: what this rank has to change; None where ``coef``, ``factor`` or ``scales`` says all.
         factor: what some gradients are multiplied by, where :meth:`Layout.leave_unscaled` leaves
             others as they are; None where all are multiplied by ``coef``.
@@ -146,8 +134,7 @@ class Decision:
         total: number of parts that ``fraction`` is a share of; 1 for a mode that clips steps.
         update: what the mode does to the optimizer's update in :meth:`ClipMode.after_step`, if
             anything.
-        spike: 1 if a :class:`runner.clip.skip.SkipRule` skips the step, else 0. ``finite`` is then
-            cleared too, though the gradient is finite.
+        spike: 1 if a :class:`SkipRule` skips the step, which clears ``finite`` too, else 0.
     """
 
     norm: Number
@@ -210,8 +197,7 @@ class Decision:
         if not isinstance(share, Tensor) and share == 0.0:
             # The same number twice, not a quotient of two that were rounded differently.
             return cls.untouched(norm, limit, max_stat, total)
-        coef = more.pop("coef", None)
-        coef = transfer.ratio(after, norm) if coef is None else coef
+        coef = more.pop("coef") if "coef" in more else transfer.ratio(after, norm)
         clipped = share.sign() if isinstance(share, Tensor) else 1.0
         return cls(norm, after, coef, clipped, share, max_stat, limit, total=total, **more)
 
@@ -224,8 +210,10 @@ class Decision:
         whole = replace(self, norm=norm, norm_clipped=after, coef=transfer.ratio(after, norm))
         return replace(whole, factor=self.coef, norm_scaled=split.scaled)
 
-    def where(self, finite: Tensor) -> Decision:
-        """Return this decision where ``finite`` holds, else a skipped one, chosen on the device."""
+    def if_finite(self, finite: bool | Tensor) -> Decision:
+        """Return this decision, or a skipped one if the device finds that it is not ``finite``."""
+        if not isinstance(finite, Tensor):
+            return self
         if self.parts is not None:
             return replace(self, finite=finite)
         skipped = dict(_IF_SKIPPED)
@@ -262,8 +250,7 @@ class Decision:
         else:
             count, every = (round(float(one)) for one in counts)
             share = count / max(every, 1)
-        done = Decision.of_share(norm, after, share, max_stat, limit, every)
-        return done.where(self.finite) if isinstance(self.finite, Tensor) else done
+        return Decision.of_share(norm, after, share, max_stat, limit, every).if_finite(self.finite)
 
 
 class Inner(NamedTuple):

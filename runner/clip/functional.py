@@ -21,12 +21,12 @@ from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
 from runner.clip.shard import is_dtensor
 
+# Names of wrappers of other libraries, and their attribute that holds the model.
 _INSIDE = {
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",  # torch.compile
     "_FabricModule": "_forward_module",  # Lightning Fabric's, around what really runs
 }
-"""Names of wrappers of other libraries, and their attribute that holds the model."""
 
 
 @dataclass
@@ -44,20 +44,19 @@ class PlainClipper:
 
     def mode(self, mode: ClipMode, key: str) -> ClipMode:
         """Return the mode of ``key`` bound to the layout; one with a history is always new."""
-        if self._known[0] == key:
-            known: ClipMode = self._known[1]
-            return known
-        mode.bind(self.layout)
-        if not (mode.history or mode.limit_moves or mode.info.nested):
+        if self._known[0] != key:
+            mode.bind(self.layout)
+            if mode.history or mode.limit_moves or mode.info.nested:
+                return mode
             self._known = key, mode
-        return mode
+        known: ClipMode = self._known[1]
+        return known
 
 
+# For modules and parameters a weak reference to their clipper, or "none" if they have none.
 _boosted = WeakIdKeyDictionary()
-"""For modules and parameters a weak reference to their clipper, or "none" if they have none."""
-
+# For each module that was not boosted the clipper that was made last.
 _plain = WeakIdKeyDictionary()
-"""For each module that was not boosted the clipper that was made last."""
 
 
 def register(clipper: Any, owned: Iterable[nn.Module | Tensor]) -> None:
@@ -82,11 +81,8 @@ def apply_gradient_clipping(
     A boosted model is clipped by its optimizer: gradients are synchronised and unscaled first, the
     norm is that of the whole model on all ranks, and a second clipping in one step is refused.
     A gradient that is not finite is left as it is. The coefficient of ``norm`` leaves out the
-    matrices that Muon steps, unless ``scales="all"`` is given.
-
-    In a loop of Lightning Fabric or Accelerate give what their ``setup`` or ``prepare`` returned.
-    What the call knows of a module it keeps for the next one, until its parameters or their
-    placements change. Gradients that a loss scaler has scaled have to be unscaled before.
+    matrices that Muon steps, unless ``scales="all"`` is given. In a loop of Lightning Fabric or
+    Accelerate give what their ``setup`` or ``prepare`` returned; unscale gradients before.
 
     Args:
         parameters: a module (whose layers and heads are then known), or parameters, or one tensor.
@@ -96,16 +92,14 @@ def apply_gradient_clipping(
         clipping_type: ``norm``, ``value`` or ``adaptive``.
         clipping_threshold: λ, above 0.
         norm_type: p of the total norm.
-        options: options of the mode, such as ``units={"experts.*": [0, 1]}`` of ``adaptive``: for
-            layers that it does not know, the dimensions of parameters that index outputs.
+        options: options of the mode, such as ``units={"experts.*": [0, 1]}`` of ``adaptive``.
 
     Returns:
         What was done: the norm before and after, the coefficient, the share clipped.
 
     Raises:
-        ValueError: an unknown type or option, a threshold that is not above 0, no parameters,
-            some parameters of a boosted model that cannot be clipped alone, or options that do not
-            fit the parameters.
+        ValueError: an unknown type, a wrong option or threshold, no parameters, or some parameters
+            of a boosted model that cannot be clipped alone.
         StepOrderError: gradients of a boosted model are not final, or were clipped already.
         TypeError: parameters are sharded, and are not given as a module.
     """
@@ -158,8 +152,7 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Any:
     parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
     for part in () if module is None else module.modules():
         if isinstance(part, FSDPModule):
-            # A forward pass after the backward pass may have gathered other parameters than those
-            # that have the gradients.
+            # A forward pass after the backward pass may have gathered parameters without gradients.
             part.reshard()
     owned = parameters if module is None or module not in _boosted else [module, *parameters]
     known = [_boosted.get(each) for each in owned]  # type: ignore[no-untyped-call]
@@ -178,16 +171,16 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Any:
         others = len(clippers) > 1 or any(each is None for each in found) or asked - shards.keys()
         if others or not (whole or clipper.layout.group is None):
             raise ValueError(
-                "these are not the parameters of one boosted model, all of which are clipped "
-                "together: give the boosted model, or its parameters() of now; clip several models "
-                "one by one, or boost one module that holds them all"
+                "these are not the parameters of one boosted model, which are clipped together: "
+                "give the boosted model, or its parameters(); clip several models one by one, or "
+                "boost one module that holds them all"
             )
         if whole:
             return clipper
         clipper.begin_clip()
-    return (
-        PlainClipper(Layout.of_parameters(parameters)) if module is None else plain_clipper(module)
-    )
+    if module is None:
+        return PlainClipper(Layout.of_parameters(parameters))
+    return plain_clipper(module)
 
 
 def plain_clipper(model: nn.Module) -> PlainClipper:

@@ -39,10 +39,9 @@ _STORAGE = attrgetter("layout")
 
 
 class OptionError(ValueError):
-    """An option of a mode that does not fit the model.
+    """An option, such as ``links.0.exclude``, that does not fit the model.
 
-    ``option`` is its name, with that of the option which holds it: ``links.0.exclude``; ``value``
-    its value, where it is inside of another one.
+    ``value`` is that of an option inside of another one.
     """
 
     def __init__(self, option: str, message: str, value: Any = NOTHING) -> None:
@@ -54,8 +53,7 @@ class Layout:
     """All shards on this rank, and the ranks that together hold the whole model.
 
     Args:
-        shards: one shard for each parameter; a parameter that is given twice counts once, and a
-            complex one is a ``TypeError``.
+        shards: one shard for each parameter; one that is given twice counts once.
         group: ranks whose values are summed. None if this rank holds the whole model (one process,
             or data-parallel replicas whose gradients were averaged).
         heads: names of the weights of the model's heads, which adaptive clipping leaves out.
@@ -66,6 +64,9 @@ class Layout:
     Attributes:
         names: names of all parameters of the model, in one order for all ranks.
         partly_scaled: whether :meth:`leave_unscaled` named parameters, of any rank.
+
+    Raises:
+        TypeError: a parameter is complex.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class Layout:
         """Position of each parameter in ``names``."""
         return {name: i for i, name in enumerate(self.names)}
 
-    def positions_of(self, shards: Iterable[ParamShard]) -> Tensor:
-        """Return the position in ``names`` of each shard's parameter, on the device."""
-        at = [self.positions[shard.name] for shard in shards]
+    def positions_of(self, names: Iterable[str]) -> Tensor:
+        """Return the position in ``names`` of each of these parameters, on the device."""
+        at = [self.positions[name] for name in names]
         return transfer.on_device(at, self.device).long()
 
     @property
@@ -106,10 +107,7 @@ class Layout:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Layout:
-        """Return the layout of a model that is whole on this rank; tied parameters count once.
-
-        For a model whose parameters are sharded, this is :meth:`of_sharded` over all ranks.
-        """
+        """Return the layout of a model that lies on this rank, or is sharded over all ranks."""
         if any(is_sharded(parameter) for parameter in model.parameters()):
             assert dist.group.WORLD is not None
             return cls.of_sharded(model, dist.group.WORLD)
@@ -129,8 +127,8 @@ class Layout:
     ) -> Layout:
         """Return the layout that DTensor placements describe; a plain parameter is whole.
 
-        One collective: all ranks compare what they hold, and every element of the model has to be
-        accounted for exactly once, else there is a ``LayoutError``.
+        One collective: all ranks compare what they hold. If any element of the model is not counted
+        exactly once, there is a ``LayoutError``.
 
         Args:
             model: the modules on this rank, with sharded parameters.
@@ -142,16 +140,14 @@ class Layout:
             renamed: name of a tied parameter, by the name of its copy.
             heads: see :class:`Layout`; by default those of ``model``.
         """
-        known = renamed or {}
-        once: dict[int, ParamShard] = {}
+        known, once = renamed or {}, dict[int, ParamShard]()
         for own, parameter, module in owned_parameters(model):
             if id(parameter) not in once:
                 spread = group.size() if ranks is None else ranks(own)
                 once[id(parameter)] = placed(known.get(own, own), parameter, module, spread)
         shards = list(once.values())
-        if whole is None:
-            whole = {shard.name: shard.param.numel() for shard in shards}
-        parameters, elsewhere = account(shards, group, whole)
+        sizes = {shard.name: shard.param.numel() for shard in shards} if whole is None else whole
+        parameters, elsewhere = account(shards, group, sizes)
         found = head_weights(model) if heads is None else heads
         return cls(shards, group, found, parameters, elsewhere)
 
@@ -175,9 +171,8 @@ class Layout:
             return listed[0][1]
         group = next((layout.group for _, layout in listed if layout.group is not None), None)
         pairs = [(prefix + n, w) for prefix, one in listed for n, w in one.parameters.items()]
-        if twice := sorted(
-            name for name, count in Counter(n for n, _ in pairs).items() if count > 1
-        ):
+        count = Counter(name for name, _ in pairs)
+        if twice := sorted(name for name in count if count[name] > 1):
             raise LayoutError(f"{', '.join(twice)}: two modules have a parameter of this name")
         shards = []
         for prefix, layout in listed:
@@ -203,10 +198,7 @@ class Layout:
         self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
 
     def restricted(self, names: Iterable[str]) -> Layout:
-        """Return the layout of some parameters, over the same ranks, which all know ``names``.
-
-        A rank may have no shard of them: it takes part in collectives all the same.
-        """
+        """Return the layout of some parameters, over the same ranks, which all know ``names``."""
         kept = {*names}
         return Layout(
             [shard for shard in self.shards if shard.name in kept],
@@ -283,8 +275,8 @@ class Layout:
     def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
         """Return the shards of this layout with the units that a user names.
 
-        ``units`` are globs of parameter names, and the dimensions of each parameter that index
-        outputs; of two globs that match a parameter the last one counts.
+        ``units`` are globs of names, of which the last match counts, with the dimensions of a
+        parameter that index outputs.
         """
         chosen: dict[str, Units] = {}
         for pattern, given in units.items():
@@ -292,10 +284,9 @@ class Layout:
             for name in self.matching(pattern, "units"):
                 shape = list(self.parameters[name].shape)
                 if wrong := [dim for dim in outputs if not -len(shape) <= dim < len(shape)]:
-                    raise OptionError(
-                        "units",
-                        f"clip.units: {pattern} names dimension {wrong[0]} of {name}, whose shape "
-                        f"is {shape}",
+                    text = (
+                        f"clip.units: {pattern} names dimension {wrong[0]} of {name}, whose shape"
                     )
+                    raise OptionError("units", f"{text} is {shape}")
                 chosen[name] = Units.of_outputs(len(shape), outputs)
         return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.shards]

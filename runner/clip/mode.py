@@ -18,14 +18,70 @@ from torch.optim import Optimizer
 from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
-from runner.clip.tally import Tally
 from runner.clip.transfer import Number
-from runner.config.modes import NAMES, Mode
+from runner.config.modes import MODES, NAMES, Mode, check_options
 from runner.config.problem import or_list
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 TINY = 1e-30  # A coefficient below this one is applied in float64
 _DTYPE = attrgetter("dtype")
+_CLASSES = {
+    "adagc": "per_parameter.AdaGCClip",
+    "adaptive": "adaptive.AdaptiveClip",
+    "chain": "nested.ChainClip",
+    "groups": "nested.GroupsClip",
+    "none": "norm.NoClip",
+    "norm": "norm.NormClip",
+    "per_parameter": "per_parameter.PerParameterClip",
+    "percentile": "percentile.PercentileClip",
+    "schedule": "schedule.ScheduleClip",
+    "spike": "second_moment.SpikeClip",
+    "update": "second_moment.UpdateClip",
+    "value": "value.ValueClip",
+    "zscore": "zscore.ZScoreClip",
+}
+# Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.
+LOWEST, HIGHEST, PER_DECADE = -16, 12, 40
+BINS = (HIGHEST - LOWEST) * PER_DECADE
+CHUNK = 2**24  # elements that a float32 bin can count one by one
+
+
+class Tally:
+    """Counts elements or units in bins, on their device, without waiting for the host.
+
+    Zeros and values beyond the bounds count in the total alone, and NaN nowhere.
+    """
+
+    def __init__(self, skip: int = 0) -> None:
+        self._skip = skip
+        self._counts: Tensor | None = None  # of each bin, and of everything
+        self._step: Tensor | None = None
+
+    def add(self, values: Tensor, weight: float) -> None:
+        """Count ``values`` of the current step."""
+        if self._skip > 0 or values.numel() == 0:
+            return
+        wide = transfer.widest(values.device)
+        if self._step is None:
+            self._step = torch.zeros(BINS + 1, dtype=wide, device=values.device)
+        for chunk in torch.split(values.detach().reshape(-1), CHUNK):
+            logs = chunk.float().log10() if chunk.dtype.itemsize < 4 else chunk.log10()
+            self._step[:-1] += torch.histc(logs, BINS, LOWEST, HIGHEST).to(wide) * weight
+        self._step[-1] += (values == values).sum().to(wide) * weight
+
+    def end_step(self, norm: Number) -> None:
+        """Keep the counts of the current step, unless its gradient was not finite."""
+        self._skip -= 1
+        step, self._step = self._step, None
+        if step is not None:
+            counted = step * torch.as_tensor(norm).isfinite().to(step)
+            self._counts = counted if self._counts is None else self._counts + counted
+
+    def gather(self, layout: Layout) -> tuple[list[float], float]:
+        """Return the counts of each bin and of everything, over all ranks; one collective."""
+        counts = [0.0] * (BINS + 1) if self._counts is None else self._counts.tolist()
+        *everywhere, total = (math.fsum(map(float, column)) for column in layout.gather(counts))
+        return everywhere, total
 
 
 @dataclass(eq=False)
@@ -33,8 +89,7 @@ class ClipMode(Mode, ABC):
     """A rule of clipping.
 
     A subclass implements :meth:`decide_finite`, and :meth:`apply_parts` where it clips elements,
-    units or tensors instead of scaling the whole gradient. Its options and its ``info`` are
-    described in :class:`runner.config.mode.Mode`.
+    units or tensors. Options and ``info`` are described in :class:`runner.config.mode.Mode`.
 
     Attributes:
         history: what the mode remembers of earlier steps, by name: floats, or tensors on the
@@ -52,21 +107,15 @@ class ClipMode(Mode, ABC):
     tally: Tally | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        chosen = vars(self).get("history", "raw")
-        self.require("history", chosen in ("raw", "clipped"), "raw or clipped", chosen)
-        self.keeps_clipped = chosen == "clipped"
+        self.keeps_clipped = vars(self).get("history") == "clipped"
         if self.threshold is not None and not self.threshold > 0:
             raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
-        self.require("norm_type", self.norm_type >= 1, "at least 1 (or inf)")
-        self.require("scales", self.scales in ("auto", "all"), "auto or all")
+        if not self.norm_type >= 1:
+            raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
+        if self.scales not in ("auto", "all"):
+            raise ValueError(f"scales must be auto or all, not {self.scales}")
         self.history = dict(self.initial_history)
         self.info = self.info_with(vars(self))  # type: ignore[misc]  # with these options
-
-    def require(self, option: str, right: bool, allowed: str, given: Any = None) -> None:
-        """Raise a ``ValueError`` that says what is allowed, unless an option is ``right``."""
-        if not right:
-            value = getattr(self, option) if given is None else given
-            raise ValueError(f"{option} must be {allowed}, not {value!r}")
 
     @property
     def _past(self) -> dict[str, Any]:
@@ -149,7 +198,7 @@ class ClipMode(Mode, ABC):
             # A history that was loaded consists of floats until the device has taken a step.
             moved = transfer.where(stats.finite, decision.threshold, math.nan)
             decision = replace(decision, threshold=moved)
-        return decision.where(stats.finite)
+        return decision.if_finite(stats.finite)
 
     @abstractmethod
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -250,20 +299,28 @@ def build(mode: str | type[Mode], **options: Any) -> ClipMode:
     """Make a clipping mode.
 
     Args:
-        mode: a name of :data:`runner.config.modes.NAMES`, made by ``runner/clip/<mode>.py``; or a
-            class of your own.
+        mode: a name of :data:`runner.config.modes.NAMES`, or a class of your own.
         options: options of the mode: ``threshold``, ``norm_type``, and its own.
 
     Raises:
         ValueError: there is no such mode, it has no such option, or an option is out of range.
     """
-    if isinstance(mode, str) and mode not in NAMES:
-        raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
-    kind: Any = import_module(f"runner.clip.{mode}").MODE if isinstance(mode, str) else mode
+    kind: Any = mode
+    if isinstance(mode, str):
+        if mode not in NAMES:
+            raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
+        module, name = _CLASSES[mode].split(".")
+        kind = getattr(import_module(f"runner.clip.{module}"), name)
     known = [one.name for one in fields(kind) if one.init]
     if unknown := [name for name in options if name not in known]:
-        name = mode if isinstance(mode, str) else mode.__name__
-        raise ValueError(f"mode {name} has no option {unknown[0]}: it has {', '.join(known)}")
+        raise ValueError(f"mode {mode} has no option {unknown[0]}: it has {', '.join(known)}")
+    if isinstance(mode, str):
+        threshold = options.get("threshold")
+        own = {key: value for key, value in options.items() if key not in ("norm_type", "scales")}
+        # A limit that is never reached may be infinite, for which conf/ has no number.
+        check_options(
+            MODES[mode], own | {"threshold": NEVER if threshold == math.inf else threshold}
+        )
     made: ClipMode = kind(**options)
     return made
 

@@ -1,37 +1,46 @@
-"""What modes that hold other modes have in common."""
+"""Modes that hold other modes: ``chain`` and ``groups``.
+
+A chain is several modes in order, each of which clips what the one before has left. Where a link
+scales the gradient, or each tensor, the next one decides by scaled norms: gradients are read once,
+and multiplied once at the end. They are read again for a link that needs more than was measured.
+
+Groups of parameters are measured and clipped by themselves. The norm of a group is that of its
+parameters alone; ‖G‖, which is reported, is that of the whole model.
+
+A chain of one mode, or one group of all parameters, is that mode, to the bit. A step that is not
+finite is skipped by all, and no history changes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, Layout, Number, build, transfer
+from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts, build, transfer
 from runner.clip.decision import Inner
 from runner.clip.layout import OptionError
-from runner.clip.norms import combine
-from runner.config.modes import Mode, inner_mode
+from runner.clip.mode import scale, scale_each
+from runner.clip.norms import Powers, combine, combine_norms, powers_of
+from runner.clip.per_parameter import TensorNorms
+from runner.config.modes import ByGroups, Chain, Mode, inner_mode
 from runner.config.problem import NOTHING
-from runner.config.section import conflicts_of
+
+REST = "rest"  # name of the parameters that no pattern matches
 
 
-def made(where: str, given: Any, outer: Mode, **options: Any) -> ClipMode:
-    """Make a mode inside of another one, which is at the option ``where``."""
-    try:
-        kind, own = inner_mode(given, **options)
-    except ValueError as error:
-        listed: Any = getattr(error, "errors", list)()  # where pydantic has checked the options
-        found = [f".{one.key}: {one.message}" for one in conflicts_of(listed, ())]
-        raise ValueError(where + (found[0] if found else f" {error}")) from None
-    shared = {"norm_type": outer.norm_type, "scales": outer.scales}
-    return build(kind, **own, **options, **shared)
+def made(given: Any, outer: Mode, **options: Any) -> ClipMode:
+    """Make a mode inside of another one."""
+    kind, own = inner_mode(given, **options)
+    return build(kind, **own, **options, norm_type=outer.norm_type, scales=outer.scales)
 
 
 def bind(mode: ClipMode, layout: Layout, where: str) -> None:
-    """Bind a mode inside of another one."""
+    """Bind a mode inside of another one, whose option ``where`` has it."""
     try:
         mode.bind(layout)
     except OptionError as error:
@@ -50,12 +59,9 @@ class NestedMode(ClipMode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option = self.info.nested
-        given = getattr(self, option) or {}
+        given = getattr(self, self.info.nested)
         named = given if isinstance(given, Mapping) else {str(i): m for i, m in enumerate(given)}
-        if self.threshold is not None or not named:
-            raise ValueError(f"{option} are at least one mode, with a threshold each and no other")
-        self.modes = {name: made(f"{option}.{name}", one, self) for name, one in named.items()}
+        self.modes = {name: made(one, self) for name, one in named.items()}
 
     def together(
         self,
@@ -96,3 +102,191 @@ class NestedMode(ClipMode):
         for name, mode in self.modes.items():
             if known.get(name, {}).get("class") == type(mode).__name__:
                 mode.load_state_dict(known[name])
+
+
+@dataclass(eq=False)
+class ChainClip(Chain, NestedMode):
+    """Clip by one mode after the other."""
+
+    kind = "link"
+
+    @property
+    def _links(self) -> list[ClipMode]:
+        return list(self.modes.values())
+
+    def bind(self, layout: Layout) -> None:
+        kinds = {mode.info.parts is None for mode in self._links}
+        if layout.partly_scaled and self.scales == "auto" and len(kinds) > 1:
+            raise OptionError(
+                "scales",
+                "clip.scales=auto leaves out gradients of this optimizer where one coefficient "
+                "scales all, which a chain with links that clip parts cannot do; use all",
+            )
+        for name, mode in self.modes.items():
+            bind(mode, layout, f"links.{name}")
+
+    def scales_some(self, layout: Layout) -> bool:
+        whole = all(mode.info.parts is None for mode in self._links)
+        return whole and super().scales_some(layout)
+
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        return self._links[0].measure(layout, each)
+
+    @torch.no_grad()
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        decisions, factor = self._decide(layout, stats, ())
+        if len(decisions) == len(self._links) and decisions[-1].parts is None:
+            return self._whole(decisions, factor)
+        nan = math.nan
+        work = Parts(nan, nan, (decisions, factor))
+        return Decision.change_parts(decisions[0].norm, nan, nan, work)
+
+    def _decide(
+        self, layout: Layout, stats: GradStats, before: Sequence[Decision]
+    ) -> tuple[list[Decision], Number | Tensor]:
+        """Let the next links decide, until gradients have to be changed before another one can."""
+        decisions, factor = [*before], 1.0
+        for mode in self._links[len(before) :]:
+            if len(decisions) > len(before) and not mode.decides_by(stats):
+                break
+            decision = mode.decide(layout, stats)
+            decisions.append(decision)
+            if decision.parts is not None:
+                break
+            by: Any = decision.coef if decision.scales is None else decision.scales
+            tensors = stats.work.scaled(by) if isinstance(stats.work, TensorNorms) else None
+            stats = replace(stats, norm=decision.norm_clipped, powers=None, work=tensors)
+            factor = factor * by
+        return decisions, factor
+
+    @torch.no_grad()
+    def change_parts(self, layout: Layout, decision: Decision) -> Decision:
+        """Apply what was decided, and go on with the next links until all have clipped."""
+        assert decision.parts is not None
+        decisions, factor = decision.parts.work
+        while True:
+            number = len(decisions)
+            if decisions[-1].parts is not None:
+                decisions[-1] = self._links[number - 1].apply(layout, decisions[-1])
+            elif isinstance(factor, Tensor) and factor.ndim:
+                scale_each(layout, factor)
+            else:
+                scale(layout, factor)
+            if number == len(self._links):
+                return self._whole(decisions, None).if_finite(decision.finite)
+            # Clamping makes an infinite gradient finite, but its step is skipped all the same.
+            stats = GradStats(decisions[-1].norm_clipped, decision.finite)
+            if not self._links[number].decides_by(stats):
+                stats = replace(self._links[number].measure(layout), finite=decision.finite)
+            decisions, factor = self._decide(layout, stats, decisions)
+
+    def _whole(self, decisions: Sequence[Decision], factor: Any) -> Decision:
+        norms = decisions[0].norm, decisions[-1].norm_clipped
+        named = dict(zip(self.modes, decisions, strict=True))
+        if isinstance(factor, Tensor) and factor.ndim:
+            return self.together(*norms, named, scales=factor)
+        return self.together(*norms, named, coef=factor)
+
+
+class _Group(NamedTuple):
+    """Parameters that are clipped together, their positions, and those of the scaled ones."""
+
+    name: str
+    mode: ClipMode
+    layout: Layout
+    at: Tensor
+    scaled: Tensor
+
+
+@dataclass(eq=False)
+class GroupsClip(ByGroups, NestedMode):
+    """Clip each group of parameters by a mode of its own."""
+
+    kind = "group"
+    _layout: Layout | None = field(default=None, init=False, repr=False)
+    _bound: list[_Group] = field(default_factory=list, init=False, repr=False)
+
+    def bind(self, layout: Layout) -> None:
+        self._layout, self._bound = layout, []
+        left = dict.fromkeys(layout.names)
+        for pattern, mode in self.modes.items():
+            names = [name for name in layout.matching(pattern, "groups") if name in left]
+            if not names and pattern != "*":
+                text = f"clip.groups: {pattern} matches only parameters that patterns before it do"
+                raise OptionError("groups", f"{text}; put it before them, or leave it out")
+            self._add(layout, pattern, mode, names)
+            for name in names:
+                del left[name]
+        self._add(layout, REST, build("none", norm_type=self.norm_type), [*left])
+
+    def _add(self, layout: Layout, name: str, mode: ClipMode, names: Sequence[str]) -> None:
+        if names:
+            own = layout if len(names) == len(layout.names) else layout.restricted(names)
+            bind(mode, own, f"groups.{name}")
+            scaled = [each for each in own.names if own.parameters[each].scaled]
+            at, some = layout.positions_of(own.names), layout.positions_of(scaled)
+            self._bound.append(_Group(name, mode, own, at, some))
+
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        if self._layout is not layout:
+            self.bind(layout)
+        p, found = self.norm_type, [g.mode.measure(g.layout, each) for g in self._bound]
+        norm = found[0].norm
+        if len(found) > 1:
+            norm = combine_norms([stats.norm for stats in found], p)
+        powers = None
+        if each or any(stats.powers is not None for stats in found):
+            pairs = zip(self._bound, found, strict=True)
+            parts = [
+                s.powers or powers_of(*g.layout.gradients(), p, each=True)[1] for g, s in pairs
+            ]
+            held = [part for part in parts if part is not None and part.shards]
+            shards = [shard for part in held for shard in part.shards]
+            each_of = torch.cat([part.each for part in held]) if held else torch.empty(0)
+            powers = Powers(shards, each_of, p)
+        return GradStats.measured(norm, powers, found)
+
+    @torch.no_grad()
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        work = stats.work if self._layout is layout else None
+        if not (isinstance(work, list) and len(work) == len(self._bound)):
+            work = self.measure(layout).work
+        decisions = [
+            group.mode.decide(group.layout, replace(own, finite=stats.finite))
+            for group, own in zip(self._bound, work, strict=True)
+        ]
+        if all(decision.parts is None for decision in decisions):
+            return self._whole(stats.norm, decisions, self._scales(layout, decisions))
+        nan = math.nan
+        return Decision.change_parts(stats.norm, nan, nan, Parts(nan, nan, decisions))
+
+    def _scales(self, layout: Layout, decisions: Sequence[Decision]) -> Tensor:
+        """Return the factor of each parameter, [parameters]."""
+        wide = transfer.widest(layout.device)
+        scales = torch.ones(len(layout.names), dtype=wide, device=layout.device)
+        for group, decision in zip(self._bound, decisions, strict=True):
+            if decision.scales is not None:
+                scales.index_copy_(0, group.at, decision.scales)
+            elif decision.factor is not None:
+                scales.index_fill_(0, group.scaled, decision.factor)
+            else:
+                scales.index_fill_(0, group.at, decision.coef)
+        return scales
+
+    @torch.no_grad()
+    def change_parts(self, layout: Layout, decision: Decision) -> Decision:
+        """Apply the decision of each group, on all ranks in the same order."""
+        assert decision.parts is not None
+        pairs = zip(self._bound, decision.parts.work, strict=True)
+        decisions = [group.mode.apply(group.layout, own) for group, own in pairs]
+        return self._whole(decision.norm, decisions).if_finite(decision.finite)
+
+    def _whole(
+        self, norm: Number, decisions: Sequence[Decision], scales: Tensor | None = None
+    ) -> Decision:
+        """Return the decision of all groups: the share clipped is that of the groups that clip."""
+        named = {group.name: own for group, own in zip(self._bound, decisions, strict=True)}
+        after = combine_norms([own.norm_clipped for own in decisions], self.norm_type)
+        clipping = [named[g.name].clipped for g in self._bound if g.mode.info.clips is not None]
+        share = sum(clipping, 0.0) / max(len(clipping), 1)
+        return self.together(norm, after, named, scales=scales, fraction=share)

@@ -1,4 +1,4 @@
-"""Mode ``norm``: G ← G · min(1, λ/‖G‖), with one ‖G‖ over the whole model.
+"""Modes ``norm`` and ``none``: G ← G · min(1, λ/‖G‖), with one ‖G‖ over the whole model; and G ← G.
 
 Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, algorithm 1).
 """
@@ -12,7 +12,7 @@ from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
 from runner.clip.transfer import Number
-from runner.config.simple_modes import Norm
+from runner.config.simple_modes import Norm, Unclipped
 
 
 def limit_norm(
@@ -43,8 +43,15 @@ class NormClip(Norm, ClipMode):
     """Scale the whole gradient so that its norm is at most λ."""
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Compare ‖G‖ with λ; no collective, because every rank has the same ‖G‖."""
-        return limit_norm(stats.norm, self.limit)
+        return limit_norm(stats.norm, self.limit)  # no collective: every rank has the same ‖G‖
 
 
-MODE = NormClip
+@dataclass(eq=False)
+class NoClip(Unclipped, ClipMode):
+    """Leave the gradients alone; everything is still measured."""
+
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        return Decision.untouched(stats.norm, None, stats.norm)
+
+    def apply(self, layout: Layout, decision: Decision) -> Decision:
+        return decision

@@ -2,11 +2,11 @@
 
 ``‖G‖_p = (Σ over the world of Σ|g|^p ÷ ranks holding g)^(1/p)``; the largest |g| for p = inf.
 
-Accuracy: a float32 sum of squares loses digits as it grows (``torch.linalg.vector_norm`` on a CPU
-is off by 8e-3 at 1e8 elements, ``torch.dot`` by 1e-4). Here gradients are summed in rows of 2,048
-elements in float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. Where
-powers leave float32's range, a block is summed once more in float64 while it is in a cache.
-Accelerators accumulate in float64, which their memory bandwidth hides.
+A float32 sum of squares loses digits as it grows (``torch.linalg.vector_norm`` on a CPU is off by
+8e-3 at 1e8 elements, ``torch.dot`` by 1e-4). Here gradients are summed in rows of 2,048 elements in
+float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. Where powers leave
+float32's range, all is summed once more in float64. Accelerators accumulate in float64, which their
+memory bandwidth hides.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ from runner.clip.transfer import Number
 _REPLICAS = attrgetter("num_replicas")
 
 ROW = 2_048  # elements whose powers are summed in float32
-# Elements that are measured together. Of 4 MiB most are still in a cache for a second look.
-BLOCK = 2**20
-# Largest number of elements that are summed in float64, where that costs less than it saves.
-EXACT = 131_072
+BLOCK = 2**20  # elements that are summed in float64 together
 # Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
 # Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
@@ -52,7 +49,7 @@ class Powers(NamedTuple):
 
     def of_parameters(self, layout: Layout) -> Tensor:
         """Return the share of each parameter, [parameters], on the device of ``layout``."""
-        at = layout.positions_of(self.shards)
+        at = layout.positions_of(shard.name for shard in self.shards)
         each = self.each.to(layout.device, transfer.widest(layout.device))
         shares = each.new_zeros(len(layout.names))
         # A tied parameter may lie on this rank twice.
@@ -101,11 +98,16 @@ def powers_of(
 
     On a CPU the shares of finite gradients are None unless ``each`` asks for them.
     """
-    if gradients and not transfer.can_read(gradients[0].device):
-        values = _on_accelerator(shards, gradients, norm_type)
-        total = values.amax() if math.isinf(norm_type) else values.sum()
-        return total, Powers(shards, values, norm_type)
     replicas: list[int] = list(map(_REPLICAS, shards))
+    if gradients and not transfer.can_read(gradients[0].device):
+        dtype = transfer.widest(gradients[0].device)
+        values = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=dtype))
+        if math.isinf(norm_type):
+            return values.amax(), Powers(shards, values, norm_type)
+        values = values**norm_type
+        if max(replicas) > 1:
+            values = values / transfer.on_device(replicas, values.device)
+        return values.sum(), Powers(shards, values, norm_type)
     if math.isinf(norm_type):
         shares = list(map(largest, gradients))
         whole = combine(shares or [0.0], norm_type)
@@ -123,45 +125,13 @@ def powers_of(
     return whole, Powers(shards, transfer.on_device(shares, torch.device("cpu")), norm_type)
 
 
-def _on_accelerator(
-    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float
-) -> Tensor:
-    """Return the share of each gradient, [gradients]; the host does not wait."""
-    dtype = transfer.widest(gradients[0].device)
-    each = torch._foreach_norm(list(gradients), norm_type, dtype=dtype)
-    if math.isinf(norm_type):
-        return torch.stack(each)
-    powers = torch._foreach_pow(each, norm_type)
-    num_replicas = list(map(_REPLICAS, shards))
-    if max(num_replicas) > 1:
-        powers = torch._foreach_div(powers, num_replicas)
-    return torch.stack(powers)
-
-
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
     """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is."""
     small = list(map(SMALL.__ge__, map(Tensor.numel, gradients)))
-    power, elements = 0.0, 0
-    waiting: list[Tensor] = []
-    for gradient in compress(gradients, map(not_, small)):
-        for block in torch.split(flatten(gradient), BLOCK):
-            waiting.append(block)
-            elements += block.numel()
-            if elements >= BLOCK:
-                power += _power(waiting, norm_type)
-                waiting, elements = [], 0
-    if waiting:
-        power += _power(waiting, norm_type)
+    blocks = list(map(flatten, compress(gradients, map(not_, small))))
     if any(small):
-        flat = gathered(list(compress(gradients, small)))
-        exact = flat.numel() <= EXACT
-        power += _float64_power(flat, norm_type) if exact else _power([flat], norm_type)
-    return power
-
-
-def _power(blocks: Sequence[Tensor], norm_type: float) -> float:
-    """Return Σ|g|^p of contiguous blocks: each row in float32, their sum in float64."""
-    norms = []
+        blocks.append(gathered(list(compress(gradients, small))))
+    norms = [torch.empty(0)]
     for block in blocks:
         n = block.numel() // ROW
         dtype = torch.float32 if block.dtype.itemsize < 4 else None
@@ -174,14 +144,9 @@ def _power(blocks: Sequence[Tensor], norm_type: float) -> float:
     power = float(torch.dot(each, each) if norm_type == 2.0 else (each**norm_type).sum())
     if VANISHES < power < OVERFLOWS or not any(map(largest, blocks)):
         return power
-    return sum(_float64_power(block, norm_type) for block in blocks)
-
-
-def _float64_power(block: Tensor, norm_type: float) -> float:
-    wide = block.double()
-    if norm_type == 2.0:
-        return float(torch.dot(wide, wide))
-    return float(torch.linalg.vector_norm(wide, norm_type) ** norm_type)
+    parts = (part.double() for block in blocks for part in torch.split(block, BLOCK))
+    norms = [torch.linalg.vector_norm(part, norm_type).double() for part in parts]
+    return float((torch.stack(norms) ** norm_type).sum())
 
 
 def largest(tensor: Tensor) -> float:

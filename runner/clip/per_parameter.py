@@ -1,11 +1,10 @@
-"""Mode ``per_parameter``, and what modes have in common that scale tensors one by one.
-
-``g_p ← g_p · min(1, λ/‖g_p‖)`` for each parameter p, or for each block of parameters.
-"""
+"""Modes ``per_parameter`` and ``adagc``, which scale tensors one by one."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
 from runner.clip.norms import combined_norms, powers_of
-from runner.config.simple_modes import PerParameter
+from runner.config.simple_modes import AdaGC, PerParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,8 @@ class TensorMode(ClipMode):
     def scale_tensors(
         self,
         layout: Layout,
-        stats: GradStats,
+        norm: Number,
         scales: Tensor,
-        *,
         after: TensorNorms,
         compared: tuple[Tensor, Tensor, Tensor],
         threshold: Number,
@@ -81,8 +79,7 @@ class TensorMode(ClipMode):
             self.tally.add(values.where(present, math.nan), 1.0)
         share, total = share_of(over, present)
         most = transfer.read(values.amax()) if values.numel() else 0.0
-        more: Any = {"scales": scales}
-        return Decision.of_share(stats.norm, after.total, share, most, threshold, total, **more)
+        return Decision.of_share(norm, after.total, share, most, threshold, total, scales=scales)
 
 
 def share_of(over: Tensor, present: Tensor) -> tuple[Number, Number]:
@@ -93,15 +90,11 @@ def share_of(over: Tensor, present: Tensor) -> tuple[Number, Number]:
 
 @dataclass(eq=False)
 class PerParameterClip(PerParameter, TensorMode):
-    """Limit the norm of each tensor, or of each block of tensors."""
+    """Limit the norm of each tensor, or block of tensors: ``g_p ← g_p · min(1, λ/‖g_p‖)``."""
 
     _layout: Layout | None = field(default=None, init=False, repr=False)
     _block: Tensor | None = field(default=None, init=False, repr=False)
     _blocks: int = field(default=0, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("by", self.by in ("tensor", "block"), "tensor or block")
 
     def bind(self, layout: Layout) -> None:
         self._layout, self._block = layout, None
@@ -113,7 +106,6 @@ class PerParameterClip(PerParameter, TensorMode):
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Compare the norm of each tensor or block with λ; every rank knows all of them."""
         if self._layout is not layout:
             self.bind(layout)
         limit, tensors = self.limit, self.tensors(layout, stats)
@@ -122,9 +114,7 @@ class PerParameterClip(PerParameter, TensorMode):
         scales = torch.where(over, limit / norms, 1.0)
         each = scales if self._block is None else scales[self._block]
         after, compared = tensors.scaled(each), (norms, over, present)
-        return self.scale_tensors(
-            layout, stats, each, after=after, compared=compared, threshold=limit
-        )
+        return self.scale_tensors(layout, stats.norm, each, after, compared, limit)
 
     def _parts(self, tensors: TensorNorms) -> tuple[Tensor, Tensor]:
         """Return the norm of each tensor or block, and whether it has a gradient."""
@@ -144,4 +134,88 @@ def block_of(name: str) -> str:
     return ".".join(parts[:end])
 
 
-MODE = PerParameterClip
+@dataclass(eq=False)
+class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
+    """Limit the norm of each tensor to λ times its running mean γ_p.
+
+    Wang et al. 2025 (AdaGC, arXiv 2502.11034, algorithm 1), with G the whole gradient and g_p that
+    of the parameter p::
+
+        t < T:  h = min(1, λ_abs/‖G‖)          γ_p ← min(γ_p, ‖h·g_p‖)
+        t ≥ T:  h_p = min(1, λ·γ_p/‖g_p‖)      γ_p ← β·γ_p + (1−β)·‖h_p·g_p‖
+
+    A step whose gradient is zero, or absent, leaves γ_p as it is: with the published rule a zero in
+    the warm-up makes h_p 0 for ever. A parameter that gets its first gradient after the warm-up is
+    not clipped in that step, which begins its γ_p. In the history ``gamma`` [parameters] is
+    infinite before a gradient.
+    """
+
+    limit_moves = True  # the warm-up has no λ
+    _names: Sequence[str] = field(default=(), init=False, repr=False)
+    _layout: Layout | None = field(default=None, init=False, repr=False)
+    _at: Tensor | None = field(default=None, init=False, repr=False)  # of a part: in the history
+    _warm: bool = field(default=True, init=False, repr=False)
+
+    def bind(self, layout: Layout) -> None:
+        past, device, wide = self._past, layout.device, transfer.widest(layout.device)
+        past["step"] = torch.as_tensor(past.get("step", 0.0)).to(device, wide)
+        before = torch.as_tensor(past.get("gamma", ())).to(device, wide)
+        # A name that is new takes the value behind the others.
+        padded = torch.cat([before, before.new_full((1,), math.inf)])
+        past["gamma"] = padded[self._places(layout, len(before))]
+        self._layout, self._names = layout, layout.names
+
+    def _places(self, layout: Layout, new: int) -> Tensor:
+        """Return the places of the parameters of ``layout`` in the history."""
+        places = {name: i for i, name in enumerate(self._names)}
+        at = [places.get(name, new) for name in layout.names]
+        return transfer.on_device(at, layout.device).long()
+
+    @torch.no_grad()
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        if self._layout is not layout:
+            self.bind(layout)
+        tensors, past = self.tensors(layout, stats), self._past
+        norms, present, step = tensors.norms, tensors.present, past["step"]
+        gamma = past["gamma"] if self._at is None else past["gamma"][self._at]
+        warm, begun = step < self.warmup_steps, gamma.isfinite()
+        bound = self.limit * gamma
+        whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
+        over = torch.where(warm, whole > self.absolute, norms > bound) & present
+        scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / norms), 1.0)
+        after = tensors.scaled(scales)
+        entering = after.norms if self.keeps_clipped else norms
+        mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
+        updated = torch.where(warm, gamma.minimum(entering), mean)
+        updated = torch.where(norms > 0, updated, gamma)
+        if self._at is None:
+            past["gamma"] = updated
+            self.end_parts()
+        else:
+            past["gamma"] = past["gamma"].index_copy(0, self._at, updated)
+        compared = (torch.where(warm, math.nan, norms / gamma), over, present)
+        limit = transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit)))
+        return self.scale_tensors(layout, stats.norm, scales, after, compared, limit)
+
+    def of_part(self, layout: Layout) -> AdaGCClip:
+        made = copy.copy(self)
+        made._layout, made._at = layout, self._places(layout, 0)
+        return made
+
+    def ready_for_parts(self) -> bool:
+        """Return whether the warm-up is over, in which ‖G‖ decides; it waits for an accelerator."""
+        if self._warm:
+            self._warm = bool(self._past["step"] < self.warmup_steps)
+        return not self._warm
+
+    def end_parts(self) -> None:
+        self._past["step"] = self._past["step"] + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"names": list(self._names)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._names, self._warm = state["names"], True
+        if self._layout is not None:
+            self.bind(self._layout)

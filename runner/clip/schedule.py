@@ -1,11 +1,10 @@
 """Mode ``schedule``: another mode clips, with a λ that is a function of the optimizer step.
 
 ``λ_t = threshold · warm-up factor(t) · decay(t)``, where t counts the steps that were decided, from
-0. A step that is skipped counts too: the host knows its number without waiting for an accelerator,
-and row k of a run has ``λ_{k-1}``. OLMo's warm-up is ``warmup=constant``
-(``grad_clip_warmup_steps`` and ``grad_clip_warmup_factor`` in https://github.com/allenai/OLMo).
-
-With a ``scheduler`` λ_t is the learning rate that it makes of ``lr=threshold`` after t steps.
+0. A step that is skipped counts too: the host knows its number without waiting for an accelerator.
+OLMo's warm-up is ``warmup=constant`` (``grad_clip_warmup_steps`` in
+https://github.com/allenai/OLMo). With a ``scheduler`` λ_t is the learning rate that it makes of
+``lr=threshold`` after t steps.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
@@ -33,16 +32,9 @@ class ScheduleClip(Schedule, ClipMode):
     _rates: _Rates | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.inner = nested.made("of", self.of, self, threshold=self.threshold)
-        for option, why, *_ in self.conflicts(vars(self)):
-            raise ValueError(f"{option} {why}")
+        self.inner = nested.made(self.of, self, threshold=self.threshold)
         super().__post_init__()
         self._set_limit()
-
-    @property
-    def step(self) -> int:
-        """Number of steps that were decided."""
-        return int(self.history["step"])
 
     def bind(self, layout: Layout) -> None:
         nested.bind(self.inner, layout, "of")
@@ -57,7 +49,7 @@ class ScheduleClip(Schedule, ClipMode):
 
     def decide(self, layout: Layout, stats: GradStats) -> Decision:
         self._set_limit()
-        self.history["step"] = self.step + 1
+        self.history["step"] = self._step + 1
         return self.inner.decide(layout, stats)
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -75,20 +67,22 @@ class ScheduleClip(Schedule, ClipMode):
 
     def _set_limit(self) -> None:
         """Give the mode that clips λ of this step, and the tally that counts for this one."""
-        self.inner.tally = self.tally
-        if self.threshold is None:
+        self.inner.tally, step = self.tally, self._step
+        if self.scheduler is None:
+            self.inner.threshold = self.limit * self._factor(step)
             return
-        limit = self.threshold * self._factor(self.step)
-        if self.scheduler is not None:
-            if self._rates is None or self._rates.base != self.threshold:
-                self._rates = _Rates(self.scheduler, self.threshold)
-            limit = self._rates.at(self.step)
+        if self._rates is None or self._rates.base != self.limit:
+            self._rates = _Rates(self.scheduler, self.limit)
+        self.inner.threshold = limit = self._rates.at(step)
         if not limit > 0:
             raise ValueError(
-                f"clip.scheduler gives a threshold of {limit:g} in step {self.step + 1}: it has to "
+                f"clip.scheduler gives a threshold of {limit:g} in step {step + 1}: it has to "
                 "stay above 0 (torch's schedulers have eta_min or end_factor for that)"
             )
-        self.inner.threshold = limit
+
+    @property
+    def _step(self) -> int:
+        return int(self.history["step"])
 
     def _factor(self, step: int) -> float:
         """Return λ ÷ threshold of a step."""
@@ -110,9 +104,9 @@ class _Rates:
         self._taken = 0
         self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base)
         arguments = {name: value for name, value in target.items() if name != "_target_"}
-        module, _, name = str(target["_target_"]).rpartition(".")
         try:
-            self._scheduler = getattr(import_module(module), name)(self._optimizer, **arguments)
+            kind: Any = resolve_name(str(target["_target_"]))
+            self._scheduler = kind(self._optimizer, **arguments)
             self._optimizer.step()  # schedulers warn if no optimizer has stepped before
             inspect.signature(self._scheduler.step).bind()
         except Exception as error:
@@ -124,6 +118,3 @@ class _Rates:
             self._scheduler.step()
             self._taken += 1
         return float(self._optimizer.param_groups[0]["lr"])
-
-
-MODE = ScheduleClip

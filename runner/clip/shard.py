@@ -118,8 +118,7 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
             raise TypeError(f"{name} is placed {placement}: neither a replica nor a shard")
         if units.groups and placement.dim == 0:
             raise TypeError(
-                f"{name} belongs to a transposed convolution with groups and is sharded along "
-                "them: shard it along dimension 1"
+                f"{name} is of a transposed convolution with groups: shard it along dimension 1"
             )
         parts *= parameter.device_mesh.size(axis)
     if ranks % parts:
@@ -142,14 +141,13 @@ def account(
         parameters.setdefault(name, each)
     if unknown := sorted(found.keys() - whole.keys()):
         raise LayoutError(
-            f"{', '.join(unknown)}: no such parameter in the whole model (a weight that was tied "
-            "is tied no longer, or ranks hold different models)"
+            f"{', '.join(unknown)}: no such parameter in the whole model (a weight is tied no "
+            "longer, or ranks hold different models)"
         )
     for name, elements in whole.items():
         if abs(found[name] - elements) > 1e-6 * max(elements, 1):
             raise LayoutError(
-                f"{name} has {elements} elements, but the ranks account for {found[name]:g}: its "
-                "parts or its replicas are not what the layout takes them for"
+                f"{name} has {elements} elements, but the ranks account for {found[name]:g}"
             )
     return parameters, next((t for t, _ in everywhere if t), "cpu")
 

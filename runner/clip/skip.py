@@ -1,8 +1,4 @@
-"""Skip an optimizer step whose loss or gradient norm is a spike.
-
-The decision is a tensor function of the values of the step, so that an accelerator makes it without
-the host: the boosted optimizer puts it into the flag that fused optimizers read.
-"""
+"""Skip an optimizer step whose loss or gradient norm is a spike, without the host's waiting."""
 
 from __future__ import annotations
 
@@ -61,11 +57,9 @@ class SkipRule:
         **options: Any,
     ) -> None:
         chosen = skip_options(rule=rule, of=of, **options)
-        assert chosen.k is not None
-        assert chosen.min_steps is not None
         self.rule, self.of, self.accept_after = rule, of, chosen.accept_after
         self.window, self.decay = chosen.window, chosen.decay
-        self.k, self.min_steps = chosen.k, chosen.min_steps
+        self.k, self.min_steps = chosen.k or 0.0, chosen.min_steps or 1
         self._past: Past | None = None
         self._loaded: Mapping[str, Any] | None = None
 
@@ -123,10 +117,7 @@ class SkipRule:
         """Return the history, for a rule of the same kind; an accelerator is waited for."""
         history = self._loaded
         if self._past is not None:
-            kept, count, missed = (each.cpu() for each in self._past)
-            held = int(count) if self.rule == "sigma" else 1
-            missed = missed[:, missed.isfinite().all(0)]
-            history = {"kept": _last(kept, held), "count": int(count), "missed": missed}
+            history = {name: value.cpu() for name, value in self._past._asdict().items()}
         return {"rule": self.rule, "of": self.of, "history": history}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,17 +134,17 @@ class SkipRule:
 
     def _begin(self, values: Tensor) -> Past:
         """Return the history before a first step, whose options may have been others."""
-        empty, loaded = self._empty(values), self._loaded
-        if loaded is None:
+        empty = self._empty(values)
+        if self._loaded is None:
             return empty
-        count, skipped = loaded["count"], loaded["missed"].to(values)
+        kept, steps, missed = (self._loaded[name].to(values) for name in Past._fields)
         size, most = empty.kept.shape[1], empty.missed.shape[1]
         # The next skip may be the one that is accepted.
-        skipped = _last(skipped, min(skipped.shape[1], max(0, most - 1)))
+        missed = _last(missed, min(missed.shape[1], max(0, most - 1)))
         return Past(
-            _last(torch.cat([empty.kept, loaded["kept"].to(values)], 1), size),
-            empty.steps + (min(count, size) if self.rule == "sigma" else count),
-            _last(torch.cat([empty.missed, skipped], 1), most),
+            _last(torch.cat([empty.kept, kept], 1), size),
+            steps.clamp(max=size) if self.rule == "sigma" else steps,
+            _last(torch.cat([empty.missed, missed], 1), most),
         )
 
     def _limits(self, past: Past) -> Tensor:

@@ -21,8 +21,7 @@ Number = float | Tensor
 def can_read(device: torch.device) -> bool:
     """Return whether the host may read values on ``device`` without waiting for it.
 
-    Everything that keeps metrics on an accelerator asks this function, so a test that replaces it
-    runs the accelerator's code on CPU tensors.
+    A test that replaces it runs the accelerator's code on CPU tensors.
     """
     return device.type == "cpu"
 

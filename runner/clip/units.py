@@ -1,10 +1,9 @@
 """What the layers of a model say of their weights: units of adaptive clipping, and output layers.
 
-Layers are recognised by their class, their size attributes, or the shapes of their parameters,
-without importing the libraries that define them. A unit is the weights that feed one output (Brock
-et al. 2021, arXiv 2102.06171, section 4): a row of a matrix, the fan-in of one output channel of a
-convolution, a whole vector. Dimension 0 indexes the outputs of most layers. Where neither the layer
-nor the shapes say so, the option ``units`` of the mode does.
+A unit is the weights that feed one output (Brock et al. 2021, arXiv 2102.06171, section 4): a row
+of a matrix, a filter of a convolution, a whole vector. Layers are recognised by their class, their
+size attributes, or the shapes of their parameters, without importing the libraries that define
+them. Where none of these says so, the option ``units`` of the mode does.
 """
 
 from __future__ import annotations
@@ -107,9 +106,8 @@ def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
 def _stacked_experts(module: nn.Module) -> tuple[int, ...] | None:
     """Return the dimensions that index outputs of weights [experts, ...]; None if unknown.
 
-    transformers stores [experts, out, in] (Mixtral, Qwen), some of its models [experts, in, out].
-    ``gate_up_proj`` has the outputs of two projections side by side, so its shape beside that of
-    ``down_proj`` tells one from the other, whatever the sizes.
+    transformers stores [experts, out, in] (Mixtral, Qwen) or [experts, in, out]. ``gate_up_proj``
+    has the outputs of two projections, so its shape beside that of ``down_proj`` tells which.
     """
     own = dict(module.named_parameters(recurse=False))
     gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
@@ -126,12 +124,11 @@ def _stacked_experts(module: nn.Module) -> tuple[int, ...] | None:
 def head_weights(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of the model's heads, in the order of its parameters.
 
-    Brock et al. (section 4.1) do not clip the final linear layer. If the model has a method
-    ``get_classifier`` or ``get_output_embeddings``, its answer is used. Otherwise the head is the
-    last linear layer, or the last convolution if there is no linear layer or if its name is that of
-    a head. Further heads (a distilled one, auxiliary classifiers) are the last layers of modules
-    with the name of a head, if they have the same number of outputs. A head that is tied to an
-    embedding has the name of the embedding, because the two are one parameter.
+    Brock et al. (section 4.1) do not clip the final linear layer. A model's ``get_classifier`` or
+    ``get_output_embeddings`` tells it. Otherwise the head is the last linear layer, or the last
+    convolution if there is no linear layer or if its name is that of a head. Further heads are the
+    last layers of modules with such a name and the same number of outputs. A head that is tied to
+    an embedding has the name of the embedding, because the two are one parameter.
     """
     weights = {id(p) for layer in _heads(_unwrapped(model)) for p in _weights(layer)}
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) in weights)
@@ -178,8 +175,11 @@ def _last_layers(model: nn.Module) -> list[Layer]:
         last = linear[-1]
     # Of several layers in one head the last one stays.
     ends = {head: name for name in layers if (head := _head_of(name)) is not None}
-    width = _width(layers[last])
-    alike = [name for name in ends.values() if _width(layers[name]) == width]
+    width = {
+        n: one.out_features if isinstance(one, nn.Linear) else one.out_channels
+        for n, one in layers.items()
+    }
+    alike = [name for name in ends.values() if width[name] == width[last]]
     return [layers[name] for name in dict.fromkeys([*alike, last])]
 
 
@@ -192,10 +192,6 @@ def _head_of(name: str) -> str | None:
         if parts and {parts[0].lower(), parts[-1].lower()} & _HEAD:
             return ".".join(path[:depth])
     return None
-
-
-def _width(layer: Layer) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
 
 
 def _weights(layer: Layer) -> list[nn.Parameter]:

@@ -13,18 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts, transfer
-from runner.clip.norms import (
-    OVERFLOWS,
-    SMALL,
-    VANISHES,
-    combine,
-    flatten,
-    gathered,
-    largest,
-    power_sum,
-    powers_of,
-)
+from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, norms, transfer
+from runner.clip.norms import SMALL, combine, flatten, gathered, largest, power_sum, powers_of
 from runner.config.simple_modes import Value
 
 # Elements that a CPU compares together: they stay in a cache from one look to the next.
@@ -33,12 +23,9 @@ BLOCK = 2**18
 
 @dataclass(slots=True)
 class Elements:
-    """All elements of this rank's gradients, compared with λ by one read on a CPU.
+    """All elements of this rank's gradients, compared with λ by one read on a CPU."""
 
-    Sums are divided by the number of ranks of the layout's group that hold the elements.
-    """
-
-    power: float = 0.0
+    power: float = 0.0  # each share is divided by the ranks that hold it
     clamped: float = 0.0  # the power after clamping
     above: float = 0.0
     largest: float = 0.0
@@ -46,7 +33,6 @@ class Elements:
 
     @classmethod
     def of(cls, layout: Layout, limit: float) -> Elements:
-        """Read the gradients of ``layout``, and compare them with ``limit``."""
         found = cls()
         room: dict[torch.dtype, Tensor] = {}
         for flat, replicas, gradients in _blocks(layout):
@@ -92,19 +78,15 @@ class ValueClip(Value, ClipMode):
             power = found.clamped if self.norm_type == 2.0 else None
             parts = Parts(found.above, total, found.exceeding, power)
             return Decision.change_parts(stats.norm, limit, found.largest, parts)
-        gradients = [gradient for _, gradient in pairs]
-        top: Number = 0.0
-        if gradients:
-            wide = transfer.widest(layout.device)
-            top = torch.stack(torch._foreach_norm(gradients, math.inf, dtype=wide)).amax()
+        top = powers_of(*layout.gradients(), math.inf)[0]
         above = [transfer.count(g.abs() > limit) / s.num_replicas for s, g in pairs]
-        parts = Parts(sum(above, 0.0), total, gradients)
+        parts = Parts(sum(above, 0.0), total, [gradient for _, gradient in pairs])
         return Decision.change_parts(stats.norm, limit, top, parts)
 
     def apply_parts(self, decision: Decision) -> None:
         assert decision.parts is not None
-        gradients, limit = list(decision.parts.work), float(decision.threshold)
-        for gradient in gradients:
+        limit = float(decision.threshold)
+        for gradient in decision.parts.work:
             gradient.clamp_(-limit, limit)
 
 
@@ -116,7 +98,7 @@ def _compare(flat: Tensor, bound: Tensor, squares: Tensor) -> tuple[float, float
     """
     torch.mul(flat, flat, out=squares)
     power, square = squares.sum().item(), bound * bound
-    if not (VANISHES < power < OVERFLOWS and square.item() > VANISHES):
+    if not (norms.VANISHES < power < norms.OVERFLOWS and square.item() > norms.VANISHES):
         above = round(torch.gt(flat.abs(), bound).sum().item())
         clamped = flat.clamp(-bound, bound) if above else flat
         return power_sum([flat]), power_sum([clamped]), above, largest(flat)
@@ -146,6 +128,3 @@ def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
         for first in range(0, len(gradients), 100):
             some = gradients[first : first + 100]
             yield gathered(some), replicas, some
-
-
-MODE = ValueClip

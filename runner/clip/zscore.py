@@ -32,16 +32,8 @@ class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
 
     initial_history: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rules = ("adaptive_scaling", "mean", "percentile")
-        self.require("rule", self.rule in rules, "adaptive_scaling, mean or percentile")
-        self.require("decay", 0 < self.decay < 1, "above 0 and below 1")
-        self.require("eps", self.eps > 0, "above 0")
-
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Compare ‖G‖ with the running mean, and let it enter the mean; no collective."""
         past = self._past
         count, mean, variance = past["count"], past["mean"], past["variance"]
         norm, z = stats.norm, self.limit
@@ -66,6 +58,3 @@ class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
         past["variance"] = (1.0 - weight) * (variance + weight * square)
         in_force = where(unlimited, math.nan, limit)
         return limit_norm(norm, limit, threshold=in_force, to=to)
-
-
-MODE = ZScoreClip

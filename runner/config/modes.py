@@ -8,6 +8,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator, TypeAdapter, ValidationError, create_model
+from pydantic_core import to_jsonable_python
 
 from runner.config import section as t
 from runner.config import simple_modes as simple
@@ -172,6 +173,18 @@ def described_by(kind: str | type[Mode]) -> type[Mode]:
 def checked(given: Any, **outer: Any) -> Any:
     inner_mode(given, **outer)
     return given
+
+
+def check_options(described: type[Mode], options: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names what is wrong with the options of a mode."""
+    model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
+    every = {name: default for name, (_, default) in options_of(described).items()} | options
+    try:
+        model.model_validate(to_jsonable_python(every))  # tuples are lists there
+    except ValidationError as error:
+        known = {"threshold", *options_of(described)}
+        found = [f"{one.key} {one.message}" for one in conflicts_of(error.errors(), known)]
+        raise ValueError("; ".join(found)) from None
 
 
 def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, Any]]:

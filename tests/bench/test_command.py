@@ -15,7 +15,7 @@ from tests.process import python
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("tables", [("clip",), pytest.param(TABLES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tables", [("clip",), pytest.param(tuple(TABLES), marks=pytest.mark.slow)])
 def test_tables_are_printed_and_recorded(tables, tmp_path):
     folder = tmp_path / "out"
     words = ["--quick", "--peers", "--pairs", "1", "--device", "cpu", "--output", str(folder)]
@@ -52,7 +52,7 @@ def test_a_wrong_request_measures_nothing(words, said, tmp_path, monkeypatch, ca
 
 
 def test_a_table_that_cannot_be_measured_fails_with_its_reason(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("runner.bench.start.ANSWERS", {"--help": 3})
+    monkeypatch.setattr("runner.bench.loop.ANSWERS", {"--help": 3})
     words = ["--quick", "--output", str(tmp_path / "out")]
     assert main(["bench", "start", *words]) == 1
     assert "ended with 0, not 3" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_a_chain_of_one_and_a_group_of_all_are_the_mode_to_the_bit(name, around,
     alone.bind(first)
     inside.bind(second)
     clipped = set()
-    for each in recorded(60, seed=4):
+    for each in recorded(40, seed=4):
         give(theirs, each)
         give(ours, each)
         with on(kept):
@@ -107,7 +107,7 @@ CHAINS = {
 def test_a_chain_is_one_mode_after_the_other(name, kept):
     links, rules = CHAINS[name]
     mode = build("chain", links=links)
-    for decision, stages in steps_of(mode, recorded(120, seed=5), rules(), kept=kept):
+    for decision, stages in steps_of(mode, recorded(60, seed=5), rules(), kept=kept):
         assert [i.name for i in decision.inner] == [str(i) for i in range(len(links))]
         found = [float(i.decision.norm_clipped) for i in decision.inner]
         assert found == pytest.approx([together(stage) for stage in stages[1:]], rel=1e-10)
@@ -142,7 +142,7 @@ def test_links_that_scale_the_whole_are_one_coefficient_that_a_step_may_take():
     assert mode.may_fold
     assert (decision.parts, decision.scales) == (None, None)
     assert decision.coef == pytest.approx(1 / math.sqrt(45), rel=1e-12)
-    each = build("chain", links=[9.0, {**ADAGC, "warmup_steps": 0}, SINGLE["per_parameter"], 0.5])
+    each = build("chain", links=[{**ADAGC, "warmup_steps": 0}, 9.0, SINGLE["per_parameter"], 0.5])
     decision = each.decide(layout, each.measure(layout))
     assert decision.parts is None
     assert each.apply(layout, decision).norm_clipped == pytest.approx(0.5)
@@ -160,7 +160,7 @@ def test_groups_are_clipped_by_themselves(kept):
 
     groups = {"*.1.*": "none", "blocks.*": {**ADAGC, "absolute": 2.0}, "head.*": 1.5}
     mode = build("groups", groups=groups)
-    for decision, (each, _) in steps_of(mode, recorded(120, seed=6), [rule], kept=kept):
+    for decision, (each, _) in steps_of(mode, recorded(80, seed=6), [rule], kept=kept):
         assert [(i.kind, i.name) for i in decision.inner] == [
             ("group", name) for name in ("*.1.*", "blocks.*", "head.*", "rest")
         ]

@@ -8,7 +8,7 @@ from torch import nn
 
 from runner.calibrate.measure import Histogram
 from runner.clip import GradStats, Layout, apply_gradient_clipping, build
-from runner.clip.tally import HIGHEST, LOWEST, PER_DECADE, Tally
+from runner.clip.mode import HIGHEST, LOWEST, PER_DECADE, Tally
 from tests.clip.reference import on, unwaited
 from tests.distributed.cases import Case, trainer
 from tests.ranks import run_ranks
@@ -84,7 +84,7 @@ def test_ranks_count_what_one_process_counts():
     # Gradients that are zero but for rounding lie anywhere below.
     first = (-12 - LOWEST) * PER_DECADE
     alone = {mode: counted(None, mode) for mode in MODES}
-    for found in run_ranks(everything, 2, ("ddp", "fsdp", "zero1", "tensor", "1f1b")):
+    for found in run_ranks(everything, 2, ("fsdp", "tensor", "1f1b")):
         for (plugin, mode), (counts, total) in found.items():
             wanted, all_of_it = alone[mode]
             assert total == pytest.approx(all_of_it, rel=1e-12), (plugin, mode)

@@ -178,7 +178,6 @@ def distilled():
 
 MODELS = {
     **{name: (lambda name=name: timm.create_model(name), heads) for name, heads in TIMM.items()},
-    "squeezenet": (lambda: get_model("squeezenet1_0"), ["classifier.1"]),
     "inception": (
         lambda: get_model("inception_v3", init_weights=False),
         ["AuxLogits.fc", "fc"],
@@ -192,8 +191,7 @@ MODELS = {
         ["classifier.low_classifier", "classifier.high_classifier"],
     ),
     "without classes": (lambda: timm.create_model("resnet18", num_classes=0), []),
-    "wrapped": (lambda: Classifier(distilled()), ["module.head", "module.head_dist"]),
-    "wrapped inside": (
+    "wrapped": (
         lambda: nn.Sequential(nn.Identity(), Classifier(distilled())),
         ["1.module.head", "1.module.head_dist"],
     ),

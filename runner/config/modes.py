@@ -178,9 +178,10 @@ def checked(given: Any, **outer: Any) -> Any:
 def check_options(described: type[Mode], options: Mapping[str, Any]) -> None:
     """Raise a ValueError that names what is wrong with the options of a mode."""
     model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
-    every = {name: default for name, (_, default) in options_of(described).items()} | options
+    defaults = {name: default for name, (_, default) in options_of(described).items()}
     try:
-        model.model_validate(to_jsonable_python(every))  # tuples are lists there
+        # Tuples are lists there.
+        model.model_validate(to_jsonable_python({**defaults, **options}))
     except ValidationError as error:
         known = {"threshold", *options_of(described)}
         found = [f"{one.key} {one.message}" for one in conflicts_of(error.errors(), known)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         TorchDDPPlugin,
         TorchFSDPPlugin,
     )
-    from runner.checkpoint.saver import CheckpointSaver
+    from runner.checkpoint.content import CheckpointSaver
     from runner.clip import GradientClipping, SkipRule, apply_gradient_clipping
     from runner.launch.process_group import (
         DistCoordinator,
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Booster": "runner.booster",
-    "CheckpointSaver": "runner.checkpoint.saver",
+    "CheckpointSaver": "runner.checkpoint.content",
     "Classifier": "runner.models",
     "ClippingCallback": "runner.telemetry.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",

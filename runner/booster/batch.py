@@ -58,12 +58,11 @@ class Calls:
     """How a model is called with a batch."""
 
     def __init__(self, model: nn.Module, whole: bool, labelled: bool) -> None:
-        self._whole, self._labelled = whole, labelled
+        self._whole, self._labelled, self._kind = whole, labelled, type(model).__name__
         parameters = inspect.signature(model.forward).parameters.values()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         taken = {one.name: one.default is one.empty for one in parameters if one.kind in named}
         self._names, self._required = taken.keys(), {name for name in taken if taken[name]}
-        self._kind = type(model).__name__
         self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
     def of(self, batch: Any) -> ModelCall:
@@ -78,7 +77,11 @@ class Calls:
         if named is None:
             raise not_readable(batch)
         if self._by_name(named):
-            return ModelCall(kwargs=dict(self._inputs(named)))
+            own, kept = target_name(named), dict(named)
+            takes = own in self._names or self._takes_any
+            if own is not None and own not in self._required and not (self._labelled and takes):
+                del kept[own]
+            return ModelCall(kwargs=kept)
         if "batch" in self._names:
             return ModelCall((batch,))
         raise BatchError(
@@ -87,20 +90,12 @@ class Calls:
             f"these names, {_WHOLE}"
         )
 
-    def _inputs(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        own = target_name(named)
-        for name, value in named.items():
-            takes = name in self._names or self._takes_any
-            if name != own or name in self._required or (self._labelled and takes):
-                yield name, value
-
     def _by_name(self, named: Mapping[str, Any]) -> bool:
         takes_any = self._takes_any and not self._required
         return takes_any or any(name in named for name in self._names)
 
 
 def named_parts(batch: Any) -> Mapping[str, Any] | None:
-    """Return the entries of a mapping, or the fields of a dataclass; None for anything else."""
     if isinstance(batch, Mapping):
         return batch
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -138,13 +133,11 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     named = named_parts(batch)
-    for leaf in tree_leaves(batch if named is None else dict(named)):
-        if isinstance(leaf, Tensor):
-            yield leaf
+    leaves = tree_leaves(batch if named is None else dict(named))
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def batch_size(batch: Any) -> int:
-    """Return the length of the first tensor in a batch of any structure."""
     for leaf in tensors(batch):
         if leaf.ndim:
             return len(leaf)
@@ -155,7 +148,6 @@ def batch_size(batch: Any) -> int:
 
 
 def not_readable(batch: Any) -> BatchError:
-    """Build the error for a batch whose inputs and targets cannot be told apart."""
     return BatchError(
         "a batch has to be a pair (inputs, targets), a longer tuple that ends with the targets, or "
         f"a dictionary or dataclass whose targets are called {', '.join(TARGETS[:-1])} or "

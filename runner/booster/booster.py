@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -15,19 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
 from runner.booster import saved
 from runner.booster.batch import batch_size, mapped, targets_of
 from runner.booster.loss import WindowLoss
-from runner.booster.nonfinite import LossScale, Nonfinite
 from runner.booster.optimizer import OptimizerWrapper
-from runner.booster.optimizers import orthogonalized, require_safe
-from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin, TorchDDPPlugin
+from runner.booster.optimizers import orthogonalized, require_known, require_safe
+from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin
 from runner.booster.plugin.base import dtype_of
-from runner.booster.unchanged import BoostedParameters, require_known
+from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import (
+    BoostedParameters,
     ModelWrapper,
     compiled_in_place,
     names_of,
@@ -35,23 +33,10 @@ from runner.booster.wrapper import (
     require_trainable,
     wrappers,
 )
-from runner.clip import Layout
 from runner.clip.functional import register
 from runner.clip.skip import SkipRule
-from runner.config.plugin_section import SCHEDULES
 from runner.parallel.collectives import on_any_rank
-from runner.parallel.gradient_sync import Replicas, average, broadcast_model, in_turn, nothing
-
-CRITERION = "criterion."
-"""Prefix of the names of a criterion's parameters."""
-
-Given = Mapping[str, Mapping[str, nn.Parameter]]
-"""The parameters of each module before it was distributed, by prefix and name."""
-
-_OWNER = (
-    "Give boost (or Trainer) the module that owns it, as the criterion or in the model, or leave "
-    "it out of the optimizer"
-)
+from runner.parallel.gradient_sync import nothing
 
 
 class Booster(saved.CheckpointIO):
@@ -114,8 +99,7 @@ class Booster(saved.CheckpointIO):
             model: the model; two networks that one step trains are two modules of it.
             optimizer: the optimizer, or several that step together, each over its own parameters
                 (:class:`torch.optim.Muon` for matrices and AdamW for the rest, say).
-            criterion: the loss function. The trainable parameters of a module are synchronised,
-                counted and clipped with those of the model.
+            criterion: the loss function, without parameters of its own.
             dataloader: returned unchanged.
             lr_scheduler: returned unchanged.
 
@@ -124,57 +108,46 @@ class Booster(saved.CheckpointIO):
             one :class:`~runner.booster.optimizer.OptimizerWrapper`.
 
         Raises:
-            ValueError: the model was boosted before, or an optimizer holds a parameter of neither
-                module, has stepped already, or would take other steps.
+            ValueError: the model was boosted before, the criterion has parameters, or an optimizer
+                holds a parameter of another module, has stepped already, or would take other steps.
         """
         model, plugin = compiled_in_place(model), self.plugin
-        require_new(model, rewrappable=isinstance(plugin, SinglePlugin))
-        parts = _trained_together(model, criterion)
-        whole = isinstance(plugin, SinglePlugin | TorchDDPPlugin)
-        require_trainable(parts, dense="" if whole else type(plugin).__name__)
-        given = {prefix: dict(part.named_parameters()) for prefix, part in parts.items()}
-        names = names_of(model)
+        alone = isinstance(plugin, SinglePlugin)
+        require_new(model, rewrappable=alone)
+        require_trainable(model, criterion, dense="" if alone else type(plugin).__name__)
+        given, names = dict(model.named_parameters()), names_of(model)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        owners = {id(p): prefix + n for prefix, named in given.items() for n, p in named.items()}
-        require_known(optimizers, owners, _OWNER)
-        unscaled = {owners[id(parameter)] for parameter in orthogonalized(optimizers)}
+        known = {id(parameter): name for name, parameter in given.items()}
+        where = "Give boost (or Trainer) a model that owns it, or leave it out of the optimizer"
+        require_known(optimizers, known, where)
+        unscaled = {known[id(parameter)] for parameter in orthogonalized(optimizers)}
         made = plugin.configure(model)
-        parallel = {"": made}
-        if CRITERION in parts:
-            parallel[CRITERION] = _replicate(parts[CRITERION], plugin)
-        wrapper = ModelWrapper(made.module, model, self.dtype, made.pipeline)
-        wrapper.renamed, wrapper.names = made.renamed, names
+        wrapper = ModelWrapper(made.module, model, self.dtype, made.renamed, names, made.pipeline)
         boosted = None
         if optimizers:
-            _rebind(optimizers, given, parts, parallel)
+            _rebind(optimizers, given, model, made)
             for each in optimizers:
-                require_safe(each, parallel.values(), plugin)
-            one = _together(made, parallel.get(CRITERION))
-            one.layout.leave_unscaled(unscaled)
+                require_safe(each, made, plugin)
+            made.layout.leave_unscaled(unscaled)
+            wrapper.boosted = BoostedParameters(model, made.renamed, alone)
             boosted = wrapper.optimizer = OptimizerWrapper(
                 optimizers,
-                one,
+                made,
                 self.loss_scale,
                 self.nonfinite,
                 plugin.max_norm,
                 copy.deepcopy(self.skip),
-                partial(plugin.start_mean_over_data, device=one.layout.device),
-                BoostedParameters(parts, made.renamed, plugin),
+                partial(plugin.start_mean_over_data, device=made.layout.device),
+                wrapper.boosted.require_final,
             )
         if made.pipeline is not None:
             made.pipeline.autocast(self.dtype)
         wrappers[model] = ref(wrapper)
-        # Without an optimizer, gradients are final under DDP alone, or if nothing has to be done.
-        if boosted is not None or not (
-            made.sync_grads is nothing or isinstance(made.module, DistributedDataParallel)
-        ):
+        # Without an optimizer, gradients are final only if nothing has to be done.
+        if boosted is not None or made.sync_grads is not nothing:
             # What users may give to a function that clips, also parameters that were replaced.
-            owned = [wrapper, made.module, *parts.values()]
-            held: list[Tensor] = [p for named in given.values() for p in named.values()]
-            held += [p for part in parts.values() for p in part.parameters()]
-            if boosted is not None:
-                held += [shard.param for shard in boosted.layout.shards]
-            register(boosted, [*owned, *held])
+            held = [*given.values(), *model.parameters(), *(s.param for s in made.layout.shards)]
+            register(boosted, [wrapper, made.module, model, *held])
         return wrapper, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
@@ -231,38 +204,55 @@ class Booster(saved.CheckpointIO):
         if known is None or known[0] is not criterion:  # kept, so that it is checked only once
             known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
         window_loss, batch = known[1], next(data_iter)
-        divisor = window_loss.divisor(window_loss.items(batch).items)
-        inputs, targets = window_loss.call(batch).only_tensor(), targets_of(batch)
         loss: Tensor | None = None
         outputs: Tensor | None = None
         if optimizer is not None:
-            self.before_pipeline(model, window_loss, batch)
-            factor = optimizer.begin_backward(1.0 / divisor)
-
-            def summed(out: Tensor, at: slice) -> Tensor:
-                part = mapped(batch, itemgetter(at))
-                return window_loss.sum(out, part, window_loss.items(part).items) * factor
-
-            mean = pipeline.train(inputs, summed) / (factor * divisor)
-            optimizer.add_loss(mean)
-            optimizer.end_backward()
-            loss = mean if pipeline.last else None
+            count = window_loss.items(batch).items
+            weight = 1.0 / window_loss.divisor(count)
+            total = self.train_pipeline(model, optimizer, window_loss, (batch, batch), weight, True)
+            loss = total * weight if pipeline.last else None
         if optimizer is None or return_outputs:
-            outputs = pipeline.evaluate(inputs)
+            outputs = pipeline.evaluate(window_loss.call(batch).only_tensor())
             if optimizer is None and outputs is not None:
-                loss = criterion(outputs, targets) if batch_size(batch) else outputs.sum() * 0.0
+                some = batch_size(batch) > 0
+                loss = criterion(outputs, targets_of(batch)) if some else outputs.sum() * 0.0
         return {
             "loss": loss if return_loss else None,
             "outputs": outputs if return_outputs else None,
         }
 
-    def before_pipeline(self, model: ModelWrapper, loss: WindowLoss, batch: Any) -> None:
-        """Check that a batch may be trained in microbatches; every rank has to call this.
+    def train_pipeline(
+        self,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper,
+        loss: WindowLoss,
+        batches: tuple[Any, Any],
+        weight: float,
+        counts: bool,
+    ) -> Tensor:
+        """Train on a batch, on the host and on the device, in microbatches; return its summed loss.
 
-        For a criterion whose divisor is not known, the first batch has one forward pass more.
+        ``weight`` is what the loss is multiplied by, and ``counts`` whether this rank has samples.
         """
-        if model.optimizer is not None and model.optimizer.boosted is not None:
-            model.optimizer.boosted.require_same()
+        host, batch = batches
+        assert model.pipeline is not None
+        if model.boosted is not None:
+            model.boosted.require_same()
+        self._require_adds_up(model, loss, batch)
+        factor = optimizer.begin_backward(weight)
+
+        def summed(outputs: Tensor, at: slice) -> Tensor:
+            part = itemgetter(at)
+            items = loss.items(mapped(host, part)).items if counts else None
+            return loss.sum(outputs, mapped(batch, part), items) * factor
+
+        total = model.pipeline.train(loss.call(batch).only_tensor(), summed) / factor
+        optimizer.add_loss(total, weight)
+        optimizer.end_backward()
+        return total
+
+    def _require_adds_up(self, model: ModelWrapper, loss: WindowLoss, batch: Any) -> None:
+        """Check that microbatches have the loss of the first batch, by a forward pass more."""
         if not loss.unproved or model.pipeline is None:
             return
         loss.unproved = False
@@ -279,85 +269,25 @@ class Booster(saved.CheckpointIO):
             )
 
 
-def _trained_together(model: nn.Module, criterion: Any) -> dict[str, nn.Module]:
-    """Return the model, and a criterion with parameters, by the prefix of their names."""
-    parts = {"": model}
-    if isinstance(criterion, nn.Module):
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        trained = [p for p in criterion.parameters() if p.requires_grad]
-        shared = [names[parameter] for parameter in trained if parameter in names]
-        if shared and len(shared) < len(trained):
-            raise ValueError(
-                f"{shared[0]} is also a parameter of the criterion, which has others of its own: "
-                "keep the model out of the criterion"
-            )
-        if trained and not shared:
-            parts[CRITERION] = criterion
-    return parts
-
-
-def _replicate(criterion: nn.Module, plugin: Plugin) -> ParallelModel:
-    """Replicate a criterion on every rank, with gradients averaged over data-parallel ranks."""
-    schedule = getattr(plugin, "schedule", "gpipe")
-    if SCHEDULES[schedule].splits_backward and getattr(plugin, "stage_count", 1) > 1:
-        raise ValueError(
-            f"{schedule} takes no gradient of a criterion's parameters: choose schedule='1f1b'"
-        )
-    whole = ParallelModel(criterion, Layout.of_model(criterion))
-    world = dist.group.WORLD
-    if plugin.world_size == 1 or world is None:
-        return whole
-    broadcast_model(criterion, world)
-    # All of them: a frozen one may be unfrozen later.
-    replicas = Replicas(list(criterion.parameters()), world, plugin.data_size)
-
-    def sync_grads() -> None:
-        # Ranks that read the same samples have equal gradients, of which one counts.
-        for parameter in () if plugin.reports_metrics else replicas.parameters:
-            parameter.grad = None
-        average(replicas)
-
-    return replace(whole, sync_grads=sync_grads)
-
-
-def _together(model: ParallelModel, criterion: ParallelModel | None) -> ParallelModel:
-    """Return both as one, which one optimizer step trains."""
-    if criterion is None:
-        return model
-    own = frozenset(id(shard.param) for shard in criterion.layout.shards)
-    # The gradients of a criterion are final after the backward pass.
-    return replace(
-        model,
-        layout=Layout.union({"": model.layout, CRITERION: criterion.layout}),
-        sync_grads=in_turn(model.sync_grads, criterion.sync_grads),
-        steps=None if model.steps is None else model.steps | own,
-    )
-
-
 def _rebind(
     optimizers: Sequence[Optimizer],
-    given: Given,
-    parts: Mapping[str, nn.Module],
-    parallel: Mapping[str, ParallelModel],
+    given: Mapping[str, nn.Parameter],
+    model: nn.Module,
+    made: ParallelModel,
 ) -> None:
     """Replace the parameters of optimizers by those that this rank steps after distribution."""
-    replaced: dict[int, list[nn.Parameter]] = {}
-    for prefix, made in parallel.items():
-        now: dict[str, list[nn.Parameter]] = {}
-        for own, parameter in parts[prefix].named_parameters():
-            if made.steps is None or id(parameter) in made.steps:
-                now.setdefault(made.renamed.get(own, own), []).append(parameter)
-        replaced |= {id(old): now.get(name, []) for name, old in given[prefix].items()}
+    now: dict[str, list[nn.Parameter]] = {}
+    for own, parameter in model.named_parameters():
+        if made.steps is None or id(parameter) in made.steps:
+            now.setdefault(made.renamed.get(own, own), []).append(parameter)
+    replaced = {id(old): now.get(name, []) for name, old in given.items()}
     if all([id(p) for p in new] == [old] for old, new in replaced.items()):
         return
+    if any(optimizer.state for optimizer in optimizers):
+        raise ValueError("boost the model before the first step: the optimizer has state")
     for optimizer in optimizers:
-        if optimizer.state:
-            raise ValueError("boost the model before the first step: the optimizer has state")
         for group in optimizer.param_groups:
             group["params"] = [new for p in group["params"] for new in replaced[id(p)]]
-            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
-            if len(kinds) > 1:
-                # No kernel accepts DTensors together with plain tensors (those of a criterion).
-                group["fused"] = group["foreach"] = False
-            elif True in kinds and not isinstance(optimizer, Adam):
+            sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
+            if sharded and not isinstance(optimizer, Adam):
                 group["fused"] = None  # Only fused Adam, and AdamW, accept DTensors.

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from runner.booster.batch import (
     Calls,
-    ModelCall,
     batch_size,
     mapped,
     named_parts,
@@ -86,14 +85,13 @@ class WindowLoss:
         # Causal models of transformers compare each output with the label after it, unless an
         # encoder reads the inputs and a decoder the shifted labels.
         self._shifts = self._may_return and causal and not decodes
-        self._calls = Calls(model, whole=self.takes_batch, labelled=criterion is None)
+        self.call = Calls(model, whole=self.takes_batch, labelled=criterion is None).of
         self._divisor: Callable[[Any], Any] | None
         self._divisor = getattr(model if criterion is None else criterion, "loss_items", None)
         in_sum = _cross_entropy_sum if self._may_return else _summed(criterion)
         self._classes = in_sum is not None
         self._criterion: Criterion = in_sum or (own if criterion is None else criterion)
         self._weight: Tensor | None = _option(criterion, "weight", None) if self._classes else None
-        self._copied: tuple[int, Tensor] | None = None
         self._sums = self._classes or not self._averages
         self.unproved = not self._sums and self._divisor is None  # that the mean is over the items
 
@@ -112,9 +110,11 @@ class WindowLoss:
                 # Class probabilities: one item for each vector.
                 dim = min(1 if self._given else -1, targets.ndim - 1)
                 items = targets.numel() // targets.shape[dim]
-        elif (weight := self._weight_on(targets.device)) is not None:
+        elif self._weight is not None:
+            if self._weight.device != targets.device:  # copied once, not in each step
+                self._weight = self._weight.to(targets.device)
             counted = targets[targets != self.ignored]
-            items = float(weight[counted].sum(dtype=torch.float64))
+            items = float(self._weight[counted].sum(dtype=torch.float64))
         return Count(self._stated(batch, items), len(targets), graded if targets.ndim > 1 else 0)
 
     def graded(self, batch: Any) -> int:
@@ -128,17 +128,8 @@ class WindowLoss:
     def _labels(self, batch: Any) -> Tensor | None:
         """Return the targets of a batch; without the first of each sequence if the model shifts."""
         targets = targets_of(batch)
-        if targets is None or not self._shifts or named_parts(batch) is None:
-            return targets
-        return targets[..., 1:]
-
-    def _weight_on(self, device: torch.device) -> Tensor | None:
-        weight = self._weight
-        if weight is None or weight.device == device:
-            return weight
-        if self._copied is None or self._copied[0] != weight._version:
-            self._copied = (weight._version, weight.to(device))
-        return self._copied[1]
+        shifts = targets is not None and self._shifts and named_parts(batch) is not None
+        return targets[..., 1:] if shifts else targets  # type: ignore[index]
 
     def _stated(self, batch: Any, items: float) -> float:
         """Return the items that ``loss_items`` states; ``items`` if it states none."""
@@ -150,12 +141,9 @@ class WindowLoss:
         """Return what the summed loss of a window with ``items`` is divided by."""
         return (items or 1.0) if self._averages else 1.0
 
-    def call(self, batch: Any) -> ModelCall:
-        return self._calls.of(batch)
-
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs; their ``logits``, if there are any and no loss."""
-        args, kwargs = self._calls.of(batch)
+        args, kwargs = self.call(batch)
         outputs = model(*args, **kwargs)
         if self._may_return and returned_loss(outputs) is not None:
             return outputs
@@ -184,10 +172,7 @@ class WindowLoss:
         return transfer.count(right)
 
     def classified(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
-        """Return logits [..., classes] and the classes [...] that belong to them.
-
-        None if the targets are not classes, or outputs of another shape belong to them.
-        """
+        """Return logits [..., classes] and their classes [...]; None for other targets."""
         logits, targets = logits_of(outputs), self._labels(batch)
         if targets is None or not isinstance(logits, Tensor) or targets.is_floating_point():
             return None
@@ -222,17 +207,15 @@ class WindowLoss:
     def adds_up(self, outputs: Tensor, batch: Any) -> bool:
         """Return whether the summed loss of a batch is that of its first sample plus the rest's.
 
-        On this rank alone; True where it cannot be found out. A copy of the criterion computes
-        both, so that its buffers do not change; it shares its parameters, which may be large.
+        On this rank alone; True where it cannot be found out.
         """
-        samples, criterion = batch_size(batch), self._criterion
+        samples = batch_size(batch)
         if samples < 2 or len(outputs) != samples:
             return True
-        held = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         sums: list[float] = []
         try:
             with torch.no_grad():
-                criterion = copy.deepcopy(criterion, {id(each): each for each in held})
+                criterion = copy.deepcopy(self._criterion)  # so that its buffers do not change
                 for at in (slice(None), slice(1), slice(1, None)):
                     part = mapped(batch, itemgetter(at))
                     here = self.items(part).items
@@ -252,7 +235,7 @@ def _option(criterion: Any, name: str, default: Any) -> Any:
 
 
 def _binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
-    """Return what a criterion compares with labels of 0 and 1; None if it is no such criterion."""
+    """Return what a criterion compares with labels of 0 and 1, if it does."""
     function = criterion.func if isinstance(criterion, partial) else criterion
     if isinstance(criterion, nn.BCELoss) or function is functional.binary_cross_entropy:
         return "probabilities"
@@ -265,8 +248,7 @@ def _summed(criterion: Any) -> Criterion | None:
     if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
         module: Any = copy.copy(criterion)
         module.reduction = "sum"
-        summed: Criterion = module
-        return summed
+        return module  # type: ignore[no-any-return]
     bound = isinstance(criterion, partial) and not criterion.args
     function = criterion.func if bound else criterion
     return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
@@ -280,10 +262,9 @@ def _cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def returned_loss(outputs: Any) -> Tensor | None:
-    """Return the loss in the outputs of a model, as transformers return it; None if there is none.
+    """Return the loss in the outputs of a model, if there is one: a tensor without dimensions.
 
-    It is a tensor without dimensions: the attribute or entry ``loss``, the only such tensor of a
-    tuple, such as (logits, loss), or the output itself.
+    It is the attribute or entry ``loss``, the only such tensor of a tuple, or the output itself.
     """
     if isinstance(outputs, Tensor):
         return outputs if _is_loss(outputs) else None

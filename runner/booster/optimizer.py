@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.booster.fused import Fold, match_strides, step_where
-from runner.booster.in_backward import InBackward, require_possible
-from runner.booster.nonfinite import LossScale, Nonfinite, NonFiniteGradient, Spikes, finding
+from runner.booster.in_backward import InBackward, why_not_in_parts
+from runner.booster.optimizers import BoostedGroups, match_strides, step_where
 from runner.booster.plugin.base import ParallelModel
-from runner.booster.step_order import StepOrder, StepState
-from runner.booster.unchanged import BoostedGroups, BoostedParameters
+from runner.booster.step_order import (
+    LossScale,
+    Nonfinite,
+    NonFiniteGradient,
+    Spikes,
+    StepOrder,
+    StepState,
+    finding,
+)
 from runner.clip import ClipMode, Decision, GradStats, Number, build, total_norm, transfer
 from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule
+from runner.config.schema import refusals
+from runner.parallel.gradient_sync import nothing
 
 
 class OptimizerWrapper(StepOrder):
@@ -43,23 +51,21 @@ class OptimizerWrapper(StepOrder):
         max_norm: float = 0.0,
         skip: SkipRule | None = None,
         start_mean: Callable[[Number], Callable[[], Number]] | None = None,
-        boosted: BoostedParameters | None = None,
+        require_final: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(made.layout, loss_scale, Spikes(skip, start_mean))
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.nonfinite, self.skip, self.boosted = nonfinite, skip, boosted
-        self._made, self._max_norm = made, max_norm
+        self.nonfinite, self.skip = nonfinite, skip
+        self._made, self._max_norm, self._require_final = made, max_norm, require_final
         self.decision: Decision | None = None
         self.powers: Powers | None = None
         self.in_backward: InBackward | None = None
-        self._fold = Fold(self.optimizers, made.layout)
         self._coef: Number = 1.0  # what the next step multiplies gradients by
         self._finite: bool | Tensor | None = None  # whether to take the step; None while unknown
         self._taken: bool | Callable[[], float] = False
+        self._limiting: ClipMode | None = None  # mode that limits the update of the next step
         self._groups = BoostedGroups(self.optimizers, made.layout, made.steps)
         self._fused = self._all_fused()
-        self._modes: dict[tuple[str, float], ClipMode] = {}
-        self._limiting: ClipMode | None = None  # mode that limits the update of the next step
 
     def _all_fused(self) -> bool:
         # Ranks may step different parameters by different kernels; all of them decide alike.
@@ -95,14 +101,18 @@ class OptimizerWrapper(StepOrder):
             raise ValueError("gradients are clipped in the backward pass already")
         if watch is None:
             raise ValueError(
-                "clipping in the backward pass works with SinglePlugin, TorchFSDPPlugin and "
-                "LowLevelZeroPlugin(stage=2): elsewhere gradients become final after it"
+                "clipping in the backward pass works with SinglePlugin: elsewhere gradients become "
+                "final after it"
             )
         fp16, skip = self.loss_scale is not None, self.skip is not None
-        options = {"step": step, "nonfinite": self.nonfinite, "fp16": fp16, "skip": skip}
-        require_possible(mode, self.optimizers, options)
+        asked: dict[str, Any] = {"step": step, "nonfinite": self.nonfinite}
+        found = refusals(type(mode), vars(mode), **asked, fp16=fp16, skip=skip)
+        refused = [f"{key}: {why}" for key, why in found]
+        refused += filter(None, map(why_not_in_parts, self.optimizers if step else ()))
+        if refused:
+            raise ValueError(f"clipping in the backward pass: {refused[0]}")
         self.bind(mode)
-        self.in_backward = InBackward(self, self.optimizers, mode, steps=step, each=each)
+        self.in_backward = InBackward(self, self.optimizers, mode, step, each)
         watch(self.in_backward.callback())
 
     @property
@@ -111,8 +121,7 @@ class OptimizerWrapper(StepOrder):
         return self.in_backward is not None and self.in_backward.steps
 
     def _make_final(self) -> None:
-        if self.boosted is not None:
-            self.boosted.require_final()
+        self._require_final()
         if self._groups.have_changed():
             self._fused = self._all_fused()
         self._separate()
@@ -181,23 +190,18 @@ class OptimizerWrapper(StepOrder):
 
     def _apply(self, mode: ClipMode, stats: GradStats, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
-        decision = mode.decide(self.layout, stats) if fold and mode.may_fold else None
-        if decision is None:
+        if not (fold and mode.may_fold):
             return mode.clip(self.layout, stats)
-        return decision if self._folds(decision) else mode.apply(self.layout, decision)
-
-    def _folds(self, decision: Decision) -> bool:
-        """Return whether the step multiplies the gradients, or nothing has to."""
-        if decision.parts is not None or decision.scales is not None or decision.finite is False:
-            return False
-        if decision.factor is not None:  # It multiplies some gradients alone.
-            return isinstance(decision.factor, float) and decision.factor == 1.0
-        if isinstance(decision.coef, float) and decision.coef == 1.0:
-            return True
-        if not self._fold.takes(decision.coef):
-            return False
-        self._coef = decision.coef
-        return True
+        decision = mode.decide(self.layout, stats)
+        plain = decision.parts is None and decision.scales is None and decision.finite is not False
+        coef = decision.coef if decision.factor is None else decision.factor
+        if plain and isinstance(coef, float) and coef == 1.0:
+            return decision
+        # A factor multiplies some gradients alone.
+        if plain and decision.factor is None and self._groups.fold(coef):
+            self._coef = coef
+            return decision
+        return mode.apply(self.layout, decision)
 
     def clip_and_step(self, mode: ClipMode) -> Decision:
         """Clip and step, in one pass where that is possible; each ``.grad`` is then clipped."""
@@ -241,9 +245,9 @@ class OptimizerWrapper(StepOrder):
             if self.in_backward is not None:
                 self.clip(self.in_backward.mode)
             elif self._max_norm > 0:
-                self.clip(self._mode("norm", self._max_norm, 2.0), fold=True)
+                self.clip(build("norm", threshold=self._max_norm), fold=True)
             elif self.skip is not None:
-                self.clip(self._mode("none", None, 2.0))
+                self.clip(build("none"))
         self.unscale()
         if self._finite is None:
             known = self.loss_scale is None or bool(math.isfinite(total_norm(self.layout)))
@@ -269,7 +273,7 @@ class OptimizerWrapper(StepOrder):
         self.begin_step(zeroed=set_to_none)
 
     def begin_step(self, zeroed: bool) -> None:
-        """Begin the next step, see :meth:`StepOrder.begin_step`."""
+        """Begin the next step; ``zeroed``: there are no gradients left."""
         super().begin_step(zeroed)
         self._finite, self._limiting, self._coef = None, None, 1.0
         if self.in_backward is not None:
@@ -282,7 +286,7 @@ class OptimizerWrapper(StepOrder):
 
         The matrices that Muon steps are left as they are.
         """
-        decision = self.clip(self._mode("norm", max_norm, norm_type))
+        decision = self.clip(build("norm", threshold=max_norm, norm_type=norm_type))
         norm = torch.as_tensor(decision.norm, dtype=torch.float32)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise NonFiniteGradient(f"the gradient's norm is {norm.item()}", norm=norm.item())
@@ -290,38 +294,38 @@ class OptimizerWrapper(StepOrder):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp every gradient element to ±``clip_value``; a name of Colossal-AI's wrapper."""
-        self.clip(self._mode("value", clip_value, 2.0))
+        self.clip(build("value", threshold=clip_value))
 
     def get_grad_norm(self) -> float | None:
         """Return the norm before clipping in the last step; a name of Colossal-AI's wrapper."""
         return None if self.decision is None else float(self.decision.norm)
 
-    def _mode(self, name: str, threshold: float | None, norm_type: float) -> ClipMode:
-        mode = self._modes.get((name, norm_type))
-        if mode is None or mode.threshold != threshold:
-            mode = build(name, threshold=threshold, norm_type=norm_type)
-            self._modes[name, norm_type] = mode
-        return mode
+    def rest_of_state(self) -> dict[str, Any]:
+        """Return the state beside that of the optimizers."""
+        scale, skip = self.loss_scale, self.skip
+        rest = {"loss_scale": None if scale is None else scale.state_dict()}
+        return rest if skip is None else rest | {"skip": skip.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of what this rank steps (one optimizer, or a list), and of the rest."""
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
-        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        saved = {"optimizer": states if len(states) > 1 else states[0], "loss_scale": scale}
-        return saved if self.skip is None else saved | {"skip": self.skip.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        given = state["optimizer"]
-        states = given if isinstance(given, list) else [given]
-        if len(states) != len(self.optimizers):
-            raise ValueError(
-                f"the state is that of {len(states)} optimizers, but {len(self.optimizers)} "
-                "were boosted"
-            )
-        for optimizer, own in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(own)
+    def load_rest(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`rest_of_state` returned."""
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
         if self.skip is not None and "skip" in state:
             self.skip.load_state_dict(state["skip"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of what this rank steps (one optimizer, or a list), and of the rest."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return {"optimizer": states if len(states) > 1 else states[0], **self.rest_of_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        given = state["optimizer"]
+        states = given if isinstance(given, list) else [given]
+        if len(states) != (here := len(self.optimizers)):
+            raise ValueError(
+                f"the state is that of {len(states)} optimizers, but {here} were boosted"
+            )
+        for optimizer, own in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(own)
+        self.load_rest(state)

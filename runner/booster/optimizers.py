@@ -1,4 +1,4 @@
-"""Which optimizers take the steps of one process under which plugin, by the names of their classes.
+"""What is known of optimizers, by the names of their classes: plugins, fused kernels, Muon.
 
 SGD, Adam, Lion and others compute the step of an element from that element: every plugin is right.
 LARS, Muon and LAMB with ``max_grad_norm=None`` read a whole parameter, by norms and products that
@@ -6,18 +6,26 @@ torch computes over shards too. ``WHOLE`` do so by other operations: they are re
 parameters are sharded (``fsdp``, ``zero`` 2 and 3, ``tensor``). ``FROM_ALL`` read all parameters:
 they are refused also where a rank steps some of them (``zero`` 1, ``pipeline``, ``moe``). A class
 that is of neither torch nor timm is let through, with a warning.
+
+torch's fused optimizers clip and skip a step by themselves, and need matching strides.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from runner.booster.plugin import ParallelModel, Plugin
+from runner.clip import Layout, Number
 from runner.clip.shard import is_sharded
 
 log = logging.getLogger(__name__)
@@ -29,10 +37,17 @@ WHOLE |= {"Rprop", "SOAP", "Shampoo", "DistributedShampoo"}
 AT_ONCE = FROM_ALL | {"Adan", "Adahessian", "SparseAdam", "Lookahead"}
 """Optimizers that cannot step one parameter after the other."""
 
+SCALING = (SGD, Adam, AdamW, Adagrad)
+"""Optimizers whose fused kernels divide gradients by ``grad_scale``. A subclass may not."""
 
-def require_safe(optimizer: Optimizer, parallel: Collection[ParallelModel], plugin: Plugin) -> None:
+LARGEST_SCALE = 1e30  # the largest divisor of gradients in a fused step: float32 has to hold it
+
+_PARAMETER, _GRADIENT = attrgetter("param"), attrgetter("grad")
+
+
+def require_safe(optimizer: Optimizer, made: ParallelModel, plugin: Plugin) -> None:
     """Refuse an optimizer whose steps would differ from those of one process; all ranks call it."""
-    if all(each.layout.group is None for each in parallel):
+    if made.layout.group is None:
         return
     names, kind, where = _names(optimizer), type(optimizer).__name__, type(plugin).__name__
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm") and not plugin.rank:
@@ -45,7 +60,7 @@ def require_safe(optimizer: Optimizer, parallel: Collection[ParallelModel], plug
     if not names & (FROM_ALL | WHOLE):
         return
     found = [""]
-    if any(map(_steps_some, parallel)) and computes_from_all(optimizer):
+    if _steps_some(made) and computes_from_all(optimizer):
         clips = any(group.get("max_grad_norm") for group in optimizer.param_groups)
         how = " (max_grad_norm=None turns that off: clip by the booster instead)" if clips else ""
         found = [
@@ -96,7 +111,140 @@ def _names(optimizer: Optimizer) -> set[str]:
 
 
 def _steps_some(made: ParallelModel) -> bool:
-    """Return whether the optimizer of a rank steps only some parameters of the model."""
     layout, own = made.layout, made.steps
     partitioned = own is not None and any(id(shard.param) not in own for shard in layout.shards)
     return partitioned or made.pipeline is not None or len(layout.shards) < len(layout.names)
+
+
+def require_known(optimizers: Iterable[Optimizer], known: Collection[int], instead: str) -> None:
+    """Refuse a parameter that would be neither synchronised nor clipped; ``known``: ids."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"param_groups[{number}]['params'][{place}] of {type(optimizer).__name__}, "
+                        f"of shape {list(parameter.shape)}, is no parameter of a boosted module: "
+                        f"it would be neither synchronised nor clipped. {instead}"
+                    )
+
+
+class BoostedGroups:
+    """The parameter groups of the optimizers that step together; ``steps``: ids of this rank."""
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], layout: Layout, steps: frozenset[int] | None
+    ) -> None:
+        self._optimizers, self._layout, self._steps = optimizers, layout, steps
+        self._seen = self._now()
+        self._folds: tuple[tuple[int, list[int]], bool] | None = None
+
+    def _now(self) -> tuple[int, list[int]]:
+        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        return len(groups), list(map(id, chain.from_iterable(groups)))
+
+    def have_changed(self) -> bool:
+        """Return whether parameters were added since the last call, by ``add_param_group``, say.
+
+        With ZeRO stage 1, this rank keeps those of them that it steps.
+        """
+        if self._now() == self._seen:
+            return False
+        shards = {id(shard.param): shard for shard in self._layout.shards}
+        require_known(
+            self._optimizers,
+            shards.keys(),
+            "Boost the model that owns it, and add parameters that the boosted model has now: "
+            "model.unwrap().named_parameters()",
+        )
+        steps = self._steps
+        for group in (group for each in self._optimizers for group in each.param_groups):
+            group["params"] = [p for p in group["params"] if steps is None or id(p) in steps]
+        for parameter in orthogonalized(self._optimizers):
+            if (shard := shards[id(parameter)]).scaled:
+                raise ValueError(
+                    f"{shard.name} was given to Muon after boost, and clipping would scale it: "
+                    "give Muon all of its matrices before booster.boost"
+                )
+        self._seen = self._now()
+        return True
+
+    def fold(self, coef: Number) -> bool:
+        """Return whether fused kernels multiply all gradients by ``coef`` as they step.
+
+        The step reads each gradient anyway, so clipping in it saves a read and a write of all of
+        them. A hook that runs before a step has to see clipped gradients: nothing is folded then.
+        """
+        if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
+            return False
+        if _global_optimizer_pre_hooks or not all(map(_can_scale, self._optimizers)):
+            return False
+        if self._folds is None or self._folds[0] is not self._seen:
+            # With ZeRO stage 1 other ranks step some of them.
+            trained = [shard.param for shard in self._layout.shards if shard.param.requires_grad]
+            float32 = {parameter.dtype for parameter in trained} == {torch.float32}
+            self._folds = self._seen, float32 and {*self._seen[1]}.issuperset(map(id, trained))
+        return self._folds[1]
+
+
+def _can_scale(optimizer: Optimizer) -> bool:
+    return (
+        type(optimizer) in SCALING
+        and not optimizer._optimizer_step_pre_hooks
+        and all(group.get("fused") for group in optimizer.param_groups)
+    )
+
+
+def match_strides(layout: Layout) -> None:
+    """Give every gradient the strides of its parameter.
+
+    torch's fused CPU kernels read both in memory order and ignore strides: a channels-last gradient
+    of a contiguous parameter would change the wrong weights without an error.
+    """
+    parameters = list(map(_PARAMETER, layout.shards))
+    gradients = list(map(_GRADIENT, parameters))
+    contiguous = {*map(type, gradients)} == {Tensor} and all(map(Tensor.is_contiguous, gradients))
+    if contiguous and all(map(Tensor.is_contiguous, parameters)):
+        return
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        if gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def step_where(finite: bool | Tensor, optimizers: Sequence[Optimizer], coef: Number = 1.0) -> None:
+    """Step optimizers if ``finite`` holds; fused kernels read a tensor on the device."""
+    if isinstance(finite, Tensor) and _starts_momentum(optimizers):
+        finite = bool(finite)
+    if finite is False:
+        return
+    read: dict[str, Any] = {}
+    if finite is not True:
+        read["found_inf"] = (~finite).float()
+    if isinstance(coef, Tensor):
+        read["grad_scale"] = (1.0 / coef).float()
+    elif coef != 1.0:
+        read["grad_scale"] = torch.tensor(1.0 / coef, dtype=torch.float32)
+    for optimizer in optimizers:
+        vars(optimizer).update(read)
+        try:
+            optimizer.step()
+        finally:
+            for name in read:
+                del vars(optimizer)[name]
+
+
+def _starts_momentum(optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether a step would allocate momentum buffers on this rank.
+
+    torch's fused SGD leaves them uninitialised if ``found_inf`` skips that step; the next step
+    would add their contents to the weights.
+    """
+    return any(
+        parameter.grad is not None and parameter not in optimizer.state
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for parameter in group["params"]
+    )

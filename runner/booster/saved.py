@@ -50,13 +50,9 @@ def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, T
 
 
 def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
-    """Return the tensors of a model by name; a rank with two stages may hold a tied one twice.
-
-    Under fully sharded data parallelism they are the shards: a forward pass, such as that of an
-    evaluation, has left whole parameters in their place.
-    """
+    """Return the tensors of a model by name; a rank with two stages may hold a tied one twice."""
     module, known = model.unwrap(), set(model.names.values())
-    reshard(model.roots())
+    reshard(model.roots())  # a forward pass may have left whole parameters in place of the shards
     found: dict[str, list[Tensor]] = {}
     buffers = module.named_buffers() if with_buffers else ()
     for own, tensor in (*module.named_parameters(), *buffers):
@@ -80,13 +76,9 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
         [{key: group[key] for key in group if key not in _OF_LAYOUT} for group in each.param_groups]
         for each in optimizer.optimizers
     ]
-    values = {
-        "kinds": [type(each).__name__ for each in optimizer.optimizers],
-        "groups": groups,
-        "state": {key: value for part in listed for key, value in part.items()},
-        "loss_scale": None if optimizer.loss_scale is None else optimizer.loss_scale.state_dict(),
-    }
-    return values if optimizer.skip is None else values | {"skip": optimizer.skip.state_dict()}
+    kinds = [type(each).__name__ for each in optimizer.optimizers]
+    state = {key: value for part in listed for key, value in part.items()}
+    return {"kinds": kinds, "groups": groups, "state": state, **optimizer.rest_of_state()}
 
 
 def optimizer_slots(
@@ -97,13 +89,13 @@ def optimizer_slots(
 ) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
     """Make tensors that the state of the optimizers can be loaded into; nothing is changed.
 
-    Returns:
-        The tensors by name, and a function that makes them the state once they are filled.
+    Returns them by name, and a function that makes them the state once they are filled.
     """
     kinds = [type(each).__name__ for each in optimizer.optimizers]
     if (saved := values["kinds"]) != kinds:
         raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(kinds)}")
-    for each, groups in zip(optimizer.optimizers, values["groups"], strict=True):
+    pairs = list(zip(optimizer.optimizers, values["groups"], strict=True))
+    for each, groups in pairs:
         if len(groups) != (here := len(each.param_groups)):
             raise ValueError(
                 f"the state is that of an optimizer with {len(groups)} parameter groups, not {here}"
@@ -130,13 +122,10 @@ def optimizer_slots(
         for each, parameter, state in states:
             if state:
                 each.state[parameter] = state
-        for each, groups in zip(optimizer.optimizers, values["groups"], strict=True):
+        for each, groups in pairs:
             for group, settings in zip(each.param_groups, groups, strict=True):
                 group.update({key: settings[key] for key in settings.keys() - kept})
-        if optimizer.loss_scale is not None and values["loss_scale"] is not None:
-            optimizer.loss_scale.load_state_dict(values["loss_scale"])
-        if optimizer.skip is not None and "skip" in values:
-            optimizer.skip.load_state_dict(values["skip"])
+        optimizer.load_rest(values)
 
     return tensors, assign
 
@@ -160,7 +149,6 @@ def _state(optimizer: OptimizerWrapper) -> Iterator[tuple[str, Any]]:
 
 
 def _empty(key: str, held: Stored, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-    """Return a tensor to load a part of the state of ``parameter`` into."""
     if held.shape == tuple(parameter.shape) and held.shape:
         return torch.empty_like(parameter, dtype=held.dtype, requires_grad=False)
     if held.shape and isinstance(parameter, DTensor):
@@ -172,10 +160,7 @@ def _empty(key: str, held: Stored, parameter: nn.Parameter, group: Mapping[str, 
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
-    """Return what ``torch.save`` writes of a state that is loaded without running code in it.
-
-    NumPy's numbers become Python's.
-    """
+    """Return what ``torch.save`` writes of a state that is loaded without running code in it."""
     buffer = io.BytesIO()
     try:
         torch.save(_plain(state), buffer)
@@ -194,6 +179,7 @@ def packed(state: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    """Return a state with Python's numbers instead of NumPy's."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) is dict:
@@ -260,8 +246,7 @@ class CheckpointIO:
         self, optimizer: OptimizerWrapper, checkpoint: str | Path, shard: bool = False
     ) -> None:
         """Save the state of the optimizers and of the fp16 loss scale, always as a folder."""
-        tensors, values = optimizer_tensors(optimizer), optimizer_values(optimizer)
-        _write_folder(Path(checkpoint), tensors, values)
+        _write_folder(Path(checkpoint), optimizer_tensors(optimizer), optimizer_values(optimizer))
 
     def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | Path) -> None:
         """Load what :meth:`save_optimizer` saved."""
@@ -321,7 +306,6 @@ def _write_file(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the dict in a file; no code in it is run."""
     try:
         if path.suffix == _SAFETENSORS:
             return dict(safetensors.torch.load_file(path))

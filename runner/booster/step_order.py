@@ -1,28 +1,156 @@
-"""Where an optimizer step stands: which gradients there are, and whether they are final.
+"""Where an optimizer step stands: which gradients there are, whether they are final, and finite.
 
 :class:`StepOrder` follows the backward passes of a step and refuses what would give a wrong result:
 clipping a gradient that still accumulates, clipping twice, clipping where there is no gradient.
+:class:`LossScale` and :class:`Spikes` leave steps out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import ReferenceType, ref
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from runner.booster.nonfinite import LossScale, Spikes
-from runner.booster.nonfinite import StepOrderError as StepOrderError
-from runner.clip import Layout
-from runner.clip.shard import local
+from runner.clip import Layout, Number, transfer
+from runner.clip.norms import Powers
+from runner.clip.shard import is_dtensor, local
+from runner.clip.skip import SkipRule
+from runner.config.notation import first_few, ranks_as_text
+
+Nonfinite = Literal["skip", "error", "ignore"]
+
+SMALLEST_SCALE = 2.0**-24  # the smallest fp16 number; a loss that is never finite would make it 0
+
+
+class StepOrderError(RuntimeError):
+    """Gradients were clipped, or a step was taken, at a time when the result would be wrong."""
+
+
+class NonFiniteGradient(FloatingPointError):
+    """A gradient is not finite, and ``nonfinite`` is ``error``; or too many were skipped."""
+
+    def __init__(self, finding: str, advice: str = "", norm: float = math.nan) -> None:
+        super().__init__(finding, advice, norm)
+        self.finding, self.advice, self.norm = finding, advice, norm
+
+    def __str__(self) -> str:
+        return f"{self.finding} ({self.advice})" if self.advice else self.finding
+
+
+def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
+    """Name the parameters whose gradient is not finite, and their ranks; a collective."""
+    group, every = layout.group, [[] if powers is None else powers.not_finite()]
+    if group is not None:
+        here, every = every[0], [[] for _ in range(group.size())]
+        dist.all_gather_object(every, here, group=group)
+    bad = {name for names in every for name in names}
+    text = f"the gradient's norm is {norm}: {first_few([n for n in layout.names if n in bad])}"
+    if group is None:
+        return text
+    ranks = [dist.get_global_rank(group, number) for number, names in enumerate(every) if names]
+    return f"{text} on {ranks_as_text(ranks)}"
+
+
+@dataclass
+class LossScale:
+    """The dynamic scale of an fp16 loss (Micikevicius et al. 2018, arXiv 1710.03740, 3.2)."""
+
+    scale: float = 2.0**16
+    growth_interval: int = 2000  # consecutive finite steps after which the scale grows
+    growth: float = 2.0
+    backoff: float = 0.5  # factor after a step that was not finite
+    finite_steps: int = 0  # since the scale last changed
+
+    def update(self, finite: bool) -> None:
+        self.finite_steps = self.finite_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale * self.backoff, SMALLEST_SCALE)
+        elif self.finite_steps == self.growth_interval:
+            self.scale, self.finite_steps = self.scale * self.growth, 0
+
+    def divide(self, layout: Layout, scaled: bool) -> None:
+        """Divide the gradients by the scale; ``scaled``: whether the loss was multiplied by it."""
+        shards, gradients = layout.gradients()
+        if gradients and not scaled:
+            raise StepOrderError(
+                "the loss was not scaled, as fp16 needs it: call booster.backward(loss, optimizer) "
+                "instead of loss.backward()"
+            )
+        for shard, gradient in zip(shards, gradients, strict=True):
+            if gradient.dtype == torch.float16:
+                raise TypeError(f"{shard.name} is float16: keep parameters in float32")
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "finite_steps": self.finite_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.finite_steps = state["scale"], state["finite_steps"]
+
+
+class Spikes:
+    """Applies a skip rule: the loss of the current step, and whether the rule leaves it out."""
+
+    def __init__(
+        self, rule: SkipRule | None, start_mean: Callable[[Number], Callable[[], Number]] | None
+    ) -> None:
+        self.rule, self._start_mean = rule, start_mean
+        self._reads = rule is not None and rule.reads_loss
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._found: bool | Tensor = False
+        self._loss: Number | None = None
+
+    def add(self, loss: Tensor, weight: float) -> None:
+        """Add ``loss * weight`` to the loss of the step on this rank."""
+        if not self._reads:
+            return
+        loss = loss.detach()
+        whole = loss.full_tensor() if is_dtensor(loss) else loss
+        wide = whole.reshape(()).to(transfer.widest(whole.device))
+        added = transfer.read(wide) * weight
+        self._loss = added if self._loss is None else self._loss + added
+
+    def start_loss(self) -> Callable[[], Number | None]:
+        """Start to exchange the loss of the step, so that it travels while the norm is measured."""
+        loss = self._loss
+        if not self._reads:
+            return lambda: None
+        if loss is None:
+            raise StepOrderError(
+                "the skip rule reads the loss: call booster.backward(loss, optimizer) instead of "
+                "loss.backward()"
+            )
+        return (lambda: loss) if self._start_mean is None else self._start_mean(loss)
+
+    def decide(
+        self, norm: Number, loss: Number | None, finite: bool | Tensor, known: bool
+    ) -> Number:
+        """Decide whether the step is a spike; ``known``: the host waits for the answer."""
+        assert self.rule is not None
+        spike = self.rule.is_spike(norm, loss, finite)
+        self._found = bool(spike) if known else spike
+        return spike.to(transfer.widest(spike.device)) if isinstance(spike, Tensor) else spike + 0.0
+
+    def left_out(self, finite: bool | Tensor) -> bool | Tensor:
+        """Return whether to take the step: where ``finite`` holds, unless it is a spike."""
+        if self._found is False or finite is False:
+            return finite
+        return ~self._found & finite if isinstance(self._found, Tensor) else False
 
 
 class StepState(Enum):
-    """State of an optimizer step, with the reason that an error message gives."""
+    """State of an optimizer step, as an error message gives it."""
 
     EMPTY = "no backward pass has run since the last step"
     ACCUMULATING = (
@@ -34,65 +162,48 @@ class StepState(Enum):
 
 
 class StepOrder:
-    """Follows the backward passes of one optimizer step after another.
-
-    Attributes:
-        stage: where the current step stands.
-        accumulating: whether backward passes run under ``no_sync`` now.
-    """
+    """Follows the backward passes of one optimizer step after another."""
 
     def __init__(self, layout: Layout, loss_scale: LossScale | None, spikes: Spikes) -> None:
         self.layout, self.loss_scale, self._spikes = layout, loss_scale, spikes
         self.stage = StepState.EMPTY
-        self.accumulating = False
-        self._held = False  # whether a forward pass decided that its gradients are not synchronised
+        self.accumulating = False  # whether backward passes run under ``no_sync`` now
         # A gradient that an earlier step has used, and how many times it was written to.
         self._last: tuple[ReferenceType[Tensor], int] | None = None
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
         self._final = self._unscaled = self._scaled = False
-        self._start: tuple[Any, Tensor] | None = None  # gradient that the backward pass starts from
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16."""
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
-        key = (self.begin_backward(weight), loss.dtype, loss.shape)
+        start = torch.full_like(loss, self.begin_backward(weight))
         self.add_loss(loss, weight)
-        if self._start is None or self._start[0] != key:
-            self._start = (key, loss.new_full(loss.shape, key[0]))
-        loss.backward(self._start[1])  # type: ignore[no-untyped-call]
+        loss.backward(start)  # type: ignore[no-untyped-call]
         self.end_backward()
 
     def begin_backward(self, weight: float = 1.0) -> float:
         """Return the factor of the loss, for callers that run the backward pass themselves."""
         if self._final:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
-        self._scaled, self._held = True, False
+        self._scaled = True
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
 
     def add_loss(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Add to the loss that a skip rule reads, for callers that run the backward pass.
-
-        The mean over data-parallel ranks of what a step adds up is the loss of its gradient.
-        """
+        """Add to the loss that a skip rule reads, for callers that run the backward pass."""
         self._spikes.add(loss, weight)
 
     def end_backward(self) -> None:
-        held = self.accumulating or self._held
-        self.stage = StepState.ACCUMULATING if held else StepState.READY
+        self.stage = StepState.ACCUMULATING if self.accumulating else StepState.READY
         self._separate()
 
-    def watch(self, output: Tensor, held: bool) -> None:
-        """Note the backward pass through an output of the model, a plain ``loss.backward()`` too.
-
-        ``held``: the forward pass decided that its gradients are not synchronised.
-        """
+    def watch(self, output: Tensor) -> None:
+        """Note the backward pass through an output of the model, also a plain one."""
         if output.requires_grad and not output.is_leaf:
-            output.register_hook(partial(self._reached, held))  # type: ignore[no-untyped-call]
+            output.register_hook(self._reached)  # type: ignore[no-untyped-call]
 
-    def _reached(self, held: bool, gradient: Tensor) -> None:
+    def _reached(self, gradient: Tensor) -> None:
         if self.stage is not StepState.CLIPPED:
-            self._held = held
             self.end_backward()
 
     @contextmanager
@@ -126,8 +237,7 @@ class StepOrder:
         )
 
     def begin_step(self, zeroed: bool) -> None:
-        self.stage, self._held = StepState.EMPTY, False
-        self._last = None if zeroed else self._written()
+        self.stage, self._last = StepState.EMPTY, None if zeroed else self._written()
         self._final = self._unscaled = self._scaled = False
         self._spikes.begin_step()
 

@@ -1,4 +1,10 @@
-"""The wrapper of a boosted model; what a model has to be before it is boosted."""
+"""The wrapper of a boosted model; what a model has to be before it is boosted, and to stay after.
+
+A plugin distributes the parameters that a model has at boost. Parameters that are replaced, added,
+tied or converted later would be neither synchronised nor clipped, without an error. So each
+training forward pass compares the parameters with those at boost. Freezing and unfreezing
+parameters between steps is fine.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from runner.parallel.hooks import held_tensors
+from runner.config.notation import first_few
+from runner.parallel.hooks import computed_with, held_tensors
 
 if TYPE_CHECKING:
     from runner.booster.optimizer import OptimizerWrapper
@@ -23,6 +29,8 @@ if TYPE_CHECKING:
 
 wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
 """The wrapper of each model that was boosted, by the user's model."""
+
+_BEFORE = "change the model before booster.boost, or build and boost it anew"
 
 
 class ModelWrapper(nn.Module):
@@ -32,6 +40,7 @@ class ModelWrapper(nn.Module):
         renamed: name in the whole model of each parameter that has another name on this rank.
         names: each name in the state dict of the whole model, with the first name of its tensor.
         optimizer: optimizer that was boosted with the model, or None.
+        boosted: the parameters at boost; None without an optimizer.
     """
 
     def __init__(
@@ -39,18 +48,20 @@ class ModelWrapper(nn.Module):
         module: nn.Module,
         model: nn.Module,
         dtype: torch.dtype | None,
+        renamed: Mapping[str, str],
+        names: Mapping[str, str],
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__()
         self.module, self.dtype, self.pipeline = module, dtype, pipeline
+        self.renamed, self.names = renamed, names
         # In a list, so that the model is not registered as a submodule again.
         self._model = [model]
-        self.renamed: Mapping[str, str] = {}
-        self.names: Mapping[str, str] = {}
         self.optimizer: OptimizerWrapper | None = None
+        self.boosted: BoostedParameters | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
-        """Copy the model without its optimizer and without DDP, for an average of its weights."""
+        """Copy the model without its optimizer, for an average of its weights."""
         sharded = any(isinstance(module, FSDPModule) for module in self.modules())
         if sharded or self.pipeline is not None:
             raise TypeError(
@@ -61,9 +72,7 @@ class ModelWrapper(nn.Module):
             groups = [v for v in vars(module).values() if isinstance(v, dist.ProcessGroup)]
             memo.update({id(group): group for group in groups})
         model = copy.deepcopy(self.unwrap(), memo)
-        copied = ModelWrapper(model, model, self.dtype)
-        copied.renamed, copied.names = self.renamed, self.names
-        return copied
+        return ModelWrapper(model, model, self.dtype, self.renamed, self.names)
 
     def unwrap(self) -> nn.Module:
         """Return the user's model."""
@@ -78,9 +87,9 @@ class ModelWrapper(nn.Module):
         """Run the model; half-precision outputs become float32, so that losses are exact."""
         if self.pipeline is not None:
             raise RuntimeError("this model is cut into stages: call booster.execute_pipeline")
-        boosted = None if self.optimizer is None else self.optimizer.boosted
-        if boosted is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            boosted.require_same()
+        trains = torch.is_grad_enabled()
+        if self.boosted is not None and trains and not torch.compiler.is_compiling():
+            self.boosted.require_same()
         if self.dtype is None:
             outputs = self.module(*args, **kwargs)
         else:
@@ -88,16 +97,85 @@ class ModelWrapper(nn.Module):
             with torch.autocast(device, self.dtype):
                 outputs = self.module(*args, **kwargs)
             outputs = tree_map_only(Tensor, _to_float32, outputs)
-        if self.optimizer is not None and torch.is_grad_enabled():
-            # DDP decides in the forward pass whether the backward pass synchronises.
-            held = self.optimizer.accumulating and isinstance(self.module, DistributedDataParallel)
+        if self.optimizer is not None and trains:
             for output in held_tensors(outputs):
-                self.optimizer.watch(output, held)
+                self.optimizer.watch(output)
         return outputs
 
 
 def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+class BoostedParameters:
+    """The parameters of a model at boost.
+
+    ``alone``: in one process, where they may be converted, and frozen while they have a gradient.
+    """
+
+    def __init__(self, model: nn.Module, renamed: Mapping[str, str], alone: bool) -> None:
+        self._model, self._renamed, self._alone = model, renamed, alone
+        self._known = {id(p): (name, p) for name, p in self._named()}
+        self._trained = [p.requires_grad for _, p in self._known.values()]
+        self._forward_checked = False
+        self._record()
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(self._renamed.get(n, n), p) for n, p in self._model.named_parameters()]
+
+    def _record(self) -> None:
+        self._dicts = [d for m in self._model.modules() for d in (m._parameters, m._modules)]
+        self._slots = [(held, key, value) for held in self._dicts for key, value in held.items()]
+        self._dtypes = [(p, p.dtype) for _, p in self._known.values()]
+
+    def require_same(self) -> None:
+        """Check that the model has the parameters of boost; it looks at dictionaries alone."""
+        self._forward_checked = True
+        if not (
+            all(held.get(key) is value for held, key, value in self._slots)
+            and sum(map(len, self._dicts)) == len(self._slots)
+            and all(p.dtype is dtype for p, dtype in self._dtypes)
+        ):
+            self._compare()
+
+    def _compare(self) -> None:
+        if any(type(held.get(key)) is Tensor for held, key, _ in self._slots):
+            return  # torch.func.functional_call computes with tensors of its own.
+        named = self._named()
+        now = {id(parameter) for _, parameter in named}
+        unsharded = {id(computed_with(p)) for _, p in self._known.values()} - self._known.keys()
+        for (name, p), (_, dtype) in zip(self._known.values(), self._dtypes, strict=True):
+            if id(p) not in now and id(computed_with(p)) not in now:
+                raise ValueError(
+                    f"{name} was replaced, removed or tied to another parameter after boost, so "
+                    f"its optimizer steps a tensor that the model no longer uses: {_BEFORE}"
+                )
+            if p.dtype != dtype and not self._alone:
+                raise ValueError(f"{name} is {p.dtype}, but was {dtype} at boost: {_BEFORE}")
+        for name, p in named:
+            if p.requires_grad and id(p) not in self._known.keys() | unsharded:
+                raise ValueError(
+                    f"{name} was added after boost, so it would be neither synchronised nor "
+                    f"clipped: {_BEFORE}"
+                )
+        if not now & unsharded:
+            self._record()
+
+    def require_final(self) -> None:
+        """Check, once a step, that no gradient belongs to a parameter that was frozen since."""
+        if not self._forward_checked:
+            self.require_same()
+        self._forward_checked = False
+        trained = [p.requires_grad for _, p in self._known.values()]
+        if trained == self._trained:
+            return
+        for (name, p), was in zip(self._known.values(), self._trained, strict=True):
+            if was and not p.requires_grad and p.grad is not None and not self._alone:
+                raise ValueError(
+                    f"{name} was frozen while it has a gradient: freeze it after "
+                    "optimizer.zero_grad() and before the next forward pass"
+                )
+        self._trained = trained
 
 
 def names_of(model: nn.Module) -> dict[str, str]:
@@ -108,9 +186,7 @@ def names_of(model: nn.Module) -> dict[str, str]:
 
 
 def require_new(model: nn.Module, *, rewrappable: bool) -> None:
-    """Refuse to boost a model twice; one that no plugin has changed may be once its wrapper is
-    gone.
-    """
+    """Refuse to boost a model twice; ``rewrappable``: unless its wrapper is gone."""
     if rewrappable and model in wrappers:
         gc.collect()  # A Trainer and its wrapper refer to each other.
     gone = rewrappable and wrappers.get(model, lambda: None)() is None
@@ -122,26 +198,29 @@ def require_new(model: nn.Module, *, rewrappable: bool) -> None:
         )
 
 
-def require_trainable(parts: Mapping[str, nn.Module], *, dense: str) -> None:
-    """Refuse complex parameters, and sparse gradients under a plugin ``dense``, if one is named."""
-    for prefix, part in parts.items():
-        for name, parameter in part.named_parameters():
-            if parameter.is_complex():
-                raise TypeError(
-                    f"{prefix}{name} is complex: clipping is defined on real parameters"
-                )
-        for name, module in part.named_modules() if dense else ():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise ValueError(
-                    f"{name or type(module).__name__} has sparse gradients, which {dense} cannot "
-                    "synchronise: build the layer with sparse=False"
-                )
+def require_trainable(model: nn.Module, criterion: Any, *, dense: str) -> None:
+    """Refuse complex parameters, a criterion's, and under a plugin ``dense`` sparse gradients."""
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if parameter.is_complex():
+            raise TypeError(f"{name} is complex: clipping is defined on real parameters")
+    own = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
+    held = {id(parameter) for parameter in named.values()}
+    if found := [name for name, p in own if p.requires_grad and id(p) not in held]:
+        raise ValueError(
+            f"the criterion has parameters ({first_few(found)}), which are no part of the model: "
+            "give them to the model, whose method loss(outputs, batch) may compute the loss"
+        )
+    for name, module in model.named_modules() if dense else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"{name or type(module).__name__} has sparse gradients, which {dense} cannot "
+                "synchronise: build the layer with sparse=False"
+            )
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """Replace the wrappers of :func:`torch.compile`, which add ``_orig_mod.`` to all names inside
-    them, by modules that are compiled in place; return the model, which may be one.
-    """
+    """Compile in place what :func:`torch.compile` wrapped, which adds ``_orig_mod.`` to names."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and child is not model._modules.get("_orig_mod"):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how all ranks write and read it together.
+"""What a checkpoint holds, how all ranks write and read it together, and when.
 
 Tensors lie in safetensors files of :mod:`torch.distributed.checkpoint`, under their names in the
 whole model, so that any layout of ranks can read them. The rest of the state is ``state.pt``.
@@ -7,26 +7,28 @@ whole model, so that any layout of ranks can read them. The rest of the state is
 from __future__ import annotations
 
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
-from runner.booster.booster import CRITERION
 from runner.booster.saved import OPTIMIZER
 from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint
+from runner.config.duration import MINUTES, Duration
+from runner.config.notation import higher_is_better
 from runner.parallel.collectives import is_first, on_first, several_ranks
 from runner.parallel.sharded_files import Folder, fill, one_error, write, write_later
-from runner.run_folder import files
+from runner.run_folder import files, keys
 from runner.run_folder.strict_json import replacing
 
 STATE_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random", "optimizers"}
@@ -38,7 +40,6 @@ class Training(Protocol):
 
     model: ModelWrapper
     optimizer: OptimizerWrapper
-    criterion: Any
     plugin: Plugin
     device: torch.device
     state: Any
@@ -46,23 +47,22 @@ class Training(Protocol):
 
 def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, Any]) -> Path:
     """Save a training between two steps; every rank has to call this."""
-    return _write(training, checkpoints, step, *_content(training), about)
+    return _write(training, checkpoints, step, _content(training), about)
 
 
 def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]) -> Path:
     """Save the weights alone as the checkpoint ``final``; every rank has to call this."""
-    return _write(training, checkpoints, None, _model(training), None, about)
+    return _write(training, checkpoints, None, (_model(training), None), about)
 
 
 def _write(
     training: Training,
     checkpoints: Path,
     step: int | None,
-    tensors: dict[str, Tensor],
-    rest: bytes | None,
+    parts: tuple[dict[str, Tensor], bytes | None],
     about: Mapping[str, Any],
 ) -> Path:
-    content = _about(training, step, about)
+    content, (tensors, rest) = _about(training, step, about), parts
     part = on_first(lambda: folder.begin(checkpoints, step))
     with _removed_on_error(part):
         write(tensors, part)
@@ -70,10 +70,9 @@ def _write(
 
 
 class Writing:
-    """A checkpoint that threads write while the training goes on; see :func:`save`.
+    """A checkpoint that threads write while the training goes on, from copies in host memory.
 
-    Its tensors were copied to host memory. ``group`` is for the collectives of the thread, and
-    ``after`` is called on the first rank when the checkpoint is complete.
+    ``group`` is for the collectives of the thread; the first rank calls ``after`` at the end.
     """
 
     def __init__(
@@ -102,9 +101,11 @@ class Writing:
         executor.shutdown(wait=False)
 
     def failed(self) -> bool:
+        """Return whether this rank knows that the checkpoint could not be written."""
         return self._finished.done() and self._finished.exception() is not None
 
     def wait(self) -> None:
+        """Wait until all ranks have written."""
         wait([self._finished])
         with _removed_on_error(self._part):
             on_first(self._finished.result)
@@ -112,14 +113,12 @@ class Writing:
 
 @contextmanager
 def _removed_on_error(part: Path) -> Iterator[None]:
-    """Remove an unfinished checkpoint after an error, which all ranks have; say where it was."""
     try:
         yield
     except OSError as error:
         on_first(lambda: shutil.rmtree(part, ignore_errors=True))
-        reason = error.strerror or str(error)
-        message = f"no checkpoint can be written to {part.parent}: {reason}"
-        raise OSError(error.errno, message) from error
+        reason = f"no checkpoint can be written to {part.parent}: {error.strerror or error}"
+        raise OSError(error.errno, reason) from error
 
 
 def _complete(part: Path, rest: bytes | None, about: dict[str, Any]) -> Path:
@@ -144,7 +143,7 @@ def load(
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{checkpoint} holds no state of a training: {error}") from None
-    fill(_model_slots(training) | tensors, source)
+    fill(saved.model_slots(training.model) | tensors, source)
     assign()
     training.state.load_state_dict(rest, keep)
     return manifest
@@ -152,7 +151,7 @@ def load(
 
 def load_weights(training: Training, checkpoint: Path) -> None:
     """Load the weights alone, to evaluate them, from a checkpoint that was checked."""
-    fill(_model_slots(training), Folder(checkpoint))
+    fill(saved.model_slots(training.model), Folder(checkpoint))
 
 
 def require_savable(training: Training) -> None:
@@ -195,31 +194,20 @@ def _values(training: Training) -> dict[str, Any]:
 
 def _about(training: Training, step: int | None, about: Mapping[str, Any]) -> dict[str, Any]:
     tied = {name: first for name, first in training.model.names.items() if name != first}
-    return {"step": step, "tied": tied, "criterion": list(_criterion(training)), **about}
+    return {"step": step, "tied": tied, **about}
 
 
 def _model(training: Training) -> dict[str, Tensor]:
-    first = training.plugin.data_rank == 0
-    return saved.model_tensors(training.model, with_buffers=first) | _criterion(training)
-
-
-def _model_slots(training: Training) -> dict[str, list[Tensor]]:
-    criterion = {name: [tensor] for name, tensor in _criterion(training).items()}
-    return saved.model_slots(training.model) | criterion
-
-
-def _criterion(training: Training) -> dict[str, Tensor]:
-    held = training.criterion.state_dict() if isinstance(training.criterion, nn.Module) else {}
-    return {CRITERION + name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+    return saved.model_tensors(training.model, with_buffers=training.plugin.data_rank == 0)
 
 
 def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict of the whole model, without the criterion; tied weights are one."""
-    source, others = Folder(checkpoint), set(manifest.get("criterion", ()))
+    """Return the state dict of the whole model; tied weights are one tensor."""
+    source = Folder(checkpoint)
     model: dict[str, Tensor] = {
         name: torch.empty(one.shape, dtype=one.dtype)
         for name, one in source.stored.items()
-        if not name.startswith(OPTIMIZER) and name not in others
+        if not name.startswith(OPTIMIZER)
     }
     source.read({name: [tensor] for name, tensor in model.items()})
     return model | {name: model[first] for name, first in manifest.get("tied", {}).items()}
@@ -240,3 +228,132 @@ def write_model(
             safetensors.torch.save_file(own, part, {"format": "pt", **metadata})
         except (RuntimeError, safetensors.SafetensorError) as error:  # a full disk, for example
             raise OSError(str(error)) from error
+
+
+class CheckpointSaver:
+    """Saves a training at intervals: a callback of :class:`runner.Trainer`.
+
+    A checkpoint is a folder ``step_<number>`` that holds everything to continue with the same
+    steps. It gets its name when it is complete, so an interrupted write leaves the one before it.
+
+    Args:
+        folder: folder of all checkpoints of the run, on a disk that all ranks share.
+        interval: duration between checkpoints, such as ``500ba`` or ``10min``; None: only when the
+            training is asked to stop.
+        keep: number of newest checkpoints to keep; 0: none is saved.
+        best: metric by which a further checkpoint is kept, such as ``eval/loss``: the one whose
+            last evaluation is the best. None: none is.
+        maximizes: whether a higher value of ``best`` is better; by default it is of an accuracy.
+        save_final: whether to save the weights of the end in ``final``.
+        asynchronous: whether training goes on while files are written, which takes host memory for
+            a copy; by default on accelerators.
+        about: what each manifest says besides step, metrics and world size: a JSON-like dict.
+
+    Example:
+        >>> saver = CheckpointSaver("checkpoints", "100ba", best="eval/loss")
+        >>> trainer = Trainer(model, loader, "10ep", eval_dataloader=held_out, callbacks=[saver])
+        >>> trainer.load("checkpoints/step_000000300")  # in a later process
+        >>> trainer.fit()
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        interval: str | Duration | None = "10min",
+        *,
+        keep: int = 2,
+        best: str | None = None,
+        maximizes: bool | None = None,
+        save_final: bool = True,
+        asynchronous: bool | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.interval = Duration.parse_interval(interval) if isinstance(interval, str) else interval
+        self.keep, self.best, self.save_final = keep, best, save_final
+        self._maximizes = higher_is_better(best or "") if maximizes is None else maximizes
+        self._asynchronous = asynchronous
+        self._about = dict(about or {})
+        self._writing: Writing | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._saved = time.monotonic()
+
+    @property
+    def duration(self) -> Duration | None:
+        """The interval, if it is counted in steps, samples, tokens or epochs."""
+        counted = self.interval is not None and self.interval.unit != MINUTES
+        return self.interval if counted and self.keep else None
+
+    def begin(self, training: Training, step: int) -> None:
+        """Check before the first step that checkpoints can be saved; every rank has to call this.
+
+        Raises:
+            ValueError: the folder holds checkpoints of another training, which would be removed;
+                or the state of the training cannot be saved.
+        """
+        if not self.keep:
+            return
+        newest = None if step else on_first(lambda: next(folder.whole(self.folder), None))
+        if newest is not None:
+            raise ValueError(
+                f"{self.folder} holds {newest[0].name} of an earlier training, which this one "
+                "would remove: load it to continue, or choose another folder"
+            )
+        require_savable(training)
+
+    def due(self) -> bool:
+        """Return whether this rank asks for a checkpoint: the first one by its clock, and any rank
+        that knows that the last one could not be written, which :meth:`save` then raises.
+        """
+        failed = self._writing is not None and self._writing.failed()
+        return failed or (is_first() and self.overdue())
+
+    def overdue(self) -> bool:
+        """Return whether the minutes of the interval have passed, by the clock of this rank."""
+        if self.interval is None or self.interval.unit != MINUTES or not self.keep:
+            return False
+        return time.monotonic() - self._saved >= 60 * self.interval.value
+
+    def save(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
+        """Save a checkpoint between two steps; every rank has to call this.
+
+        ``metrics`` are the last values; those of evaluations and ``best`` are recorded. An OSError,
+        of this checkpoint or the one before, is raised on every rank.
+        """
+        self.wait()
+        if not self.keep:
+            return
+        about = self._described(training, metrics)
+        on_cpu = training.device.type == "cpu"
+        if on_cpu if self._asynchronous is None else not self._asynchronous:
+            save(training, self.folder, step, about)
+            if is_first():
+                self._prune(step)
+        else:
+            if self._group is None and several_ranks():
+                # Its collectives run in a thread beside those of the training.
+                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            self._writing = Writing(
+                training, self.folder, step, about, self._group, lambda: self._prune(step)
+            )
+        self._saved = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete; every rank has to call this."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+
+    def finish(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
+        """Complete the last checkpoint, and save the final weights; every rank has to call this."""
+        self.wait()
+        if self.save_final:
+            about = {"step": step, **self._described(training, metrics)}
+            save_weights(training, self.folder, about)
+
+    def _described(self, training: Training, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {k: v for k, v in metrics.items() if k.startswith(keys.EVAL) or k == self.best}
+        return {**self._about, "metrics": kept, "world_size": training.plugin.world_size}
+
+    def _prune(self, step: int) -> None:
+        folder.prune(self.folder, self.keep, self.best, self._maximizes, newest=step)

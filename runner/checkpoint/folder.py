@@ -109,15 +109,13 @@ def whole(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 class NoCheckpoint(ValueError):
-    """A run has no checkpoint, or not the one that is asked for; the message lists what it has."""
+    """A run has no checkpoint, or not the one that is asked for."""
 
 
 def choose(
     run: Path, which: str | None, objective: str, maximizes: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Find a checkpoint of a run, and check that it is whole: ``final``, ``last``, ``best`` or a
-    step; by default the final weights, or else the last checkpoint.
-    """
+    """Find a whole checkpoint: final, last, best or a step; by default final, or else last."""
     saved = run / files.CHECKPOINTS
     listed = found(saved)
     named = {str(step_of(one)): one for one in reversed(listed)}
@@ -139,10 +137,7 @@ def choose(
 def prune(
     folder: Path, keep: int, best: str | None, maximizes: bool, newest: int | None = None
 ) -> None:
-    """Remove all but the newest checkpoints and the best, and what unfinished writes have left.
-
-    Checkpoints after the step ``newest`` are those of another course of the training.
-    """
+    """Remove all but the newest checkpoints and the best one, and those after step ``newest``."""
     listed = found(folder)
     current = [one for one in listed if newest is None or one.name <= _name(newest)]
     kept = set(current[:keep])

@@ -8,7 +8,6 @@ a shard boundary cuts, and how many ranks hold the same elements. Modes use noth
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 from runner.clip import transfer
 from runner.clip.shard import (
-    LayoutError,
     ParamShard,
     Whole,
     account,
@@ -158,30 +156,6 @@ class Layout:
             if is_sharded(parameter):
                 raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
         return cls(ParamShard(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(parameters))
-
-    @classmethod
-    def union(cls, layouts: Mapping[str, Layout]) -> Layout:
-        """Return the layout of several modules together: one norm over all their gradients.
-
-        ``layouts`` is that of each module, by the prefix that its parameters' names get. One
-        without a group is that of a module which every rank holds whole, with the same gradients.
-        """
-        listed = list(layouts.items())
-        if len(listed) == 1 and not listed[0][0]:
-            return listed[0][1]
-        group = next((layout.group for _, layout in listed if layout.group is not None), None)
-        pairs = [(prefix + n, w) for prefix, one in listed for n, w in one.parameters.items()]
-        count = Counter(name for name, _ in pairs)
-        if twice := sorted(name for name in count if count[name] > 1):
-            raise LayoutError(f"{', '.join(twice)}: two modules have a parameter of this name")
-        shards = []
-        for prefix, layout in listed:
-            copies = group.size() if group is not None and layout.group is None else 1
-            for shard in layout.shards:
-                held = shard.num_replicas * copies
-                shards.append(replace(shard, name=prefix + shard.name, num_replicas=held))
-        heads = [prefix + head for prefix, layout in listed for head in layout.heads]
-        return cls(shards, group, heads, dict(pairs), listed[0][1].device.type)
 
     def leave_unscaled(self, names: Collection[str]) -> None:
         """Leave gradients out when a clipping mode multiplies all others by one coefficient.

@@ -96,7 +96,6 @@ def uses() -> Mapping[str, tuple[Any, list[str]]]:
 
 
 class PluginSection(Sizes):
-    find_unused_parameters: bool = key("ddp: set it if some parameters take no part in the loss")
     reshard_after_forward: bool = key("fsdp, zero_stage 3: false takes memory, saves traffic")
     dp_replicate: Count = key("fsdp: number of replicas, each sharded over its share of the ranks")
     zero_stage: int = key("partition 1 optimizer state, 2 gradients, 3 parameters too", ge=0, le=3)

@@ -111,7 +111,7 @@ class RunConfig(Keys):
             if clip.step_in_backward:
                 yield Conflict("clip.step_in_backward", "needs clip.when=backward")
             return
-        if plugin not in ("single", "fsdp"):
+        if plugin != "single":
             message = f"plugin={plugin} makes gradients final after the backward pass: use step"
             yield Conflict("clip.when", message)
         found = refusals(

@@ -13,7 +13,6 @@ is the weight of an output layer (a head), also one that is tied         AdamW
 is a vector or a scalar (a bias, a gain, a single number)                AdamW
 has three or more dimensions (a convolution, stacked experts)            AdamW
 matches a pattern of ``exclude``                                         AdamW
-belongs to the criterion                                                 AdamW
 =======================================================================  =====
 
 :class:`torch.optim.Muon` takes matrices alone: it does not flatten the filters of a convolution.
@@ -22,7 +21,7 @@ belongs to the criterion                                                 AdamW
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -40,7 +39,6 @@ def muon_with_adamw(
     model: nn.Module,
     *,
     heads: Collection[str] = (),
-    others: Iterable[nn.Parameter] = (),
     exclude: Sequence[str] | None = None,
     fused: bool | None = None,
     **settings: Any,
@@ -50,7 +48,6 @@ def muon_with_adamw(
     Args:
         model: the whole model.
         heads: names of the weights of output layers, which AdamW steps.
-        others: further parameters for AdamW, such as those of a criterion.
         exclude: patterns of the names of further matrices for AdamW.
         fused: whether AdamW steps by one fused kernel.
         settings: arguments of :class:`torch.optim.Muon` (``lr`` is 0.02 if not given), and, with
@@ -68,7 +65,6 @@ def muon_with_adamw(
         )
     muon = Muon([parameter for name, parameter in named.items() if name in hidden], **of_muon)
     rest = [parameter for name, parameter in named.items() if name not in hidden]
-    rest += [parameter for parameter in others if all(parameter is not one for one in rest)]
     if not rest:
         return [muon]
     return [muon, AdamW(rest, fused=fused, **of_adamw)]

@@ -4,14 +4,12 @@
 zeros. With zeros instead of None the optimizer would change a parameter that no rank used, by
 momentum and weight decay: :class:`Usage` sets them back to None.
 
-The last functions tell when gradients become final, before the backward pass is over: in one
-process when autograd has accumulated a gradient, and under ``fully_shard`` when the reduce-scatter
-of its block has run; there backward passes inside ``no_sync`` tell nothing.
+The last functions tell, in one process, when autograd has accumulated a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -119,7 +117,6 @@ class Usage:
     """Records which parameters get a gradient on this rank between two optimizer steps."""
 
     def __init__(self) -> None:
-        self.blocks: list[list[nn.Parameter]] = []  # which ``fully_shard`` reduces together
         self._used: set[int] = set()
         self._kept: dict[int, ReferenceType[Tensor]] = {}
         self._apart = Apart()
@@ -142,7 +139,6 @@ class Usage:
                 if parameter is not None and id(parameter) not in seen
             }
             seen.update(slots)
-            self.blocks.append([shard for *_, shard in slots.values()])
             block.unshard()
             for key_of_shard, (module, key, shard) in slots.items():
                 gathered = module._parameters[key]
@@ -191,8 +187,8 @@ class Usage:
         self._apart.forget()
 
 
-Final = Callable[[Sequence[Tensor]], None]
-"""Called with parameters whose ``.grad`` is final."""
+Final = Callable[[Tensor], None]
+"""Called with a parameter whose ``.grad`` is final."""
 
 
 def watch_parameters(model: nn.Module, final: Final) -> None:
@@ -213,7 +209,7 @@ def watch_parameters(model: nn.Module, final: Final) -> None:
             if _uses(gradient) > usual[0]:
                 parameter.grad = gradient.clone()
             del gradient
-        final([parameter])
+        final(parameter)
 
     for parameter in model.parameters():
         register_post_accumulate(note, parameter)
@@ -221,30 +217,3 @@ def watch_parameters(model: nn.Module, final: Final) -> None:
 
 def _uses(tensor: Any) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def watch_blocks(model: nn.Module, usage: Usage, group: dist.ProcessGroup, final: Final) -> None:
-    """Call ``final`` with the parameters of each block that ``fully_shard`` reduces together.
-
-    One collective of host memory for each block: which of its parameters any rank has used.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def watch(named: dict[str, nn.Parameter]) -> None:
-        seen: set[int] = set()
-
-        def note(parameter: Tensor) -> None:
-            if id(parameter) in seen:
-                seen.clear()  # not all of them had a gradient in the last backward pass
-            seen.add(id(parameter))
-            trained = {name: p for name, p in named.items() if p.requires_grad}
-            if seen.issuperset(map(id, trained.values())):
-                seen.clear()
-                usage.drop_unused(trained, group)
-                final([p for p in trained.values() if p.grad is not None])
-
-        for parameter in named.values():
-            register_post_accumulate(note, parameter)
-
-    for block in usage.blocks:
-        watch({names[id(parameter)]: parameter for parameter in block})

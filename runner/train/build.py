@@ -106,17 +106,14 @@ def make_criterion(config: LossSection) -> Criterion | None:
     return criterion
 
 
-def make_optimizers(
-    target: Target, model: nn.Module, criterion: Criterion | None = None
-) -> list[Optimizer]:
+def make_optimizers(target: Target, model: nn.Module) -> list[Optimizer]:
     """Make the optimizers of a run, in their fused form where they have one."""
     make = maker(target)
-    others = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
     if takes_model(make):
-        given = {"model": model, "heads": head_weights(model), "others": others}
+        given = {"model": model, "heads": head_weights(model)}
         make = partial(make, **{key: value for key, value in given.items() if _takes(make, key)})
     else:
-        make = partial(make, [*model.parameters(), *others])
+        make = partial(make, list(model.parameters()))
     made = None
     try:
         if _takes(make, "fused"):

@@ -19,9 +19,8 @@ import yaml
 from torch import nn
 
 from runner.booster import Booster, LossScale
-from runner.checkpoint.content import load_weights
+from runner.checkpoint.content import CheckpointSaver, load_weights
 from runner.checkpoint.folder import manifest_of
-from runner.checkpoint.saver import CheckpointSaver
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
 from runner.config.duration import Duration
@@ -203,7 +202,7 @@ def make_trainer(
     criterion = build.make_criterion(config.loss)
     if isinstance(criterion, nn.Module):
         criterion.to(device)
-    optimizers = build.make_optimizers(config.optimizer, model, criterion)
+    optimizers = build.make_optimizers(config.optimizer, model)
     steps = build.steps_of(config, data, plugin.data_size)
     prepare = partial(
         plugin.prepare_dataloader,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -169,21 +168,9 @@ class Passes:
             loss = self.loss.sum(outputs, batch, count)
             self.optimizer.backward(loss, weight())
             return loss.detach()
-        self.booster.before_pipeline(self.model, self.loss, batch)
-        factor = self.optimizer.begin_backward(weight())
-
-        def summed(outputs: Tensor, at: slice) -> Tensor:
-            part = mapped(batch, itemgetter(at))
-            items = None
-            if count is not None:
-                items = self.loss.items(mapped(host, itemgetter(at))).items
-            return self.loss.sum(outputs, part, items) * factor
-
-        inputs = self.loss.call(batch).only_tensor()
-        total = self.model.pipeline.train(inputs, summed) / factor
-        self.optimizer.add_loss(total, weight())
-        self.optimizer.end_backward()
-        return total
+        return self.booster.train_pipeline(
+            self.model, self.optimizer, self.loss, (host, batch), weight(), count is not None
+        )
 
     def predict(self, batch: Any) -> Any:
         """Return the outputs of a batch on the device; None where another stage has them."""

@@ -275,6 +275,9 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> lis
         loss.items(samples)
         batch = mapped(samples, lambda t: t.to("meta"))
         if isinstance(criterion, nn.Module):
+            if any(parameter.requires_grad for parameter in criterion.parameters()):
+                message = "has parameters, which would not be trained: give them to the model"
+                return [Problem("loss._target_", config.loss.target, message)]
             criterion.to("meta")
         with torch.device("meta"), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from runner.booster import Booster
 from runner.booster.loss import Criterion, WindowLoss
 from runner.checkpoint import content as checkpoint
-from runner.checkpoint.saver import CheckpointSaver
+from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build
 from runner.config.duration import Duration
 from runner.config.problem import Stopped
@@ -182,7 +182,7 @@ class Trainer:
             _logger.warning(text + "the same as one batch of their size", accumulation_steps)
         self.loss = WindowLoss(model, criterion)
         self.model, self.optimizer, *_ = self.booster.boost(
-            model, optimizers or _sgd(model, criterion), criterion
+            model, optimizers or torch.optim.SGD(model.parameters(), lr=0.1), criterion
         )
         if self.model.pipeline is not None and self.loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
@@ -385,10 +385,3 @@ def _one(kind: type[T], callbacks: Sequence[object]) -> T | None:
     if len(found) > 1:
         raise ValueError(f"one {kind.__name__} at most, not {len(found)}")
     return found[0] if found else None
-
-
-def _sgd(model: nn.Module, criterion: Criterion | None) -> Optimizer:
-    trained = dict.fromkeys(model.parameters())
-    if isinstance(criterion, nn.Module):
-        trained |= dict.fromkeys(p for p in criterion.parameters() if p.requires_grad)
-    return torch.optim.SGD(trained, lr=0.1)

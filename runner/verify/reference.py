@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
-from runner.booster.booster import CRITERION
 from runner.booster.loss import Criterion, WindowLoss
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
@@ -120,8 +119,4 @@ class Reference:
         return peak
 
     def weights(self) -> dict[str, Tensor]:
-        parameters = dict(self.model.named_parameters())
-        if isinstance(self._criterion, nn.Module):
-            own = self._criterion.named_parameters()
-            parameters |= {CRITERION + name: parameter for name, parameter in own}
-        return {name: parameter.detach().cpu() for name, parameter in parameters.items()}
+        return {name: p.detach().cpu() for name, p in self.model.named_parameters()}

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 
 from runner.booster import Booster, NonFiniteGradient, Plugin
 from runner.booster.batch import mapped
-from runner.booster.booster import CRITERION
 from runner.booster.loss import Criterion
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
 from runner.clip import build as build_mode
@@ -225,7 +224,7 @@ def _parts(
     parameters = dict.fromkeys(model.parameters())
     criterion = build.make_criterion(config.loss)
     if isinstance(criterion, nn.Module):
-        parameters |= dict.fromkeys(criterion.to(device, dtype).parameters())
+        criterion.to(device, dtype)
     if mode.info.needs_optimizer:
         return model, criterion, torch.optim.AdamW(parameters, lr=config.verify.lr / 10, eps=1e-3)
     return model, criterion, torch.optim.SGD(parameters, lr=config.verify.lr)
@@ -282,13 +281,8 @@ def _stepped_here(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _whole(trainer: Trainer, value: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-    """Return a value of each parameter of the model and the criterion; a collective."""
-    model, criterion = trainer.model, trainer.criterion
-    found = gathered(model.unwrap(), model.renamed, value)
-    if isinstance(criterion, nn.Module):
-        own = gathered(criterion, {}, value)
-        found |= {CRITERION + name: tensor for name, tensor in own.items()}
-    return found
+    """Return a value of each parameter of the model; a collective."""
+    return gathered(trainer.model.unwrap(), trainer.model.renamed, value)
 
 
 def _from_all(mine: T) -> list[T]:

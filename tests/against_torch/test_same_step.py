@@ -171,8 +171,7 @@ def in_plain_pytorch(name, title):
 def same_step(name, title):
     """The same under a plugin on this rank: with bits of what it holds, or why it is refused."""
     condition, mode = CONDITIONS[title], mode_of(name, title)
-    uneven = name == "ddp" and "unused" in condition.options
-    plugin = KINDS[name].make(**({"find_unused_parameters": True} if uneven else {}))
+    plugin = KINDS[name].make()
     fp16 = LossScale(2.0**10) if "fp16" in condition.options else None
     booster = Booster("fp16" if fp16 else None, plugin=plugin, loss_scale=fp16)
     net, criterion, _, optimizers = made(condition, name)
@@ -185,9 +184,6 @@ def same_step(name, title):
         found = train(booster, model, optimizer, condition, criterion, mode, average)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         return str(error)
-    if title == "batch norm" and model.pipeline is None:
-        with torch.no_grad():  # DDP synchronises buffers in a forward pass.
-            model.eval()(data(condition, 0, 0)[0])
     assert fp16 is None or fp16.scale == 2.0**9
     held = model if average is None else average.module
     tensors = [*held.unwrap().named_parameters(), *held.unwrap().named_buffers()]

@@ -1,13 +1,14 @@
-"""Several optimizers and a criterion that learns take one step together."""
+"""Several optimizers take one step together."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from runner import GradientClipping, Trainer
-from runner.booster import Booster, PipelineParallelPlugin, SinglePlugin
+from runner.booster import Booster, SinglePlugin
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
@@ -16,19 +17,7 @@ from runner.booster.plugin import (
 )
 from runner.data.dataset import TensorPairs
 from tests.against_torch.plain import clip
-from tests.against_torch.plain import network as one
 from tests.ranks import run_ranks
-
-
-class Scaled(nn.Module):
-    """Squared distance, in learned units."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-    def forward(self, outputs, targets):
-        return (self.scale * outputs - targets).square().mean()
 
 
 def network():
@@ -42,18 +31,17 @@ def pairs():
     return TensorPairs(drawn[:, :5], drawn[:, 5:])
 
 
-def stepped(model, criterion=None):
+def stepped(model):
     """Two optimizers and their schedulers."""
-    more = [] if criterion is None else list(criterion.parameters())
-    first = SGD([*model[0].parameters(), *more], lr=0.03, momentum=0.9)
+    first = SGD(model[0].parameters(), lr=0.03, momentum=0.9)
     second = AdamW(model[2].parameters(), lr=0.02, weight_decay=0.1)
     return [first, second], [StepLR(each, 2, 0.5) for each in (first, second)]
 
 
 def fitted(make):
     """Weights that the Trainer ends with."""
-    model, criterion, plugin = network(), Scaled(), make()
-    optimizers, schedulers = stepped(model, criterion)
+    model, plugin = network(), make()
+    optimizers, schedulers = stepped(model)
     trainer = Trainer(
         model,
         plugin.prepare_dataloader(pairs(), 4 // plugin.data_size),
@@ -61,32 +49,30 @@ def fitted(make):
         GradientClipping("norm", 0.5),
         optimizers=optimizers,
         schedulers=schedulers,
-        criterion=criterion,
+        criterion=F.mse_loss,
         booster=Booster(plugin=plugin),
         accumulation_steps=2,
     )
     trainer.fit()
-    return trainer.booster.state_dict(trainer.model) | {"scale": criterion.scale.detach().clone()}
+    return trainer.booster.state_dict(trainer.model)
 
 
 def fitted_over_ranks():
     return [fitted(TorchDDPPlugin), fitted(TorchFSDPPlugin)]
 
 
-def test_the_trainer_steps_all_optimizers_and_schedulers_and_the_criterion():
-    model, criterion, data = network(), Scaled(), pairs()
-    optimizers, schedulers = stepped(model, criterion)
-    both = nn.ModuleList([model, criterion])
+def test_the_trainer_steps_all_optimizers_and_schedulers():
+    model, data = network(), pairs()
+    optimizers, schedulers = stepped(model)
     for step in range(6):
         at = slice(step % 3 * 8, step % 3 * 8 + 8)
-        criterion(model(data.inputs[at]), data.targets[at]).backward()
-        clip(both, 0.5)
+        F.mse_loss(model(data.inputs[at]), data.targets[at]).backward()
+        clip(model, 0.5)
         for each in (*optimizers, *schedulers):
             each.step()
-        both.zero_grad()
-    wanted = model.state_dict() | {"scale": criterion.scale.detach()}
+        model.zero_grad()
     for found in [fitted(SinglePlugin), *run_ranks(fitted_over_ranks, 2)[0]]:
-        torch.testing.assert_close(found, dict(wanted), rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=1e-12)
 
 
 def test_a_script_that_trains_in_phases_makes_a_new_trainer_for_each():
@@ -118,7 +104,7 @@ def test_a_criterion_that_holds_the_model():
     _, optimizer, *_ = Booster().boost(model, SGD(model.parameters(), lr=1.0), Penalty(model))
     assert optimizer.layout.names == ["weight", "bias"]
     model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="weight is also a parameter of the criterion"):
+    with pytest.raises(ValueError, match=r"the criterion has parameters \(scale\)"):
         Booster().boost(model, None, Penalty(model, scale=nn.Parameter(torch.ones(1))))
 
 
@@ -132,8 +118,6 @@ def refusals():
         booster.boost(model, SGD(model.parameters(), lr=1.0))
         with pytest.raises(ValueError, match=r"boosted already: .*\[first, second\]"):
             booster.boost(model, SGD(model.parameters(), lr=1.0))
-    with pytest.raises(ValueError, match="zero_bubble takes no gradient of a criterion's"):
-        Booster(plugin=PipelineParallelPlugin(schedule="zero_bubble")).boost(one(), None, Scaled())
 
 
 def test_what_plugins_refuse():

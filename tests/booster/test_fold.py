@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 def batches():
     drawn = torch.Generator().manual_seed(7)
-    for step in range(60):
+    for step in range(24):
         scale = 30.0 if step % 3 else 0.01  # clipped or not
         yield scale * torch.randn(6, 2, 4, 4, generator=drawn), step % 4 != 1
 
@@ -45,8 +45,9 @@ def gradients_of(model):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "channels_last"), [*((name, False) for name in OPTIMIZERS), ("momentum", True)]
+)
 def test_a_folded_step_is_clipping_and_a_step(name, channels_last):
     (kind, options), threshold, clipped = OPTIMIZERS[name], 0.5, 0
     torch.manual_seed(0)
@@ -84,17 +85,16 @@ def test_a_folded_step_is_clipping_and_a_step(name, channels_last):
             if ours is not None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
         optimizer.zero_grad()
-    assert 10 < clipped < 50
+    assert 5 < clipped < 20
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def stepped(kind=SGD, fused=True, dtype=torch.float32, **given):
+def stepped(kind=SGD, fused=True, dtype=torch.float32, some=False):
     """A linear layer with a boosted optimizer whose gradients wait to be clipped."""
     torch.manual_seed(1)
-    model = nn.Linear(4, 3, dtype=dtype)
-    parameters = given.pop("parameters", lambda made: made.parameters())(model)
-    booster = Booster()
+    model, booster = nn.Linear(4, 3, dtype=dtype), Booster()
+    parameters = [model.weight] if some else model.parameters()
     model, optimizer, *_ = booster.boost(model, kind(parameters, lr=0.1, fused=fused))
     booster.backward(100 * model(torch.ones(2, 4, dtype=dtype)).square().sum(), optimizer)
     return model, optimizer
@@ -138,9 +138,9 @@ def test_whoever_looks_before_the_step_sees_clipped_gradients(way):
         {"fused": False},
         {"dtype": torch.float64},
         {"dtype": torch.bfloat16},
-        {"parameters": lambda model: [model.weight]},
+        {"some": True},
     ],
-    ids=["not-fused", "float64", "bfloat16", "a parameter without optimizer"],
+    ids=str,
 )
 def test_gradients_that_no_fused_step_can_clip_are_clipped_before(given):
     model, optimizer = stepped(**given)

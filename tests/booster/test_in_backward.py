@@ -1,4 +1,4 @@
-"""Clipping and steps in the backward pass: memory, odd gradients, what is refused."""
+"""Clipping in the backward pass, and stepping there, equals clipping after it; what is refused."""
 
 import copy
 import math
@@ -17,6 +17,15 @@ from runner.clip import SkipRule, build
 from tests.clip.reference import on, refused
 
 STEPS = 4
+MODES = {
+    "none": (None, {}),
+    "value": (0.01, {}),
+    "adaptive": (0.02, {"exclude": ["*bias"]}),
+    "per_parameter": (0.05, {}),
+    "adagc": (1.02, {"warmup_steps": 2, "absolute": 0.2, "beta": 0.9}),
+    "update": (0.9, {}),
+}
+"""Threshold and options of each mode that decides tensor by tensor."""
 
 
 def network():
@@ -37,20 +46,32 @@ def adamw(net):
 def boosted(net, mode="value", step=True, optimizer=adamw, **options):
     booster = Booster(**{"nonfinite": "error", **options})
     model, wrapped, *_ = booster.boost(net, optimizer(net))
-    clip = build(mode, threshold=None if mode == "none" else 0.01)
-    wrapped.clip_in_backward(clip, step=step)
+    threshold, more = MODES.get(mode, (0.01, {}))
+    clip = build(mode, threshold=threshold, **more)
+    if step is None:  # as a reference: after the backward pass
+        wrapped.bind(clip)
+    else:
+        wrapped.clip_in_backward(clip, step=step)
     return booster, model, wrapped, clip
 
 
-def train(net, loss, clips=True, **options):
+def cross_entropy(model, step):
+    inputs, targets = batch(step)
+    return F.cross_entropy(model(inputs), targets)
+
+
+def train(net, loss=cross_entropy, clips=True, micros=1, **options):
+    """Return what was decided, and the history of the mode."""
     booster, model, optimizer, mode = boosted(net, **options)
     rows = []
     for number in range(STEPS):
-        booster.backward(loss(model, number), optimizer)
+        for micro in range(micros):
+            with booster.no_sync(model) if micro < micros - 1 else nullcontext():
+                booster.backward(loss(model, number + micro), optimizer)
         rows += [optimizer.clip(mode)] if clips else []
         optimizer.step()
         optimizer.zero_grad()
-    return rows
+    return rows, str(mode.state_dict())
 
 
 def clamped(net, loss):
@@ -63,11 +84,6 @@ def clamped(net, loss):
                 parameter.grad = parameter.grad.clamp(-0.01, 0.01)
         made.step()
         made.zero_grad()
-
-
-def cross_entropy(model, step):
-    inputs, targets = batch(step)
-    return F.cross_entropy(model(inputs), targets)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +102,7 @@ def test_memory_of_gradients(does, micros):
 
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(count)
-    booster, mode = Booster(nonfinite="error"), build("value", threshold=0.01)
-    model, optimizer, *_ = booster.boost(net, adamw(net))
-    if does:
-        optimizer.clip_in_backward(mode, step=does == "step")
-    for number in range(STEPS):
-        for micro in range(micros):
-            with booster.no_sync(model) if micro < micros - 1 else nullcontext():
-                booster.backward(cross_entropy(model, number), optimizer)
-        optimizer.clip(mode)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(net, micros=micros, step={"": None, "clip": False, "step": True}[does])
     sizes = [parameter.numel() * 8 for parameter in net.parameters()]
     assert most[0] == (max(sizes) if does == "step" and micros == 1 else sum(sizes))
 
@@ -144,6 +150,11 @@ CASES = {
 }
 
 
+def assert_same(net, other, rtol=1e-12):
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-13)
+
+
 @pytest.mark.parametrize("step", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_plain_pytorch(name, step):
@@ -151,21 +162,61 @@ def test_steps_are_those_of_plain_pytorch(name, step):
     net, plain = make(), make()
     clamped(plain, loss)
     train(net, loss, step=step, **options)
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    assert_same(net, plain)
+
+
+class Uneven(nn.Module):
+    """A tied weight, a vector used twice, a frozen and an unused layer, and a hook of a user."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.never, self.frozen = (nn.Linear(4, 4).double() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.last = nn.Linear(4, 4).double()
+        self.last.weight = self.first.weight
+        self.first.weight.register_hook(lambda gradient: gradient * 2.0)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs).tanh() * self.scale
+        return self.last((hidden + self.frozen(hidden)) * self.scale)
+
+
+def two(net):
+    first, *others = [p for p in net.parameters() if p.requires_grad]
+    return [
+        torch.optim.AdamW([first], lr=0.02, weight_decay=0.3, fused=True),
+        torch.optim.Adam(others, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
+    ]
+
+
+@pytest.mark.parametrize(("step", "micros"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_those_of_clipping_after_the_backward_pass(mode, step, micros):
+    step = step or mode == "update"
+    net, other = Uneven(), Uneven()
+    given = {"mode": mode, "optimizer": two, "micros": micros}
+    rows, history = train(net, step=step, **given)
+    wanted, held = train(other, step=None, **given)
+    for one, row in zip(rows, wanted, strict=True):
+        numbers = (row.norm, row.norm_clipped, row.fraction)
+        assert (one.norm, one.norm_clipped, one.fraction) == pytest.approx(numbers, rel=1e-9)
+    assert any(row.fraction for row in wanted) == (mode != "none")
+    assert mode == "adagc" or history == held
+    assert_same(net, other, 1e-8)
 
 
 @pytest.mark.parametrize("mode", ["none", "value", "adaptive", "per_parameter"])
 def test_metrics_that_stay_on_an_accelerator(mode):
     net, other = network(), network()
-    read = train(net, cross_entropy, mode=mode)
+    read, _ = train(net, mode=mode)
     with on(True):
-        kept = train(other, cross_entropy, mode=mode)
+        kept, _ = train(other, mode=mode)
     for one, two in zip(read, kept, strict=True):
         assert all(isinstance(number, torch.Tensor) for number in two.metrics[:2])
         assert tuple(map(float, two.metrics)) == pytest.approx(one.metrics, rel=1e-9, nan_ok=True)
-    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    assert_same(net, other)
 
 
 def test_a_step_that_is_not_finite_changes_nothing():

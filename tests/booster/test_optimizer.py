@@ -143,17 +143,16 @@ def test_gradients_are_made_final_once_a_step_and_weights_published_after_it():
 
 def test_a_plain_backward_pass_through_a_watched_output_is_noted():
     module, optimizer, _ = wrapped()
-    optimizer.watch(torch.ones(2), held=False)
-    optimizer.watch(torch.ones(2, requires_grad=True), held=False)
-    for held, stage in ((False, StepState.READY), (True, StepState.ACCUMULATING)):
-        outputs = module(torch.ones(3, 4))
-        optimizer.watch(outputs, held)
-        assert optimizer.stage is StepState.EMPTY
-        outputs.sum().backward()
-        assert optimizer.stage is stage
-        optimizer.zero_grad()
+    optimizer.watch(torch.ones(2))
+    optimizer.watch(torch.ones(2, requires_grad=True))
     outputs = module(torch.ones(3, 4))
-    optimizer.watch(outputs, held=False)
+    optimizer.watch(outputs)
+    assert optimizer.stage is StepState.EMPTY
+    outputs.sum().backward()
+    assert optimizer.stage is StepState.READY
+    optimizer.zero_grad()
+    outputs = module(torch.ones(3, 4))
+    optimizer.watch(outputs)
     optimizer.backward(loss_of(module))
     optimizer.clip_grad_by_norm(1.0)
     outputs.sum().backward()
@@ -285,6 +284,12 @@ def test_a_step_that_is_not_finite(policy, scale, bad):
         optimizer.backward(loss_of(module))
         optimizer.clip_grad_by_norm(1.0)
         assert optimizer.step() is True
+
+
+def test_what_is_final_only_after_the_backward_pass_is_not_clipped_in_it():
+    _, optimizer, _ = wrapped()  # as under a plugin that does not watch gradients
+    clips = lambda: optimizer.clip_in_backward(build("value", threshold=1.0))  # noqa: E731
+    refused(ValueError, "works with SinglePlugin", clips)
 
 
 def test_one_call_may_ask_for_an_error():

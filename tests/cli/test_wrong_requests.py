@@ -79,7 +79,7 @@ COMBINATIONS = [
             ("clip=per_parameter clip.by=block", ["clip.when=", "use clip.by=tensor"]),
             *(
                 (f"clip=value plugin={name} plugin.nproc=2", ["clip.when=", f"plugin={name} makes"])
-                for name in ("zero", "hybrid")
+                for name in ("fsdp", "hybrid")
             ),
             ("clip=value precision=fp16", ["precision=", "an overflow leaves out a whole step"]),
             ("clip=value clip.nonfinite=ignore", ["clip.nonfinite=", "use error, skip or clip.wh"]),

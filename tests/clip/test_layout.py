@@ -334,33 +334,3 @@ def test_names_are_those_of_all_ranks_in_one_order():
     sizes = {"embed": 9, "0.bias": 3, "1.bias": 3}
     (layout,) = account(tied, renamed={"0.weight": "embed"}, heads=["0.bias"], whole=sizes)
     assert (layout.names, layout.heads) == (list(sizes), ("0.bias",))
-
-
-def test_the_union_of_modules_has_the_elements_of_all():
-    """What every rank holds whole counts once."""
-    first, second = nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
-    for parameter in (*first.parameters(), *second.parameters()):
-        parameter.grad = torch.randn_like(parameter)
-    apart = {"a.": Layout.of_model(first), "b.": Layout.of_model(second)}
-    both = Layout.union(apart)
-    assert both.names == [s.name for s in both.shards] == ["a.weight", "a.bias", "b.weight"]
-    assert both.heads == ("a.weight", "b.weight")
-    assert ([shard.num_replicas for shard in both.shards], both.group) == ([1, 1, 1], None)
-    exact = math.hypot(*(total_norm(layout) for layout in apart.values()))
-    assert total_norm(both) == pytest.approx(exact, rel=1e-12)
-    assert Layout.union({"": apart["a."]}) is apart["a."]
-    assert Layout.union({"c.": apart["a."]}).names == ["c.weight", "c.bias"]
-    layout, rows = whole()["rows"], (slice(None, 2), slice(2, None))
-
-    def body(ranks):
-        spread = Layout([ParamShard("rows", part(layout, rows[ranks.rank()]), ROWS)], ranks)
-        both = Layout.union({"a.": apart["b."], "b.": spread})
-        assert both.group is ranks
-        assert [shard.num_replicas for shard in both.shards] == [2, 1]
-        return total_norm(both)
-
-    wanted = math.hypot(total_norm(apart["b."]), float(layout.grad.norm()))
-    assert Ranks(2).run(body) == [pytest.approx(wanted, rel=1e-6)] * 2
-    apart["a."].parameters = {"b.weight": apart["a."].parameters["weight"]}
-    same = {"": apart["a."], "b.": apart["b."]}
-    refused(LayoutError, "b.weight", lambda: Layout.union(same))

@@ -21,7 +21,6 @@ WRONG = {
     "precision.name": ["fp8"],
     "plugin.name": ["dpp"],
     "plugin.nproc": [0],
-    "plugin.find_unused_parameters": [1],
     "plugin.tp_size": ["2"],
     "plugin.zero_stage": [4, -1],
     "plugin.schedule": ["1f1B", None],

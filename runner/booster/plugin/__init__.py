@@ -1,13 +1,13 @@
 """Plugins, which distribute a model over ranks, by their names in a configuration."""
 
 from runner.booster.plugin.base import ParallelModel, Plugin, SinglePlugin
-from runner.booster.plugin.ddp import TorchDDPPlugin
 from runner.booster.plugin.hybrid import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     MoeHybridParallelPlugin,
     PipelineParallelPlugin,
     TensorParallelPlugin,
+    TorchDDPPlugin,
     TorchFSDPPlugin,
 )
 
@@ -23,16 +23,6 @@ PLUGINS: dict[str, type[Plugin]] = {
 }
 """The plugin of each option of ``conf/plugin``."""
 
-__all__ = [
-    "PLUGINS",
-    "HybridParallelPlugin",
-    "LowLevelZeroPlugin",
-    "MoeHybridParallelPlugin",
-    "ParallelModel",
-    "PipelineParallelPlugin",
-    "Plugin",
-    "SinglePlugin",
-    "TensorParallelPlugin",
-    "TorchDDPPlugin",
-    "TorchFSDPPlugin",
-]
+__all__ = ["PLUGINS", "ParallelModel", "Plugin", "SinglePlugin", "TorchDDPPlugin"]
+__all__ += ["HybridParallelPlugin", "LowLevelZeroPlugin", "MoeHybridParallelPlugin"]
+__all__ += ["PipelineParallelPlugin", "TensorParallelPlugin", "TorchFSDPPlugin"]

@@ -1,13 +1,14 @@
-"""The contract of a plugin, and the plugin ``single``: how a model and its data lie on ranks."""
+"""The contract of a plugin, and ``single``: how a model and its data lie on ranks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,18 @@ from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
-from runner.parallel.gradient_sync import nothing
+from runner.parallel import gradient_sync as sync
 from runner.parallel.hooks import Final, watch_parameters
 from runner.parallel.pipeline import Pipeline
+from runner.parallel.sharding import unsynchronised
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Misfit = tuple[str, Any, str]
 """Argument of a plugin's constructor, its value, and why it does not fit the model or the ranks."""
+
+averagings: WeakKeyDictionary[nn.Module, list[sync.Averaging]] = WeakKeyDictionary()
+"""What averages the gradients of each distributed model; ``no_sync`` holds it back."""
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
@@ -61,14 +66,14 @@ class ParallelModel:
         steps: ids of the parameters that the optimizer of this rank steps; None for all.
         pipeline: runs batches, if the model is split into stages.
         renamed: name in the whole model of each parameter that has another name on this rank.
-        watch_final: calls a function with parameters whose gradients have become final in a
+        watch_final: calls a function with each parameter whose gradient has become final in a
             backward pass; None if they are final only after it.
     """
 
     module: nn.Module
     layout: Layout
-    sync_grads: Callable[[], None] = nothing
-    broadcast_params: Callable[[], None] = nothing
+    sync_grads: Callable[[], None] = sync.nothing
+    broadcast_params: Callable[[], None] = sync.nothing
     steps: frozenset[int] | None = None
     pipeline: Pipeline | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -126,9 +131,9 @@ class Plugin(ABC):
     def configure(self, model: nn.Module) -> ParallelModel:
         """Distribute ``model`` over the ranks, in place."""
 
-    @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward passes of a distributed model do not synchronise."""
+        """Return a context in which gradients stay local, but those of sharded pipeline stages."""
+        return unsynchronised(model, averagings.get(model, ()))
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Sum values over all data-parallel ranks, with bitwise equal results on all ranks."""
@@ -139,18 +144,12 @@ class Plugin(ABC):
         return self.start_sum_over_ranks(values)()
 
     def start_sum_over_ranks(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start :meth:`sum_over_ranks`; return a function that waits for the sums.
-
-        On the host (gloo), so that no accelerator is waited for.
-        """
+        """Start :meth:`sum_over_ranks` on the host (gloo); return a function that waits."""
         rows = start_gather(torch.tensor(values, dtype=torch.float64), None)
         return lambda: rows().sum(0).tolist()
 
     def start_mean_over_data(self, value: Number, device: torch.device) -> Callable[[], Number]:
-        """Start the mean of a value over the data-parallel ranks; return a function that waits.
-
-        One collective of 8 bytes of each rank on ``device``, for which the host does not wait.
-        """
+        """Start the mean over data-parallel ranks on ``device``; return a function that waits."""
         if self.world_size == 1:
             return lambda: value
         mine = value if self.reports_metrics else 0.0
@@ -216,10 +215,6 @@ class SinglePlugin(Plugin):
         """Return the model unchanged."""
         watch = partial(watch_parameters, model)
         return ParallelModel(model, Layout.of_model(model), watch_final=watch)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return an empty context: there is nothing to synchronise."""
-        return nullcontext()
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Return the values unchanged."""

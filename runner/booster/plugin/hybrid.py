@@ -1,7 +1,7 @@
 """Plugin ``hybrid``: data, tensor, pipeline and expert parallelism on one device mesh.
 
-The plugins ``fsdp``, ``zero``, ``tensor``, ``pipeline`` and ``moe``, below, are this one with most
-sizes set to 1.
+The plugins ``ddp``, ``fsdp``, ``zero``, ``tensor``, ``pipeline`` and ``moe``, below, are this one
+with most sizes set to 1.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,11 +24,10 @@ from runner.config.plugin_section import SCHEDULES, refused_microbatches
 from runner.config.sizes import MeshSizes, SizeError
 from runner.parallel import gradient_sync as sync
 from runner.parallel import stages, tensor_styles
-from runner.parallel.gradient_sync import Averaging
-from runner.parallel.hooks import Usage, require_no_post_accumulate, watch_blocks
+from runner.parallel.hooks import Usage, require_no_post_accumulate
 from runner.parallel.mesh import Axes, grid, mixtures, of_experts, position, spread_experts
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.sharding import Sharding, reshard, shard_model, unsynchronised
+from runner.parallel.sharding import Sharding, reshard, shard_model
 from runner.parallel.tensor import parallelize, partial_parameters
 
 log = logging.getLogger(__name__)
@@ -62,9 +59,7 @@ class HybridParallelPlugin(base.Plugin):
             stages have about equal numbers of parameters.
         reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`;
             with ``schedule="zero_bubble"`` parameters stay unsharded until the backward pass.
-        param_dtype: with ``zero_stage`` 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
-        cpu_offload: with ``zero_stage`` 2 and 3, see :class:`~runner.booster.TorchFSDPPlugin`.
-        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
+        param_dtype: with ``zero_stage`` 2 and 3, as ``cpu_offload`` and ``sync_batchnorm``.
         precision: ``fp32``, ``bf16`` or ``fp16``, for a Booster that is given no precision.
         initial_scale: initial fp16 loss scale.
         max_norm: if above 0, each optimizer step clips the norm of the gradient to it.
@@ -95,8 +90,6 @@ class HybridParallelPlugin(base.Plugin):
         max_norm: float = 0.0,
     ) -> None:
         self.world = base.require_process_group(type(self).__name__)
-        if schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(SCHEDULES)}")
         if zero_stage not in range(4):
             raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {zero_stage}")
         if zero_stage < 2 and (param_dtype is not None or cpu_offload):
@@ -109,15 +102,13 @@ class HybridParallelPlugin(base.Plugin):
         self.zero_stage, self.sharded = zero_stage, zero_stage >= 2
         self.sync_batchnorm = sync_batchnorm
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
-        self.sequence_parallel = sequence_parallel
-        self.tp_plan = tp_plan
-        self.schedule = schedule
+        self.sequence_parallel, self.tp_plan = sequence_parallel, tp_plan
+        self.schedule, self.split = schedule, split
         self.stage_count = pp * SCHEDULES[schedule].stages_per_rank
         self.num_microbatches = num_microbatches or self.stage_count
         refused = refused_microbatches(schedule, pp, self.num_microbatches)
         if pp > 1 and refused:
             raise ValueError(f"num_microbatches={num_microbatches}: {refused}")
-        self.split = split
         # A schedule that splits the backward pass looks for the weights of a stage before it
         # computes gradients, and would not find weights that are unsharded only then.
         split_backward = pp > 1 and SCHEDULES[schedule].splits_backward
@@ -126,11 +117,10 @@ class HybridParallelPlugin(base.Plugin):
         self.pp_rank, self._data_rank, tp_rank = position(self.rank, self.sizes)
         last = stages.stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
         self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
-        self._averagings: WeakKeyDictionary[nn.Module, list[Averaging]] = WeakKeyDictionary()
 
     @property
     def data_rank(self) -> int:
-        """Data-parallel rank. Ranks of one tensor group or one pipeline read the same samples."""
+        """Data-parallel rank; ranks of a tensor group or a pipeline read the same samples."""
         return self._data_rank
 
     @property
@@ -139,19 +129,14 @@ class HybridParallelPlugin(base.Plugin):
         return self.sizes.dp
 
     @classmethod
-    def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
-        """Return the sizes of the mesh for arguments ``options``; SizeError if they do not fit."""
-        defaults = signature(HybridParallelPlugin).parameters | signature(cls).parameters
-        given = {name: options.get(name, defaults[name].default) for name in SIZES}
-        return MeshSizes.of(ranks, **given)
-
-    @classmethod
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[base.Misfit]:
-        """Return sizes that do not fit the ranks, and what does not fit the model."""
+        """Return what does not fit the ranks or the model, see :meth:`Plugin.problems`."""
+        defaults = signature(HybridParallelPlugin).parameters | signature(cls).parameters
         try:
-            sizes = cls.sizes_of(ranks, options)
+            given = {name: options.get(name, defaults[name].default) for name in SIZES}
+            sizes = MeshSizes.of(ranks, **given)
         except SizeError as error:
             return [(error.key, options.get(error.key, ranks), str(error))]
         return list(_problems(model, sizes, options))
@@ -167,9 +152,9 @@ class HybridParallelPlugin(base.Plugin):
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
-        given, sequence = self.tp_plan, self.sequence_parallel
-        plan = partial(tensor_styles.checked_plan, model, given, sizes.tp, sequence)
-        styles = plan() if sizes.tp > 1 else {}
+        styles, sequence = {}, self.sequence_parallel
+        if sizes.tp > 1:
+            styles = tensor_styles.checked_plan(model, self.tp_plan, sizes.tp, sequence)
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._check_hooks(model)
         sync.broadcast_model(model, self.world)
@@ -186,8 +171,7 @@ class HybridParallelPlugin(base.Plugin):
         roots = list(modules.values()) if parts else [model]
         usage = Usage()
         if self.sharded:
-            apart = axes.edp if sizes.ep > 1 else None
-            mesh = axes.dp
+            apart, mesh = axes.edp if sizes.ep > 1 else None, axes.dp
             if self.dp_replicate > 1:
                 shape = self.dp_replicate, sizes.dp // self.dp_replicate
                 mesh = grid(device.type, shape, ("dp_replicate", "dp_shard"))
@@ -198,7 +182,11 @@ class HybridParallelPlugin(base.Plugin):
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
             return replicas * sizes.tp * len(own.copies.get(own.renamed.get(name, name), [0]))
 
-        layout = Layout.of_sharded(model, self.world, whole, ranks, own.renamed, heads)
+        if max(sizes.tp, sizes.pp, sizes.ep, self.zero_stage + 1) == 1:
+            # All ranks have bitwise equal gradients, so that clipping needs no collective.
+            layout = Layout.of_model(model)
+        else:
+            layout = Layout.of_sharded(model, self.world, whole, ranks, own.renamed, heads)
         replicas = sync.replicas_of(model, axes, experts, sharded=self.sharded)
         broadcast_params = partial(reshard, roots) if self.sharded else sync.nothing
         steps = None
@@ -209,15 +197,12 @@ class HybridParallelPlugin(base.Plugin):
         held = Counter(id(p) for stage in modules.values() for p in stage.parameters())
         backwards = {each: count * self.num_microbatches for each, count in held.items()}
         waiting = partial_parameters(model) if sizes.tp > 1 else frozenset()
-        averagings = [Averaging(each, backwards, waiting) for each in replicas]
-        self._averagings[model] = averagings
+        averagings = [sync.Averaging(each, backwards, waiting) for each in replicas]
+        base.averagings[model] = averagings
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
         waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.num_microbatches)
         pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
-        watch = None
-        if self.sharded and sizes.pp == sizes.ep == sizes.tp == 1:
-            watch = partial(watch_blocks, model, usage, data)
         calls = usage.drops(model, axes, experts) if self.sharded else []
         if sizes.tp > 1:
             split = [p for p in model.parameters() if isinstance(p, DTensor)]
@@ -231,7 +216,7 @@ class HybridParallelPlugin(base.Plugin):
             calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
         finish = sync.in_turn(*calls)
         return base.ParallelModel(
-            model, layout, finish, broadcast_params, steps, pipeline, own.renamed, watch
+            model, layout, finish, broadcast_params, steps, pipeline, own.renamed
         )
 
     def _check_hooks(self, model: nn.Module) -> None:
@@ -245,10 +230,6 @@ class HybridParallelPlugin(base.Plugin):
             why = f"schedule={self.schedule} computes the gradients of weights apart"
         if why:
             require_no_post_accumulate(model.named_parameters(), why)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay local, but those of sharded pipeline stages."""
-        return unsynchronised(model, self._averagings.get(model, ()))
 
 
 def _problems(
@@ -276,6 +257,33 @@ def _problems(
     if sizes.ep > 1 and (asked or stacked) and not any(mixtures(model)):
         which = f" ({first_few(stacked, 2)} cannot be; plugin=fsdp shards them)" if stacked else ""
         yield "ep_size", asked or sizes.ep, f"{kind} has no experts to spread{which}"
+
+
+class TorchDDPPlugin(HybridParallelPlugin):
+    """A replica of the model on every rank, whose gradients are averaged while they are computed.
+
+    As :class:`torch.nn.parallel.DistributedDataParallel` does, but also for parameters that take no
+    part in the loss, are frozen later, or have several backward passes.
+
+    Args:
+        broadcast_buffers: without effect, as all but the last: scripts of Colossal-AI give them to
+            DDP. Each step gives all ranks the buffers of the first one.
+        sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int = 25,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
 
 
 class TorchFSDPPlugin(HybridParallelPlugin):
@@ -322,7 +330,7 @@ class TorchFSDPPlugin(HybridParallelPlugin):
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[base.Misfit]:
-        """Return a problem if ``dp_replicate`` does not divide the world size."""
+        """Return whether ``dp_replicate`` divides the ranks, see :meth:`Plugin.problems`."""
         replicas = options.get("dp_replicate", 1)
         if ranks % replicas:
             return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]

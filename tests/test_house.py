@@ -25,7 +25,7 @@ LINES = {
     ("clip",): 3669,
     ("optim",): 398,
     ("data", "models"): 2136,
-    ("report",): 2372,
+    ("report",): 2300,
     ("run_folder",): 600,
     ("verify", "calibrate", "dashboard"): 1168,
     ("bench",): 810,

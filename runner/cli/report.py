@@ -11,9 +11,10 @@ from pathlib import Path
 from runner.cli import WRONG_REQUEST, command_parser
 from runner.config.notation import first_few
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
-from runner.report import NoRunError, export, read
+from runner.report import NoRunError, read
 from runner.report.findings import find
 from runner.report.page import write_page
+from runner.report.table import FORMATS
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_text
 
@@ -28,7 +29,7 @@ def main(words: Sequence[str]) -> int:
     about = "compare the other settings with this one: its name in the table, or one of its runs"
     add("overrides", nargs="*", metavar=f"{_BASELINE}=NAME", help=about)
     add("--open", action="store_true", help="show it in the browser too")
-    for kind, (name, _) in export.FORMATS.items():
+    for kind, (name, _) in FORMATS.items():
         add(f"--{kind}", action="store_true", help=f"also write {name}")
     asked = parser.parse_intermixed_args(words)
     baseline = None
@@ -51,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         )
     page = write_page(sweep)
     print(page)
-    for name, text in (one for kind, one in export.FORMATS.items() if getattr(asked, kind)):
+    for name, text in (one for kind, one in FORMATS.items() if getattr(asked, kind)):
         write_text(sweep.folder / name, text(found).encode("utf-8", "replace").decode())
         print(sweep.folder / name)
     if asked.open and not webbrowser.open(page.as_uri()):

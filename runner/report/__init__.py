@@ -11,10 +11,9 @@ a notebook, `figures` returns the charts of the page and `frame` a table of the 
 
 from typing import Any
 
-from runner.report.export import frame
 from runner.report.page import write
-from runner.report.run import NoRunError, Run, read_run
-from runner.report.sweep import SweepRuns, read, read_sweep
+from runner.report.run import NoRunError, Run, SweepRuns, read, read_run, read_sweep
+from runner.report.table import frame
 
 __all__ = ["NoRunError", "Run", "SweepRuns", "frame", "read", "read_run", "read_sweep", "write"]
 

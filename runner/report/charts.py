@@ -16,24 +16,16 @@ from runner.report import draw
 from runner.report.draw import Chart, Facet, Trace
 from runner.report.findings import Findings, Group, find
 from runner.report.look import rounded
-from runner.report.run import EMPTY, Floats, Run, Series
-from runner.report.sweep import read
+from runner.report.run import EMPTY, Floats, Run, Series, read
 from runner.report.thresholds import metric_charts, scaled_note, threshold_charts
 from runner.run_folder import files, keys
 
-# A diverging run ends many decades above the others; the axis ends this factor above the start.
-_HEADROOM = 4.0
-# Values that span more than this factor get a logarithmic axis.
-_DECADES = 5.0
-# A curve of at most so many points shows each as a dot; above so many curves, only the nearest
-# one is read off.
-_DOTS, _COMPARED = 30, 20
-
-# Most columns and rows of a map, and most maps.
-_COLUMNS, _ROWS, _RUNS = 160, 64, 6
-
-Sections = list[tuple[str, list[Chart], str | None]]
-"""Heading, charts, and a note on what is left out."""
+_HEADROOM = 4.0  # where the axis ends above the start, though a run diverges by many decades
+_DECADES = 5.0  # factor above which values get a logarithmic axis
+_DOTS = 30  # most points of a curve that are dots
+_COMPARED = 20  # most curves that are read off at once
+_COLUMNS, _ROWS, _RUNS = 160, 64, 6  # of a map at most, and most maps
+Sections = list[tuple[str, list[Chart], str | None]]  # heading, charts, what is left out
 
 
 @dataclass(frozen=True)
@@ -136,10 +128,7 @@ def _in_norms(info: ModeInfo) -> bool:
 def _draw(
     what: Curves, groups: Sequence[Group], among: Sequence[Group] = (), facet: Facet | None = None
 ) -> Iterator[Chart]:
-    """Yield a chart of the series of each run, unless no run recorded it.
-
-    Its vertical axis is that of the groups ``among``. The thresholds of ``facet`` are drawn too.
-    """
+    """Yield a chart of recorded series, with the axis of ``among`` and the limits of ``facet``."""
     of = what.of if callable(what.of) else partial(Run.of, key=what.of)
     found = [(group, run, one) for group in groups for run in group.runs if len(one := of(run))]
     if not found:
@@ -274,8 +263,7 @@ def _map(
         "colorbar": {"thickness": 10, "tickvals": ticks, "ticktext": texts},
         "hovertemplate": "%{y}, step %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
     }
-    note = "Highest norm in each range of steps; one logarithmic scale for all runs. Empty where "
-    note += "it was not finite or not recorded."
+    note = "Highest norm in each range of steps; one logarithmic scale for all runs."
     left = len(run.layers) - len(names)
     note += f" The {left} parameters with the smallest norms are left out." if left else ""
     x = {"title": {"text": "optimizer step", "standoff": 8}, "tickformat": ",d", "showgrid": False}

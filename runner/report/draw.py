@@ -1,9 +1,4 @@
-"""What all charts have in common: frame, axes, traces, and curves with fewer points.
-
-A curve of 10,000 steps that is 500 pixels wide shows the range of about 20 steps in each column of
-pixels. Buckets that keep their lowest and highest value draw the same range with two points each; a
-mean, or every n-th point, would lose the single steps at which a norm spikes.
-"""
+"""What all charts have in common: frame, axes, traces, and curves with fewer points."""
 
 from __future__ import annotations
 
@@ -25,8 +20,7 @@ from runner.report.run import Floats, Series
 Trace = dict[str, Any]
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
-FRAME = {"l": 60, "r": 16, "t": 40, "b": 40}
-"""Margins of a chart in pixels."""
+FRAME = {"l": 60, "r": 16, "t": 40, "b": 40}  # margins in pixels
 
 
 @dataclass(frozen=True)
@@ -134,10 +128,7 @@ def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
 
 
 def scales(values: Sequence[Floats | Sequence[float]], log: bool) -> tuple[dict[str, Any], str]:
-    """Return the ends of a linear and of a logarithmic axis, if one is possible, and which to use.
-
-    The page offers both.
-    """
+    """Return the ends of both kinds of axis, if possible, and the kind to begin with."""
     ends = {"linear": limits(values, False)}
     if log or (_every(values) > 0).any():
         ends["log"] = limits(values, True)
@@ -199,7 +190,10 @@ def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any
 
 
 def thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return steps and values of a series, of each bucket the lowest, the highest and gaps."""
+    """Return steps and values of a series, of each bucket the lowest, the highest and gaps.
+
+    A mean, or every n-th point, would lose the single steps at which a norm spikes.
+    """
     values, n = one.values, len(one)
     if n <= 2 * buckets:
         return whole(one.steps), floats(values)
@@ -215,10 +209,7 @@ def thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def smoothed(one: Series, buckets: int, log: bool) -> tuple[Floats, Floats, Floats]:
-    """Return the middle steps of at most ``buckets`` ranges, their means, and these smoothed.
-
-    Means are geometric if ``log``. A range without a finite value stays a gap.
-    """
+    """Return the middle steps of ranges, their means (geometric if ``log``), and these smoothed."""
     n = len(one)
     starts = np.linspace(0, n, min(n, buckets), endpoint=False).astype(np.intp)
     with np.errstate(invalid="ignore", divide="ignore"):

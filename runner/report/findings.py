@@ -1,7 +1,4 @@
-"""Group the runs of a sweep by setting and measure each once, for all parts of the page.
-
-A setting is what runs have in common that differ in their seed alone.
-"""
+"""Group runs that differ in their seed alone into settings, and measure and compare them once."""
 
 from __future__ import annotations
 
@@ -13,21 +10,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, stdev
 
+import numpy as np
+
 from runner.config.modes import NAMES, ModeInfo
 from runner.config.notation import higher_is_better
 from runner.config.problem import shown
 from runner.report.look import DASHES, NEUTRAL, OTHER_DASH, ordered, percent, rounded
-from runner.report.run import DIVERGED, Metrics, Run, measure
+from runner.report.run import Run, SweepRuns, drawn, natural
 from runner.report.statistics import Difference, compare
-from runner.report.sweep import SweepRuns
 from runner.run_folder import keys
+from runner.run_folder.status import elapsed
 
 ABSENT = "–"
 CLIP = ("clip.mode", "clip.threshold")
 # Sections that decide where a run is stored and shown, not what it computes.
 _ASIDE = ("hydra.", "tracker.", "sweep.", "report.", "log.", "launch.", "checkpoint.")
-# Most columns of configuration keys; the others are named below the table.
-_COLUMNS = 8
+_COLUMNS = 8  # most of configuration keys; the others are named below the table
+PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+DIVERGED = "diverged_at"
+Metrics = dict[str, float | None]
+"""Metrics of a run by the names of their columns; None where the run recorded nothing."""
 _METRICS = (keys.EVAL_LOSS, keys.EVAL_ACCURACY, keys.TRAIN_LOSS)
 
 
@@ -140,13 +142,6 @@ def named(groups: Iterable[Group], text: str) -> Group | None:
     return next((group for group, names in known if typed in names), None)
 
 
-def natural(text: str) -> tuple[float, str]:
-    try:
-        return float(text), ""
-    except ValueError:
-        return math.inf, text
-
-
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     """Return mean and sample standard deviation (n - 1); the latter is None for one value."""
     if not values or not all(map(math.isfinite, values)):
@@ -175,6 +170,50 @@ def _order(run: Run, columns: Sequence[str]) -> tuple[object, ...]:
     rest = tuple(natural(choice(run, key)) for key in columns if key != "seed")
     threshold = math.inf if run.threshold is None else run.threshold
     return (not run.config, run.info.clips is None, run.mode, threshold, rest)
+
+
+def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool]) -> Metrics:
+    """Return the metrics of a run, from its rows where it was killed before it wrote a summary."""
+    summary, coef = run.summary, run.of(keys.CLIP_COEF).finite
+    found: Metrics = {}
+    for key in metrics:
+        final = _last(run, summary.get("final"), key)
+        found[f"best/{key}"] = _best(run, key, maximized.get(key, higher_is_better(key)), final)
+        found[f"final/{key}"] = final
+    for key in (keys.CLIP_RATIO_TOTAL, keys.GRAD_NONFINITE, keys.CLIP_SKIPPED):
+        found[key] = _last(run, summary, key)
+    norms, recorded = run.of(keys.GRAD_NORM).finite, summary.get(keys.GRAD_NORM)
+    for name, point in PERCENTILES.items():
+        norm = drawn(recorded.get(name)) if isinstance(recorded, dict) else None
+        if norm is None and len(norms):
+            norm = float(np.percentile(norms, point))
+        found[f"{keys.GRAD_NORM}/{name}"] = norm
+    wall = drawn(summary.get(keys.WALL_SECONDS))
+    return found | {
+        keys.CLIP_FRACTION: drawn(summary.get(keys.CLIP_FRACTION)) if run.info.parts else None,
+        keys.CLIP_COEF: float(coef.mean()) if len(coef) else None,
+        DIVERGED: run.diverged_at,
+        "steps": run.steps or None,
+        "seconds": elapsed(run.status) if wall is None else wall,
+    }
+
+
+def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None:
+    # The summary keeps the best value of the metric's usual direction.
+    recorded = run.summary.get("best") if higher == higher_is_better(key) else None
+    best = drawn(recorded.get(key)) if isinstance(recorded, dict) else None
+    finite = run.of(key).finite
+    if best is None and len(finite):
+        best = float(finite.max() if higher else finite.min())
+    lost = len(run.of(key)) or (final is not None and math.isnan(final))
+    return math.nan if best is None and lost else best
+
+
+def _last(run: Run, record: object, key: str) -> float | None:
+    """Return the number of a record if it has one, else the last one of the rows."""
+    value = drawn(record.get(key)) if isinstance(record, Mapping) else None
+    rows = run.of(key).values
+    return float(rows[-1]) if value is None and len(rows) else value
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,4 @@
-"""How things look on the page: numbers as text, and colours.
-
-Colours have an order that every reader sees: viridis, dark to bright as thresholds rise (Smith and
-van der Walt, matplotlib, CC0). Its bright end is left out on white paper, its dark end on a dark
-screen.
-"""
+"""How things look on the page: numbers as text, and colours, dark to bright as thresholds rise."""
 
 from __future__ import annotations
 
@@ -13,9 +8,10 @@ import numpy as np
 
 from runner.config import notation
 
-SMOOTHING = 0.05
-"""Curves are means over this share of a run until a reader chooses another one."""
+SMOOTHING = 0.05  # curves are means over this share of a run until a reader chooses another one
 
+# By Smith and van der Walt, matplotlib, CC0. Its bright end is left out on white paper, its dark
+# end on a dark screen.
 _VIRIDIS = np.frombuffer(
     bytes.fromhex("440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"), np.uint8
 ).reshape(-1, 3)
@@ -23,8 +19,8 @@ _BRIGHTEST, _DARKEST = 0.72, 0.34
 # Colours are whole multiples of this part of viridis, so that each has one counterpart.
 _LEVELS = 96
 
+# Text, what has no place in the order of thresholds, grid lines, and background.
 INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
-"""Text, what has no place in the order of thresholds, grid lines, and background."""
 
 # Dashes of the curves of a mode, by what it clips, for charts of several modes.
 DASHES = {None: "solid", "steps": "solid", "elements": "dash", "units": "dot"}

@@ -92,6 +92,7 @@
     const { ticktext } = layout.yaxis;
     if (ticktext) [layout.yaxis.ticktext, layout.margin.l] = [ticktext.map(brief), 100];
     if (chart.key !== "histogram") return;
+    layout.xaxis.nticks = 4;
     for (const trace of data) trace.text = trace.text?.map((text) => text.replace(/^.* · /, " "));
   };
   const paint = (chart) => {

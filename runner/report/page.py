@@ -13,8 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from runner.report.findings import choice, find
 from runner.report.look import SMOOTHING, on_dark, plural
-from runner.report.run import Run
-from runner.report.sweep import SweepRuns, command_of, from_here, read
+from runner.report.run import Run, SweepRuns, command_of, from_here, read
 from runner.report.table import headings, rows_of
 from runner.report.verdict import remarks, verdict
 from runner.run_folder import files

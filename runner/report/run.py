@@ -1,10 +1,12 @@
-"""Read the folder of one run: its record, its rows as one series a key, and its metrics."""
+"""Read the folder of a run, or of a sweep: records, rows as one series a key, and metrics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,13 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from runner.config.folders import CONFIG_NAME, find
 from runner.config.modes import ModeInfo, info_of
-from runner.config.notation import higher_is_better
 from runner.run_folder import files, keys
-from runner.run_folder.status import elapsed, state_of
+from runner.run_folder.status import Entry, SweepRecord, state_of
 from runner.run_folder.strict_json import number, read_object, read_rows
 
 Floats = NDArray[np.float64]
-Metrics = dict[str, float | None]
-"""Metrics of a run by the names of their columns; None where the run recorded nothing."""
-
-PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-DIVERGED = "diverged_at"
 
 
 class NoRunError(Exception):
@@ -146,54 +143,6 @@ class Run:
         return {k[len(prefix) :]: one for k, one in self.series.items() if k.startswith(prefix)}
 
 
-def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool]) -> Metrics:
-    """Return the metrics of a run; ``maximized`` has those with a direction of their own.
-
-    ``summary.json`` covers every step and is used if it is there. A run that was killed never wrote
-    it; its metrics are computed from its rows.
-    """
-    summary, coef = run.summary, run.of(keys.CLIP_COEF).finite
-    found: Metrics = {}
-    for key in metrics:
-        final = _last(run, summary.get("final"), key)
-        found[f"best/{key}"] = _best(run, key, maximized.get(key, higher_is_better(key)), final)
-        found[f"final/{key}"] = final
-    for key in (keys.CLIP_RATIO_TOTAL, keys.GRAD_NONFINITE, keys.CLIP_SKIPPED):
-        found[key] = _last(run, summary, key)
-    norms, recorded = run.of(keys.GRAD_NORM).finite, summary.get(keys.GRAD_NORM)
-    for name, point in PERCENTILES.items():
-        norm = drawn(recorded.get(name)) if isinstance(recorded, dict) else None
-        if norm is None and len(norms):
-            norm = float(np.percentile(norms, point))
-        found[f"{keys.GRAD_NORM}/{name}"] = norm
-    wall = drawn(summary.get(keys.WALL_SECONDS))
-    return found | {
-        keys.CLIP_FRACTION: drawn(summary.get(keys.CLIP_FRACTION)) if run.info.parts else None,
-        keys.CLIP_COEF: float(coef.mean()) if len(coef) else None,
-        DIVERGED: run.diverged_at,
-        "steps": run.steps or None,
-        "seconds": elapsed(run.status) if wall is None else wall,
-    }
-
-
-def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None:
-    # The summary keeps the best value of the metric's usual direction.
-    recorded = run.summary.get("best") if higher == higher_is_better(key) else None
-    best = drawn(recorded.get(key)) if isinstance(recorded, dict) else None
-    finite = run.of(key).finite
-    if best is None and len(finite):
-        best = float(finite.max() if higher else finite.min())
-    lost = len(run.of(key)) or (final is not None and math.isnan(final))
-    return math.nan if best is None and lost else best
-
-
-def _last(run: Run, record: object, key: str) -> float | None:
-    """Return the number of a record if it has one, else the last one of the rows."""
-    value = drawn(record.get(key)) if isinstance(record, Mapping) else None
-    rows = run.of(key).values
-    return float(rows[-1]) if value is None and len(rows) else value
-
-
 def drawn(value: object) -> float | None:
     """Return a number of a record as a chart or a mean can use it; None if it is none."""
     found = number(value)
@@ -209,28 +158,48 @@ def _drawn(values: list[float]) -> Floats:
     return array
 
 
+def natural(text: str) -> tuple[float, str]:
+    try:
+        return float(text), ""
+    except ValueError:
+        return math.inf, text
+
+
 def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (files.STATUS, files.ROWS))
 
 
 def read_run(folder: Path) -> Run:
     """Read the folder of a run, of which any file may be missing or incomplete."""
-    if not folder.is_dir():
-        raise NoRunError(f"{folder}: no such folder")
     status = read_object(folder / files.STATUS)
     composed = folder / files.HYDRA / files.CONFIG
     overrides = read_yaml(folder / files.OVERRIDES)
+    series = read_series(folder / files.ROWS)
+    config = flat(read_yaml(folder / files.CONFIG)) or flat(read_yaml(composed))
     return Run(
         folder=folder,
         number=folder.name,
         state=state_of(status),
         error=str(status["error"]) if status.get("error") else None,
-        config=flat(read_yaml(folder / files.CONFIG)) or flat(read_yaml(composed)),
+        config=config if status or overrides else _clipping(series) | config,
         overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
-        series=read_series(folder / files.ROWS),
+        series=series,
         summary=read_object(folder / files.SUMMARY),
         status=status,
     )
+
+
+def _clipping(series: Mapping[str, Series]) -> dict[str, Any]:
+    """Return what the rows of somebody's own loop, which has no configuration, tell of clipping."""
+    before, after = (series.get(key, EMPTY) for key in (keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED))
+    limit = series.get(keys.CLIP_THRESHOLD, EMPTY).finite
+    if not len(limit) or len(before) != len(after):
+        return {"clip.mode": "none"}
+    if np.ptp(limit):
+        return {"clip.mode": "own"}
+    by_norm = np.minimum(before.values, limit[0])
+    same = np.allclose(after.values, by_norm, rtol=1e-4, equal_nan=True)
+    return {"clip.mode": "norm" if same else "own", "clip.threshold": float(limit[0])}
 
 
 # libyaml, if PyYAML was built with it, is ten times as fast: a large sweep has 256 runs.
@@ -277,3 +246,117 @@ def _series(steps: list[float], values: list[float]) -> Series:
     # np.unique keeps the first of equal steps: in reversed order, the row written last.
     unique, first = np.unique(at[::-1], return_index=True)
     return Series(unique, of[::-1][first])
+
+
+@dataclass(frozen=True)
+class SweepRuns:
+    """The runs of one page."""
+
+    folder: Path
+    name: str
+    runs: tuple[Run, ...]
+    single: bool = False
+    command: str | None = None
+    flags: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    baseline: str | None = None
+
+    @property
+    def searches(self) -> bool:
+        """Whether a sweeper chose the runs one after another, such as Optuna's."""
+        return any(word.lstrip("+").startswith("hydra/sweeper=") for word in self.words)
+
+    def command_with(self, seeds: Sequence[int]) -> str:
+        """Return the command that runs the sweep with these seeds and keeps the runs it has."""
+        kept = [word for word in self.words if not word.startswith(("seed=", "sweep.name="))]
+        several = len(seeds) > 8 and seeds == [*range(len(seeds))]
+        seeded = f"seed={f'range({len(seeds)})' if several else ','.join(map(str, seeds))}"
+        if not kept:
+            return seeded
+        swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
+        return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"])
+
+    def command_of(self, run: Run) -> str:
+        return command_of([*self.flags, *run.overrides])
+
+
+def read(folder: Path) -> SweepRuns:
+    """Read the folder of one run, or of a sweep of any number of runs, which may be none."""
+    if not folder.is_dir():
+        raise NoRunError(f"{folder}: no such folder")
+    folder = folder.resolve()
+    if is_run(folder):
+        run = read_run(folder)
+        flags = _flags(read_yaml(folder / files.COMPOSED))
+        made_by = command_of([*flags, *run.overrides]) if run.status or run.overrides else None
+        return SweepRuns(folder, folder.name, (run,), True, made_by, flags)
+    return read_sweep(folder)
+
+
+def read_sweep(folder: Path) -> SweepRuns:
+    """Read the numbered folders of a sweep, and what ``sweep.json`` adds to them."""
+    found = [one for one in folder.iterdir() if one.is_dir()]
+    if any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN)):
+        found = [one for one in found if one.name.isdecimal()]
+    elif not (found := [one for one in found if is_run(one) or (one / files.HYDRA).is_dir()]):
+        raise NoRunError(
+            f"{folder}: holds no run (a run's folder has {files.ROWS} or {files.STATUS}; "
+            f"a sweep's has folders of runs, or {files.SWEEP})"
+        )
+    record = None
+    with suppress(OSError, ValueError):  # a damaged record is like none
+        record = SweepRecord.find(folder)
+    planned = {str(entry.number): entry for entry in record.entries} if record else {}
+    runs = [_read(one, planned.pop(one.name, None)) for one in found]
+    for entry in planned.values():
+        state = entry.state if entry.state in ("failed", "interrupted") else "not started"
+        words = tuple(entry.words)
+        runs.append(Run(None, str(entry.number), state, entry.error, overrides=words))
+    runs.sort(key=lambda run: natural(run.number))
+    flags = _flags(read_yaml(folder / files.MULTIRUN))
+    if record is None:
+        return SweepRuns(folder, folder.name, tuple(runs), flags=flags)
+    made_by, words = command_of(record.words), tuple(record.words)
+    return SweepRuns(folder, record.name, tuple(runs), False, made_by, flags, words)
+
+
+def command_of(overrides: Iterable[object]) -> str:
+    return shlex.join(["python", "-m", "runner", *map(str, overrides)])
+
+
+def from_here(folder: Path) -> Path:
+    """Return a folder as a command here names it."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
+def _read(folder: Path, entry: Entry | None) -> Run:
+    """Read a run of a sweep, with what the sweep recorded where its own record is incomplete."""
+    try:
+        run = read_run(folder)
+    except Exception as error:  # it must not take the page of the others
+        cause = f"its files cannot be read: {type(error).__name__}: {error}"
+        return Run(folder, folder.name, "unreadable", cause)
+    if entry is not None and not run.overrides:
+        run = replace(run, overrides=tuple(entry.words))
+    if entry is not None and run.state == "unknown":
+        # The sweep alone records the cause if a process ended before it wrote anything.
+        run = replace(run, state=entry.state, error=entry.error)
+    return run
+
+
+def _flags(composed: Any) -> tuple[str, ...]:
+    """Return the flags that say where Hydra read the configuration, from what it wrote."""
+    try:
+        sources = composed["hydra"]["runtime"]["config_sources"]
+        paths = {one["provider"]: Path(one["path"]) for one in sources if one["schema"] == "file"}
+        name = composed["hydra"]["job"]["config_name"]
+    except (KeyError, TypeError):
+        return ()
+    main, added = paths.get("main"), paths.get("command-line")
+    given = {
+        "--config-path": None if main in (None, find("conf")) else from_here(main),
+        "--config-name": None if name == CONFIG_NAME else name,
+        "--config-dir": added and from_here(added),
+    }
+    return tuple(str(word) for pair in given.items() if pair[1] for word in pair)

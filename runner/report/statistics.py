@@ -24,22 +24,14 @@ from statistics import fmean
 import numpy as np
 
 LEVEL = 0.95
-POWER = 0.8
-"""Probability with which a difference has to be found to count as one that would be seen."""
-
-MOST_SEEDS = 64
-"""Most seeds for each setting that are proposed."""
-
-Scores = Mapping[Hashable, float]
-"""Score of each seed of a setting."""
+POWER = 0.8  # probability with which a difference that "would be seen" has to be found
+MOST_SEEDS = 64  # that are proposed
+Scores = Mapping[Hashable, float]  # of the seeds of a setting
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The score of one setting minus that of the reference, over the seeds that both have.
-
-    None where fewer than two cannot tell.
-    """
+    """Score of a setting minus the reference's over common seeds; None where fewer than two are."""
 
     value: float
     seeds: int
@@ -80,10 +72,8 @@ def _difference(one: Scores, other: Scores, level: float) -> Difference:
     pairs = np.array([one[seed] - other[seed] for seed in one if seed in other])
     if not len(pairs):
         return Difference(fmean(one.values()) - fmean(other.values()), 0)
-    found = Difference(float(pairs.mean()), len(pairs))
-    if found.seeds == 1:
-        return found
-    return _tested(found, float(pairs.std(ddof=1)) / math.sqrt(found.seeds), level)
+    found, root = Difference(float(pairs.mean()), len(pairs)), math.sqrt(len(pairs))
+    return found if found.seeds == 1 else _tested(found, float(pairs.std(ddof=1)) / root, level)
 
 
 def _tested(one: Difference, error: float, level: float) -> Difference:

@@ -1,25 +1,34 @@
-"""The table: one row a run, the runs of one setting together under their mean.
-
-It is complete without scripts; with them, each heading sorts. A cell carries its value at full
-precision, and its heading carries the key of the metric. `page.html` lays it out.
-"""
+"""The table of the page, one row a run under the mean of its setting; and its exports."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from runner.config.notation import higher_is_better
-from runner.report.findings import Findings, Group, choice, mean_and_spread, natural
+from runner.report.findings import (
+    DIVERGED,
+    PERCENTILES,
+    Findings,
+    Group,
+    choice,
+    find,
+    mean_and_spread,
+)
 from runner.report.look import percent, plural, rounded, signed
-from runner.report.run import DIVERGED, PERCENTILES, Run
+from runner.report.run import Run, natural, read
 from runner.report.statistics import Difference
-from runner.run_folder import keys
+from runner.report.verdict import verdict
+from runner.run_folder import files, keys
+from runner.run_folder.strict_json import encode
 
-# Longer texts may be broken over lines.
-_LONG = 32
+_LONG = 32  # texts above it may be broken over lines
 _STATES = {
     "finished": "✓",
     "failed": "✕",
@@ -91,18 +100,18 @@ def headings(found: Findings) -> list[Column]:
     if found.comparisons and (other := found.compared_with):
         which = "baseline" if found.baseline else "best setting"
         hint = f"best {found.metric} minus that of the {which}, {other.label}, seed by seed where "
-        p = "p of the t test, corrected by Holm's method for the number of settings"
-        title = f"Δ to {other.label}"
-        compared = [
-            Column("difference", title, f"{hint}both have them, with its interval", signed),
-            Column("p", "p", p, rounded),
-        ]
+        hint += "both have them, with its interval"
+        test = "p of the t test, corrected by Holm's method for the number of settings"
+        compared.append(Column("difference", f"Δ to {other.label}", hint, signed))
+        compared.append(Column("p", "p", test, rounded))
+    metrics = columns_of(found)
     return [
         Column("run", "run", "number in the sweep"),
         *(Column(key, key, f"configuration key {key}") for key in found.columns),
-        Column("state", "state", "how the run ended"),
+        *metrics[:1],
         *compared,
-        *columns_of(found),
+        Column("state", "state", "how the run ended"),
+        *metrics[1:],
     ]
 
 
@@ -111,36 +120,37 @@ def rows_of(found: Findings, group: Group) -> list[Row]:
     alone = len(group.runs) == 1
     columns, rows = columns_of(found), []
     for run in group.runs:
-        mark = f"{_STATES.get(run.state, '?')} {run.state}"
-        cells = [_key(choice(run, key)) for key in found.columns]
-        cells.append(Cell(mark, run.state, "state", (run.error or "")[:500]))
-        cells += _compared(found, group, None if alone else run)
-        measured = found.measured[run.number]
-        cells += [_cell(measured.get(one.key), one.text) for one in columns]
-        rows.append(Row(run.number, run, cells))
+        mark, why = f"{_STATES.get(run.state, '?')} {run.state}", (run.error or "")[:500]
+        mark = "–" if run.state == "unknown" else mark  # of somebody's own loop
+        ended = [
+            *_compared(found, group, None if alone else run),
+            Cell(mark, run.state, "state", why),
+        ]
+        values = [_cell(found.measured[run.number].get(one.key), one.text) for one in columns]
+        of_keys = (_key(choice(run, key)) for key in found.columns)
+        rows.append(Row(run.number, run, [*of_keys, *values[:1], *ended, *values[1:]]))
     return rows if alone else [mean_row(found, group), *rows]
 
 
 def mean_row(found: Findings, group: Group) -> Row:
-    judged = found.judged(group)
     chosen = ("–" if key == "seed" else choice(group.runs[0], key) for key in found.columns)
-    cells = [*map(_key, chosen), Cell("mean ± sd"), *_compared(found, group, None)]
-    for column in columns_of(found):
-        known = (found.measured[run.number].get(column.key) for run in judged)
-        values = [value for value in known if value is not None]
-        if not values or column.key == DIVERGED:
-            cells.append(_cell(None, column.text))
-            continue
-        compared = column.key == f"best/{found.metric}"  # by seed, and lost where a run is lost
-        mean, spread = found.mean(group) if compared else mean_and_spread(values)
-        cell = _cell(mean, column.text)
-        if spread:
-            sd = percent(spread) if column.text is percent else rounded(spread, 2)
-            cell = cell._replace(text=f"{cell.text} ± {sd}")
-        cells.append(cell)
-    ran, counted = ({run.seed for run in runs} for runs in (group.runs, judged))
-    some = "" if ran == counted else f"{len(counted)} of "
-    return Row(f"{some}{plural(len(ran), 'seed')}", None, cells)
+    ended = [*_compared(found, group, None), Cell("mean ± sd")]
+    values = [_mean(found, group, column) for column in columns_of(found)]
+    ran, counted = ({run.seed for run in runs} for runs in (group.runs, found.judged(group)))
+    name = f"{'' if ran == counted else f'{len(counted)} of '}{plural(len(ran), 'seed')}"
+    return Row(name, None, [*map(_key, chosen), *values[:1], *ended, *values[1:]])
+
+
+def _mean(found: Findings, group: Group, column: Column) -> Cell:
+    known = (found.measured[run.number].get(column.key) for run in found.judged(group))
+    values = [value for value in known if value is not None]
+    if not values or column.key == DIVERGED:
+        return _cell(None, column.text)
+    compared = column.key == f"best/{found.metric}"  # by seed, and lost where a run is lost
+    mean, spread = found.mean(group) if compared else mean_and_spread(values)
+    cell = _cell(mean, column.text)
+    sd = percent(spread) if column.text is percent else rounded(spread, 2)
+    return cell._replace(text=f"{cell.text} ± {sd}") if spread else cell
 
 
 def _compared(found: Findings, group: Group, run: Run | None) -> list[Cell]:
@@ -158,10 +168,8 @@ def _compared(found: Findings, group: Group, run: Run | None) -> list[Cell]:
     value = Cell(difference(one), repr(one.value), "figure")
     if one.low is None:
         return [value, Cell("–", style="figure")]
-    hint = (
-        f"paired t test of {plural(one.seeds, 'seed')}: p {rounded(one.p, 2)} before correction; "
-    )
-    hint += f"these seeds show a true difference of {rounded(one.visible, 2)} four times in five"
+    hint = f"paired t test of {plural(one.seeds, 'seed')}: p {rounded(one.p, 2)} before correction;"
+    hint += f" these seeds show a true difference of {rounded(one.visible, 2)} four times in five"
     return [value._replace(hint=hint), _cell(one.corrected, partial(rounded, digits=2))]
 
 
@@ -181,3 +189,97 @@ def _cell(value: float | None, text: Callable[[float], str] | None) -> Cell:
     lost = value is not None and not math.isfinite(value)
     shown = "–" if value is None or text is None else text(value)
     return Cell(shown, "" if value is None else repr(value), "figure lost" if lost else "figure")
+
+
+_LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}"}
+    | {"[": "{[}", "−": "$-$", "±": r"$\pm$", "–": "--", "∞": r"$\infty$", "Δ": r"$\Delta$"}
+    | {"…": r"\ldots{}", "λ": r"$\lambda$", "‖": r"$\Vert$", "\n": " ", "\u00a0": "~"}
+)
+
+
+def records(found: Findings) -> list[dict[str, Any]]:
+    """Return one row a run, in the order of the settings; None where a run recorded nothing."""
+    return [
+        {"run": run.number, "setting": group.label, "state": run.state}
+        | {key: run.config.get(key, choice(run, key)) for key in found.columns}
+        | found.measured[run.number]
+        for group in found.groups
+        for run in group.runs
+    ]
+
+
+def frame(folder: Path | str) -> Any:
+    """Return a folder's `records` as a ``pandas.DataFrame`` by ``run``; as dicts without pandas."""
+    rows = records(find(read(Path(folder))))
+    try:
+        import pandas
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows).set_index("run") if rows else pandas.DataFrame()
+
+
+def as_csv(found: Findings) -> str:
+    """Return `records` as CSV with a line of names; empty where there is no value."""
+    rows = records(found)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else ["run"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_json(found: Findings) -> str:
+    """Return `records`, the settings with their differences, and the verdict as a JSON object."""
+    other, winner = found.compared_with, found.winner
+    settings = [
+        {
+            "setting": group.label,
+            "runs": [run.number for run in group.runs],
+            "seeds": len(found.seeds(group)),
+            "mean": found.mean(group)[0] if found.seeds(group) else None,
+            "sd": found.mean(group)[1],
+            "difference": asdict(one) if (one := found.comparisons.get(group.index)) else None,
+        }
+        for group in found.groups
+    ]
+    whole = {
+        "name": found.sweep.name,
+        "verdict": verdict(found),
+        "metric": found.metric,
+        "higher_is_better": found.higher_is_better,
+        "compared_with": other.label if other else None,
+        "winner": winner.label if winner else None,
+        "settings": settings,
+        "runs": records(found),
+    }
+    return encode(whole, indent=2) + "\n"
+
+
+def as_latex(found: Findings) -> str:
+    columns = [key for key in found.columns if key != "seed"]
+    titles = {one.key: one.title for one in headings(found)[1:]}
+    wanted = [*columns, *(k for k in (f"best/{found.metric}", "difference", "p") if k in titles)]
+    rows = [[*map(titles.__getitem__, wanted), "seeds"]]
+    for group in found.groups:
+        cells = dict(zip(titles, mean_row(found, group).cells, strict=True))
+        rows.append([*(cells[key].text for key in wanted), str(len(found.seeds(group)))])
+    head, *body = (" & ".join(cell.translate(_LATEX) for cell in row) + r" \\" for row in rows)
+    alignment = "l" * len(columns) + "r" * (len(rows[0]) - len(columns))
+    lines = [
+        r"% \usepackage{booktabs}",
+        rf"\begin{{tabular}}{{{alignment}}}",
+        *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# Name of the file and function of each format.
+FORMATS: dict[str, tuple[str, Callable[[Findings], str]]] = {
+    "csv": (files.TABLE_CSV, as_csv),
+    "latex": (files.TABLE_LATEX, as_latex),
+    "json": (files.TABLE_JSON, as_json),
+}

@@ -16,10 +16,8 @@ from runner.report.verdict import THRESHOLD
 from runner.run_folder import keys
 
 _BINS = 60
-# Rows for the labels of thresholds, and the width of one label as a part of the axis.
-_LABELS, _WIDTH = 12, 0.3
-# Most lines of settings that differ in more than their threshold.
-_LINES = 12
+_LABELS, _WIDTH = 12, 0.3  # rows for labels of thresholds, and a label's part of the axis
+_LINES = 12  # most lines of settings that differ in more than their threshold
 
 
 def metric_charts(found: Findings) -> Iterator[Chart]:
@@ -201,10 +199,7 @@ def _histogram(found: Findings, reference: Group) -> Chart:
     note = f"All steps of “{reference.label}”, {len(values):,} norms. "
     if ratio := found.ratio(reference):
         note += f"No run went unclipped; this one was clipped least ({percent(ratio)} of steps). "
-    if marked:
-        note += "p90 at a threshold: 90 % of these norms lie at or below it."
-    else:
-        note += "No threshold here is a value of ‖G‖, so none is marked."
+    note += "p90 at a threshold: 90 % of these norms lie at or below it." if marked else ""
     title = "Norms without clipping" if not reference.clips else "Norms before clipping"
     return draw.chart(
         "histogram",

@@ -1,6 +1,4 @@
-"""The result of the runs in one sentence, and what stands below it: what to try next, remarks of
-runs, seeds, and lost runs.
-"""
+"""The result of the runs in one sentence, and what to try next, remarks, and lost runs below it."""
 
 from __future__ import annotations
 
@@ -12,15 +10,14 @@ from typing import NamedTuple
 
 from runner.config.notation import first_few
 from runner.config.notation import rounded as typed
-from runner.report.findings import Findings, Group, choice
+from runner.report.findings import DIVERGED, Findings, Group, choice
 from runner.report.look import plural, rounded, signed
-from runner.report.run import DIVERGED, Run, drawn
+from runner.report.run import Run, drawn
 from runner.report.statistics import MOST_SEEDS, Difference
 
 THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
 
-ALIKE = 0.05
-"""Relative difference up to which the results of single runs count as equal."""
+ALIKE = 0.05  # relative difference up to which the results of single runs count as equal
 
 
 def verdict(found: Findings) -> str:
@@ -128,10 +125,7 @@ def remarks(found: Findings) -> list[Remark]:
 
 
 def topics_of(found: Findings) -> dict[str, dict[str, str]]:
-    """Return the remarks of runs by topic, each with the settings that have it and their texts.
-
-    The guidance of a run of a sweep has none on the keys that the sweep varied.
-    """
+    """Return the remarks of runs by topic, each with the settings that have it and their texts."""
     topics: dict[str, dict[str, str]] = {}
     for group in found.groups:
         for run in group.runs:
@@ -245,8 +239,7 @@ def _states(found: Findings) -> Iterator[Remark]:
     runs = found.sweep.runs
     if found.unknown is not None:
         labels = first_few([group.label for group in found.groups], 8)
-        text = f"report.baseline={found.unknown} names no setting of this page, which has {labels}."
-        yield Remark(text)
+        yield Remark(f"report.baseline={found.unknown} names no setting; there are {labels}.")
     lost = [
         f"{group.label} (run {run.number}) at step {at:,.0f}"
         for group in found.groups
@@ -254,12 +247,12 @@ def _states(found: Findings) -> Iterator[Remark]:
         if (at := found.measured[run.number][DIVERGED]) is not None
     ]
     if lost:
-        total = plural(len(runs), "run")
-        yield Remark(f"The loss diverged in {len(lost)} of {total}: {first_few(lost)}.")
+        of = f"{len(lost)} of {plural(len(runs), 'run')}"
+        yield Remark(f"The loss diverged in {of}: {first_few(lost)}.")
     for run in [run for run in runs if run.error or run.state in ("failed", "killed")][:5]:
         cause = (run.error or "").strip().rpartition("\n")[2][:300]
-        was = "was " if run.state == "killed" else ""
-        what = f"Run {run.number} {was}{run.state} at step {run.steps:,}"
+        ended = "was killed" if run.state == "killed" else run.state
+        what = f"Run {run.number} {ended} at step {run.steps:,}"
         yield Remark(f"{what}: {cause}" if cause else what)
     others = Counter(run.state for run in runs if run.state not in ("finished", "unknown"))
     if others and len(runs) > 1:

@@ -162,7 +162,8 @@ class Meter:
                 row = self._row(step, loss, values)
                 if self.layers is not None and measured is not None:
                     row |= self.layers.row(measured)
-                self._write(row | inner, further or {})
+                self.write(row | inner, further or {})
+                self._window = Sums()
         if together and self.follow is not None:
             self.follow([(s.step, values) for s, (values, _) in zip(pending, found, strict=True)])
 
@@ -220,12 +221,11 @@ class Meter:
         if loss is not None:
             self._best(keys.TRAIN_LOSS, loss)
 
-    def _write(self, row: Row, further: Mapping[str, float]) -> None:
+    def write(self, row: Row, further: Mapping[str, float]) -> None:
         row |= further
         for key, value in further.items():
             self._best(key, value)
         self.last = self.last | row
-        self._window = Sums()
         for sink in self.sinks:
             sink.write(row)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner.clip import Decision, GradStats, Number, transfer
 from runner.clip.functional import plain_clipper
 from runner.clip.shard import is_dtensor
-from runner.run_folder import files
+from runner.run_folder import files, keys
 from runner.run_folder.strict_json import JsonlSink, Row
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks import Sink
@@ -48,14 +48,9 @@ class GradientMonitor:
         steps: number of the last step.
 
     Example:
-        >>> monitor = GradientMonitor(model, "metrics.jsonl")
-        >>> for inputs, targets in loader:
-        ...     loss = criterion(model(inputs), targets)
-        ...     loss.backward()
-        ...     decision = apply_gradient_clipping(model, "norm", 0.25)
-        ...     monitor.step(decision, loss=loss)
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
+        >>> monitor = GradientMonitor(model, "runs/mine/metrics.jsonl")
+        >>> decision = apply_gradient_clipping(model, "norm", 0.25)  # after backward
+        >>> monitor.step(decision, loss=loss)  # before optimizer.step()
         >>> monitor.close()
     """
 
@@ -138,6 +133,11 @@ class GradientMonitor:
         )
         self._before = now
         self._meter.push(metrics)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the last step, such as ``{"eval/loss": 0.3}``; every rank calls it."""
+        self._meter.flush()
+        self._meter.write({keys.TRAIN_STEP: self.steps}, metrics)
 
     def summary(self) -> dict[str, Any]:
         """Return what all steps so far came to, such as percentiles of ‖G‖; every rank calls it."""

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from runner.clip import apply_gradient_clipping
+from runner.run_folder import keys
 from runner.telemetry.monitor import GradientMonitor, To
 
 
@@ -73,6 +74,14 @@ class ClippingCallback(TrainerCallback):
         if self.monitor is not None:
             lr = kwargs["optimizer"].param_groups[0]["lr"]
             self.monitor.step(decision, lr=lr, number=state.global_step + 1)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the losses that the Trainer logs, every ``logging_steps``, and its evaluations."""
+        logs = kwargs["logs"]
+        found = {keys.TRAIN_LOSS: logs["loss"]} if "loss" in logs else {}
+        found |= {k.replace("_", "/", 1): v for k, v in logs.items() if k.startswith("eval_")}
+        if self.monitor is not None and found:
+            self.monitor.log(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the last rows."""

@@ -1,149 +1,16 @@
 """The page in a real browser: by keyboard, by day and night, on a phone."""
 
-import json
-import os
 import re
-import select
-import shutil
-import subprocess
-import sys
-from typing import Any
 
 import numpy as np
 import pytest
 
 from runner.report import write
-from tests.process import wait_for
+from tests.report.browser import Browser, Page
 from tests.report.examples import HOSTILE, LAYERS, config, rows, troubled, write_run
 
 pytestmark = pytest.mark.xdist_group("browser")
 
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--disable-dev-shm-usage", "--remote-debugging-pipe"),
-)
-# Puts the pipe's two ends where Chromium looks for them, then becomes Chromium.
-START = "import os,sys;a=sys.argv;os.dup2(int(a[1]),3);os.dup2(int(a[2]),4);os.execvp(a[3],a[3:])"
-
-
-class Browser:
-    """One Chromium with a profile of its own."""
-
-    def __init__(self, profile):
-        program = shutil.which("chromium") or shutil.which("chromium-browser")
-        assert program, "needs a Chromium on the PATH (Debian: apt-get install chromium)"
-        read, self._commands = os.pipe()
-        self._answers, write = os.pipe()
-        # Above 4, so that putting one in its place does not close the other.
-        low = [os.dup(0) for _ in range(4)]
-        ends = [os.dup(read), os.dup(write)]
-        starter = [sys.executable, "-c", START, *map(str, ends)]
-        nothing: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        words = [*starter, program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self._process = subprocess.Popen(words, pass_fds=ends, **nothing)
-        for end in (read, write, *ends, *low):
-            os.close(end)
-        self._held = b""
-        self._last = 0
-        self.events: list[dict[str, Any]] = []
-
-    def send(self, method, session=None, **parameters):
-        """Return the answer to one command; events that come before it are kept."""
-        self._last += 1
-        message = {"id": self._last, "method": method, "params": parameters}
-        message |= {"sessionId": session} if session else {}
-        os.write(self._commands, json.dumps(message).encode() + b"\0")
-        while True:
-            while b"\0" not in self._held:
-                assert select.select([self._answers], [], [], 120)[0], f"{method}: no answer"
-                part = os.read(self._answers, 1 << 20)
-                assert part, f"{method}: the browser ended"
-                self._held += part
-            text, self._held = self._held.split(b"\0", 1)
-            answer = json.loads(text)
-            if answer.get("id") == self._last:
-                assert "error" not in answer, f"{method}: {answer['error']}"
-                return dict(answer["result"])
-            self.events.append(answer)
-
-    def close(self):
-        """End Chromium and all of its processes."""
-        try:
-            self.send("Browser.close")
-        except (OSError, AssertionError):
-            self._process.kill()
-        self._process.wait(timeout=120)
-        os.close(self._commands)
-        os.close(self._answers)
-
-
-class Page:
-    """One tab that shows a file, with all that it logged and asked for."""
-
-    def __init__(self, browser, file, width=1280):
-        self.browser, self._file, self._width = browser, file, width
-        target = browser.send("Target.createTarget", url="about:blank")["targetId"]
-        attached = browser.send("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.send(f"{domain}.enable")
-        self.resize(900)
-        self.send("Page.navigate", url=file.as_uri())
-        self.until("document.readyState === 'complete' && location.protocol === 'file:'")
-
-    def send(self, method, **parameters):
-        """Return the answer to a command to this tab."""
-        return self.browser.send(method, self._session, **parameters)
-
-    def _seen(self, method):
-        events = [one for one in self.browser.events if one.get("sessionId") == self._session]
-        return [event["params"] for event in events if event.get("method") == method]
-
-    @property
-    def complaints(self):
-        """Exceptions, console output and log entries."""
-        kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-        return [str(event) for kind in kinds for event in self._seen(kind)]
-
-    @property
-    def requests(self):
-        """Addresses that were asked for beyond the page itself, and data in addresses."""
-        asked = [event["request"]["url"] for event in self._seen("Network.requestWillBeSent")]
-        own = self._file.as_uri()
-        return [url for url in asked if url != own and not url.startswith(("data:", "blob:"))]
-
-    def ask(self, expression):
-        """Return the value of an expression of JavaScript in the page."""
-        answer = self.send(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def until(self, expression):
-        """Wait until an expression is true."""
-        wait_for(lambda: self.ask(expression), shown=lambda: expression)
-
-    def press(self, key, code=0):
-        """Press a key, as a hand would."""
-        for kind in ("keyDown", "keyUp"):
-            about = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
-            about |= {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
-            self.send("Input.dispatchKeyEvent", **about)
-
-    def resize(self, height):
-        """Change the height of the window, in pixels of style sheets."""
-        size = {"width": self._width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
-
-
-CHARTS = "[...document.querySelectorAll('figure[data-chart]')]"
-# The charts in which something is drawn that has an extent on the screen.
-DRAWN = f"""{CHARTS}.filter(figure => [...figure.querySelectorAll(
-    '.cartesianlayer .trace path, .cartesianlayer .heatmaplayer image')].some(mark => {{
-        const box = mark.getBoundingClientRect();
-        return box.width + box.height > 0; }})).map(figure => figure.dataset.chart)"""
 PLOT = "document.querySelector('#chart-{} .plot')"
 READING = "document.querySelector('#chart-{} .reading').textContent"
 RUNS = "[...document.querySelectorAll('#runs tbody tr[data-run]')].map(row => row.dataset.run)"
@@ -179,13 +46,6 @@ def assert_quiet(page):
     assert page.ask("document.documentElement.dataset.ready") == "true"
 
 
-def drawn(page):
-    """Make the window as high as the page, so that every chart is near, and wait for them."""
-    page.resize(page.ask("document.documentElement.scrollHeight") + 100)
-    page.until(f"{DRAWN}.length === {CHARTS}.length")
-    return set(page.ask(DRAWN))
-
-
 def press(page, selector):
     """Press a button by a key, where it can be seen."""
     page.ask(f"document.querySelector(`{selector}`).focus()")
@@ -197,7 +57,7 @@ def press(page, selector):
 def test_every_chart_is_drawn_and_fits_by_day_and_night_and_on_paper(browser, swept, kind, width):
     file = swept if kind == "sweep" else write(swept.parent / "0")
     page = Page(browser, file, width)
-    assert {"loss", "eval-loss", "norm-norm", "clipped-norm", "histogram"} <= drawn(page)
+    assert {"loss", "eval-loss", "norm-norm", "clipped-norm", "histogram"} <= page.draw()
     assert page.ask("document.documentElement.scrollWidth") <= width
     parts = "[...document.querySelectorAll('figure, .main-svg, #runs caption span')]"
     assert page.ask(f"Math.max(...{parts}.map(s => s.getBoundingClientRect().right))") <= width
@@ -237,7 +97,7 @@ def test_the_table_sorts_and_selects(browser, swept):
         assert page.ask(SETTINGS) == order
     assert [int(run) // 3 for run in page.ask(RUNS)] == [2] * 3 + [1] * 3 + [0] * 3
 
-    drawn(page)
+    page.draw()
     names = f"[...new Set({PLOT.format('loss')}.data.filter(t => t.visible).map(t => t.name))]"
     every = len(page.ask(names))
     press(page, '#runs a[href="#run-2"]')
@@ -254,7 +114,7 @@ def test_the_table_sorts_and_selects(browser, swept):
 
 def test_charts_are_read_and_smoothed_by_keys(browser, swept):
     page = Page(browser, swept)
-    drawn(page)
+    page.draw()
     plot, reading = PLOT.format("eval-loss"), READING.format("eval-loss")
     page.ask(f"{plot}.focus()")
     page.press("ArrowRight", 39)
@@ -284,7 +144,7 @@ def test_charts_are_read_and_smoothed_by_keys(browser, swept):
 def test_text_of_configurations_is_inert_and_lost_runs_sort_last(browser, tmp_path):
     file = write(troubled(tmp_path / HOSTILE.replace("/", "_")))
     page = Page(browser, file)
-    assert drawn(page)
+    assert page.draw()
     assert_quiet(page)
     assert page.ask("window.broken") is None
     assert page.ask("document.querySelectorAll('img, foreignObject').length") == 0

@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from runner.report import NoRunError, read, read_run
-from runner.report.findings import find
-from runner.report.run import Run, flat, measure, read_series
+from runner.report.findings import find, measure
+from runner.report.run import Run, flat, read_series
 from tests.report.examples import NO_SUCH_PROCESS, NORM, config, rows, sweep, write_run
 
 

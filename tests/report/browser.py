@@ -31,8 +31,6 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--remote-debugging-pipe"),
 )
-# Puts the pipe's two ends where Chromium looks for them, then becomes Chromium.
-START = "import os,sys;a=sys.argv;os.dup2(int(a[1]),3);os.dup2(int(a[2]),4);os.execvp(a[3],a[3:])"
 
 
 class Browser:
@@ -43,17 +41,14 @@ class Browser:
         assert program, "needs a Chromium on the PATH (Debian: apt-get install chromium)"
         read, self._commands = os.pipe()
         self._answers, write = os.pipe()
-        # Above 4, so that putting one in its place does not close the other.
-        low = [os.dup(0) for _ in range(4)]
-        ends = [os.dup(read), os.dup(write)]
-        starter = [sys.executable, "-c", START, *map(str, ends)]
+        # Chromium looks for the two ends at 3 and 4.
+        words = ["bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", program, *FLAGS]
         nothing: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        words = [*starter, program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self._process = subprocess.Popen(words, pass_fds=ends, **nothing)
-        for end in (read, write, *ends, *low):
-            os.close(end)
-        self._held = b""
-        self._last = 0
+        words += [f"--user-data-dir={profile}", "about:blank"]
+        self._process = subprocess.Popen(words, pass_fds=(read, write), **nothing)
+        os.close(read)
+        os.close(write)
+        self._held, self._last = b"", 0
         self.events: list[dict[str, Any]] = []
 
     def send(self, method, session=None, **parameters):
@@ -76,7 +71,6 @@ class Browser:
             self.events.append(answer)
 
     def close(self):
-        """End Chromium and all of its processes."""
         try:
             self.send("Browser.close")
         except (OSError, AssertionError):
@@ -101,7 +95,6 @@ class Page:
         self.until("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def send(self, method, **parameters):
-        """Return the answer to a command to this tab."""
         return self.browser.send(method, self._session, **parameters)
 
     def _seen(self, method):
@@ -122,7 +115,6 @@ class Page:
         return [url for url in asked if url != own and not url.startswith(("data:", "blob:"))]
 
     def ask(self, expression):
-        """Return the value of an expression of JavaScript in the page."""
         answer = self.send(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -130,18 +122,15 @@ class Page:
         return answer["result"].get("value")
 
     def until(self, expression):
-        """Wait until an expression is true."""
         wait_for(lambda: self.ask(expression), shown=lambda: expression)
 
     def press(self, key, code=0):
-        """Press a key, as a hand would."""
         for kind in ("keyDown", "keyUp"):
             about = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": code}
             about |= {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             self.send("Input.dispatchKeyEvent", **about)
 
     def resize(self, height):
-        """Change the height of the window, in pixels of style sheets."""
         size = {"width": self._width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
 
@@ -160,7 +149,6 @@ class Page:
 
 
 def main(folder, picture, width=1280, height=None):
-    """Write the page of a folder again, and a picture of it."""
     with tempfile.TemporaryDirectory() as profile:
         browser = Browser(profile)
         try:

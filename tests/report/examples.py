@@ -1,15 +1,10 @@
-"""Folders as runs and sweeps leave them, with plausible made-up values.
-
-Also a command: ``python tests/report/examples.py FOLDER`` writes one of each kind to look at.
-"""
+"""Folders as runs and sweeps leave them, with plausible made-up values."""
 
 import json
 import math
 import re
 import socket
-import sys
 from html import unescape
-from pathlib import Path
 
 import numpy as np
 import yaml
@@ -40,17 +35,12 @@ def config(**changes):
     return whole
 
 
-def rows(
-    mode="norm",
-    threshold=1.0,
-    steps=400,
-    seed=0,
-    diverges_at=None,
-    evaluations=10,
-    layers=(),
-    what_if=(),
-):
+def rows(mode="norm", threshold=1.0, steps=400, seed=0, diverges_at=None, **options):
     """Rows of ``metrics.jsonl``, one a step; numbers that are not finite as Python has them."""
+    evaluations, layers, what_if = (
+        options.get(key, default)
+        for key, default in (("evaluations", 10), ("layers", ()), ("what_if", ()))
+    )
     random = np.random.default_rng(seed)
     at = np.arange(1, steps + 1)
     norm = (0.35 + 1.8 * np.exp(-at / (0.25 * steps))) * np.exp(random.normal(0, 0.35, steps))
@@ -95,7 +85,7 @@ def rows(
     return made
 
 
-def summary(made, remarks=()):
+def summary(made):
     """What a run that came to its end writes of itself."""
     norms = np.asarray([row["grad/norm"] for row in made])
     finite = norms[np.isfinite(norms)]
@@ -115,18 +105,10 @@ def summary(made, remarks=()):
     whole = {"final": final, "best": best, "grad/norm": norm}
     whole |= {key: made[-1][key] for key in ("clip/ratio_total", "grad/nonfinite")}
     whole |= {"steps": len(made), "samples": len(made) * 32, "wall_s": 0.031 * len(made)}
-    whole |= {"parameters": 18_730, "world_size": 1, "device": "cpu", "remarks": list(remarks)}
-    return whole | {"guidance": [remark["text"] for remark in remarks]}
+    return whole | {"parameters": 18_730, "world_size": 1, "device": "cpu"}
 
 
-def remark(topic, text, optimizer=""):
-    """What a run remarks about itself, as its summary holds it."""
-    return {"topic": topic, "text": text, "about": [], "optimizer": optimizer}
-
-
-def write_run(
-    folder, made, of, *, overrides=(), state="finished", error=None, remarks=(), torn=False
-):
+def write_run(folder, made, of, *, overrides=(), state="finished", error=None, torn=False):
     """A run folder. Only a run that finished, or was interrupted, has a summary."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(of, sort_keys=False))
@@ -137,7 +119,7 @@ def write_run(
     (folder / "metrics.jsonl").write_text(lines)
     whole = state in ("finished", "interrupted")
     if whole and made:
-        (folder / "summary.json").write_text(encode(summary(made, remarks)))
+        (folder / "summary.json").write_text(encode(summary(made)))
     codes = {"finished": 0, "failed": 1, "interrupted": 130}
     status = {"state": state, "exit_code": codes.get(state), "error": error, "step": len(made)}
     status |= {"rank": 0 if error else None, "config_hash": HASH, "wandb_run_id": "k3v9x0ab"}
@@ -162,10 +144,7 @@ def sweep(folder, settings, seeds=(0,), steps=400, **options):
             words += [f"seed={seed}"] if len(seeds) > 1 else []
             made = rows(mode, threshold, steps, seed=100 * seed + number, **options)
             of = config(clip__mode=mode, clip__threshold=threshold, seed=seed)
-            never = remark("never", "The threshold clipped nothing.")
-            remarks = (never,) if threshold and not made[-1]["clip/ratio_total"] else ()
-            place = folder / str(number)
-            write_run(place, made, of, overrides=tuple(words), remarks=remarks)
+            write_run(folder / str(number), made, of, overrides=tuple(words))
             best = min(row.get("eval/loss", math.inf) for row in made)
             about = {"number": number, "folder": str(number), "overrides": words, "words": words}
             about |= {"state": "finished", "exit_code": 0, "error": None, "objective": best}
@@ -208,16 +187,11 @@ def troubled(folder):
 
 
 def cells(page, key):
-    """Value and text of one column of the table of runs.
-
-    Returns:
-        By the number of the run, and by ``setting-N`` those of the first row of a setting.
-    """
+    """Value and text of one column, by runs, and by ``setting-N`` of a setting's first row."""
     place = re.findall(r'<th [^>]*data-key="([^"]*)"', page).index(key)
     found = {}
-    for setting, body in re.findall(
-        r'<tbody id="(setting-\d+)"[^>]*>(.*?)</tbody>', page, re.DOTALL
-    ):
+    bodies = r'<tbody id="(setting-\d+)"[^>]*>(.*?)</tbody>'
+    for setting, body in re.findall(bodies, page, re.DOTALL):
         for row in reversed(re.findall(r"<tr.*?</tr>", body, re.DOTALL)):
             each = re.findall(r'<t[hd][^>]*data-value="([^"]*)"[^>]*>(.*?)</t[hd]>', row, re.DOTALL)
             cell = unescape(each[place][0]), unescape(each[place][1])
@@ -225,21 +199,3 @@ def cells(page, key):
             for number in re.findall(r'^<tr[^>]*data-run="([^"]*)"', row):
                 found[number] = cell
     return found
-
-
-def main(folder):
-    """One example of each kind."""
-    sweep(folder / "norm", [*NORM, ("none", None)], seeds=(0, 1, 2), layers=LAYERS)
-    sweep(folder / "mixed", MIXED, steps=600, what_if=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
-    troubled(folder / "troubled")
-    remarks = (remark("limits", "The threshold 1 clipped 62 % of the steps.", "SGD"),)
-    words = ("clip=norm", "clip.threshold=1.0")
-    made = rows("norm", 1.0, 500, layers=LAYERS)
-    write_run(folder / "one", made, config(), overrides=words, remarks=remarks)
-    (folder / "none").mkdir()
-    empty = {"name": "none", "words": [], **REQUEST, "total": 0, "runs": []}
-    (folder / "none" / "sweep.json").write_text(json.dumps(empty))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

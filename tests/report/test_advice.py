@@ -1,7 +1,8 @@
 """What the page of a sweep says above its table: each situation and all that is said in it."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,12 +16,10 @@ from runner.run_folder.strict_json import decode, encode
 from runner.telemetry import guidance
 from tests.report.examples import config, rows, write_run
 
-ADAM = Effect("AdamW", "normalized")
 RPROP = Effect("Rprop", "sign only")
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """One finished run: its setting, the share it clipped, and its best evaluation loss."""
 
     threshold: float | None
@@ -31,13 +30,8 @@ class Trial:
     fraction: float | None = None
     seed: int = 0
     effect: Effect = PLAIN
-    nonfinite: int = 0
     steps: int = 300
     diverges_at: int | None = None
-
-    @property
-    def setting(self):
-        return self.mode, self.threshold, self.lr
 
 
 def page(folder, *trials):
@@ -51,13 +45,12 @@ def page(folder, *trials):
         write_run(folder / str(number), made, of, overrides=(f"optimizer.lr={one.lr}",))
         file = folder / str(number) / "summary.json"
         summary = decode(file.read_text())
-        fraction = one.ratio if one.fraction is None else one.fraction
-        summary |= {"steps": one.steps, "grad/nonfinite": one.nonfinite}
-        summary |= {"clip/ratio_total": one.ratio, "clip/fraction": fraction}
+        summary |= {"steps": one.steps, "grad/nonfinite": 0}
+        summary |= {"clip/ratio_total": one.ratio, "clip/fraction": one.fraction or one.ratio}
         summary |= {"clip/peak": {"p90": 1.25, "max": 3.2}}
         setting = guidance.Setting(info_of(one.mode), one.threshold, "skip", one.effect)
         summary["remarks"] = [asdict(remark) for remark in guidance.remarks(summary, setting)]
-        varied = len({one.setting for one in trials}) > 1
+        varied = len({(one.mode, one.threshold, one.lr) for one in trials}) > 1
         swept = ("clip.threshold", "optimizer.lr") if varied else ()
         summary["guidance"] = guidance.sentences(summary["remarks"], swept)
         file.write_text(encode(summary))
@@ -92,14 +85,12 @@ BOTH = [
     f"With clip.threshold=0.25 the {RATE}",
 ]
 FEW = "norm 0.1 and 2 more settings: 20 steps are too few"
-LOST = "200 of 300 steps had a gradient that was NaN or inf … look at the learning rate"
 SIGN = "norm 0.1 and 2 more settings: Clipping has no effect with Rprop"
 SPIKES = "clipped 98 % … raise clip.threshold to about 1.25 … lower optimizer.lr if"
 UNITS = "best threshold of clip=adaptive, 0.1, is the lowest tried … try 0.05 and 0.025"
 FULL = {"ratio": 0.98}
 SLIGHT = ((0.1, 0.30), (0.5, 0.31), (2.0, 0.32))
 EARLY = Trial(8.0, 0.5, diverges_at=40)
-ODD = Trial(0.25, float("nan"), lr=0.5, nonfinite=200)
 MODES = [
     *(*thresholds(0.3, 0.4), *thresholds(0.5, 0.5, mode="value", ratio=0.0)),
     *thresholds(0.1, 0.2, mode="adaptive", ratio=1.0, fraction=0.2),
@@ -110,11 +101,8 @@ SITUATIONS = [
     (thresholds(0.3, 0.1, 0.2), []),
     (thresholds(0.1, 0.2, 0.3), [LOWEST]),
     (thresholds(0.3, 0.2, 0.1), [HIGHEST]),
-    ([*thresholds(0.3, 0.2), Trial(2.0, 0.1, ratio=0.0)], []),
     ([*thresholds(0.3, 0.2, 0.1), Trial(None, 0.2, mode="none")], []),
     (MODES, [UNITS]),
-    # It clips nearly all: nothing says to raise the threshold, or to lower the rate.
-    (thresholds(0.1, 0.2, 0.3, **FULL), [LOWEST]),
     (rates(0.3, 0.2, 0.1, **FULL), [RATE]),
     ([*rates(0.3, 0.2, 0.1, **FULL), *rates(0.5, 0.4, 0.3, threshold=1.0, **FULL)], BOTH),
     ([Trial(0.1, 0.1 + seed / 10, seed=seed, **FULL) for seed in range(3)], [SPIKES]),
@@ -124,9 +112,7 @@ SITUATIONS = [
     (seeds(((0.5, 0.30), (2.0, 0.31), (None, 0.32))), []),
     # Runs diverged.
     ([*thresholds(0.2, 0.1), EARLY], []),
-    ([*rates(0.3, 0.1), ODD], [f"norm 0.25, lr=0.5: {LOST}"]),
     # What the optimizer makes of it, and few steps.
-    (thresholds(0.200, 0.201, 0.202, effect=ADAM, **FULL), []),
     (thresholds(0.2, 0.2, 0.2, effect=RPROP), [SIGN]),
     (thresholds(0.1, 0.2, 0.3, steps=20, **FULL), [FEW]),
 ]
@@ -134,7 +120,6 @@ SITUATIONS = [
 
 @pytest.mark.parametrize(("trials", "sentences"), SITUATIONS)
 def test_a_situation_and_all_that_is_said_in_it(trials, sentences, tmp_path):
-    """No sentence speaks against another one or the results."""
     found = page(tmp_path, *trials)
     said = [one.text for one in remarks(found)]
     own = [text for text in said if not re.search(r"seed|diverged", text)]

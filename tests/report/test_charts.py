@@ -91,12 +91,3 @@ def test_the_metric_has_a_band_over_the_seeds_and_a_line_for_each_other_key(tmp_
     assert set(bands["lr=0.4"].y) == set(scores[0.4, 0.25])
     # What diverged has a mark at the upper edge instead of a value.
     assert [trace.x[0] for trace in data if trace.yaxis == "y2" and trace.legendgroup] == [1.0, 1.0]
-
-
-def test_what_if_shows_what_each_run_recorded(tmp_path):
-    folder = write_run(tmp_path / "a", rows("norm", 0.5, 200, what_if=(0.2, 1.0)), config())
-    recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    line, own = figures(folder)["what-if-norm"].data
-    shares = [recorded[-1][f"clip/what_if/{threshold}"] for threshold in (0.2, 1.0)]
-    assert (list(line.x), list(line.y)) == ([0.2, 1.0], shares)
-    assert list(own.y) == [recorded[-1]["clip/ratio_total"]]

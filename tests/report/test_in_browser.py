@@ -11,6 +11,11 @@ from tests.report.examples import HOSTILE, LAYERS, config, rows, troubled, write
 
 pytestmark = pytest.mark.xdist_group("browser")
 
+# Whether labels of one kind in a chart overlap.
+COVERED = """(plot => ['.xtick', '.ytick', '.textpoint'].some(kind => {
+    const boxes = [...plot.querySelectorAll(`${kind} text`)].map(t => t.getBoundingClientRect());
+    return boxes.some((a, i) => boxes.slice(i + 1).some(b => a.width && b.width &&
+        a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)); }))"""
 PLOT = "document.querySelector('#chart-{} .plot')"
 READING = "document.querySelector('#chart-{} .reading').textContent"
 RUNS = "[...document.querySelectorAll('#runs tbody tr[data-run]')].map(row => row.dataset.run)"
@@ -52,8 +57,7 @@ def press(page, selector):
     page.press("Enter", 13)
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("kind", ["sweep", "run"])
+@pytest.mark.parametrize(("kind", "width"), [("sweep", 1280), ("sweep", 390), ("run", 390)])
 def test_every_chart_is_drawn_and_fits_by_day_and_night_and_on_paper(browser, swept, kind, width):
     file = swept if kind == "sweep" else write(swept.parent / "0")
     page = Page(browser, file, width)
@@ -63,13 +67,19 @@ def test_every_chart_is_drawn_and_fits_by_day_and_night_and_on_paper(browser, sw
     assert page.ask(f"Math.max(...{parts}.map(s => s.getBoundingClientRect().right))") <= width
     names = f"{PLOT.format('heat-0')}.querySelectorAll('.ytick text')"
     assert len(set(page.ask(f"[...{names}].map(t => t.textContent)"))) == len(LAYERS)
-    brightness = (
-        """(color => color.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b))"""
-    )
-    back = f"{brightness}(getComputedStyle(document.body).backgroundColor)"
-    text = (
-        f"{brightness}(getComputedStyle({PLOT.format('loss')}.querySelector('.xtick text')).fill)"
-    )
+    bright = "(color => color.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b))"
+    back = f"{bright}(getComputedStyle(document.body).backgroundColor)"
+    tick = f"{PLOT.format('loss')}.querySelector('.xtick text')"
+    text = f"{bright}(getComputedStyle({tick}).fill)"
+    # One chart in a row fills it, and no label covers another one.
+    wide = "[...document.querySelectorAll('.charts')].every(row => row.lastElementChild"
+    wide += ".getBoundingClientRect().right > row.getBoundingClientRect().right - 2)"
+    assert page.ask(wide)
+    assert page.ask(f"[...document.querySelectorAll('.plot')].filter({COVERED}).length") == 0
+    # Where the table goes on, its edge is seen through every row.
+    assert page.ask(
+        "getComputedStyle(document.querySelector('tr.best > td') ?? document.body).backgroundColor"
+    ) in ("rgba(0, 0, 0, 0)", "rgb(255, 255, 255)")
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         page.send("Emulation.setEmulatedMedia", features=features)
@@ -83,7 +93,7 @@ def test_every_chart_is_drawn_and_fits_by_day_and_night_and_on_paper(browser, sw
     assert_quiet(page)
 
 
-def test_the_table_sorts_and_selects(browser, swept):
+def test_the_table_sorts_and_selects_and_keys_read_and_smooth_the_charts(browser, swept):
     page = Page(browser, swept)
     assert page.ask(RUNS) == list("012345678")
     cell = "row.cells[document.querySelector('#runs th[data-key=difference]').cellIndex]"
@@ -109,12 +119,7 @@ def test_the_table_sorts_and_selects(browser, swept):
     press(page, "#key button[data-group='1']")  # a setting is hidden in all charts
     page.until(f"{names}.length < {every}")
     assert page.ask("document.querySelectorAll('tbody.dim').length") == 1
-    assert_quiet(page)
-
-
-def test_charts_are_read_and_smoothed_by_keys(browser, swept):
-    page = Page(browser, swept)
-    page.draw()
+    press(page, "#key button[data-group='1']")
     plot, reading = PLOT.format("eval-loss"), READING.format("eval-loss")
     page.ask(f"{plot}.focus()")
     page.press("ArrowRight", 39)

@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from runner.report import NoRunError, read, read_run
-from runner.report.findings import find, measure
-from runner.report.run import Run, flat, read_series
+from runner.report.findings import find
+from runner.report.run import flat, read_series
 from tests.report.examples import NO_SUCH_PROCESS, NORM, config, rows, sweep, write_run
 
 
@@ -78,14 +78,11 @@ def test_series_pass_over_torn_lines_and_rows_that_a_resume_replaced(tmp_path):
 
 def test_metrics_are_the_summarys_or_the_same_from_rows(tmp_path):
     folder = write_run(tmp_path / "run", rows(steps=200), config())
-    metrics = ["eval/loss", "eval/accuracy", "train/loss"]
-    whole = measure(read_run(folder), metrics, {})
+    whole = find(read(folder)).measured["run"]
     (folder / "summary.json").unlink()
-    from_rows = measure(read_run(folder), metrics, {})
+    from_rows = find(read(folder)).measured["run"]
     assert (whole.pop("seconds"), from_rows.pop("seconds")) == pytest.approx((6.2, 12.5))
     assert from_rows == pytest.approx(whole)
-    empty = measure(Run(folder=None, number="0", state="not started"), ["eval/loss"], {})
-    assert set(empty.values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -129,3 +126,15 @@ def test_run_folders_are_the_truth_where_the_record_is_stale(tmp_path):
     torn = read(folder)
     assert [run.number for run in torn.runs if run.steps] == ["0", "3", "10"]
     assert torn.command is None
+
+
+def test_rows_of_somebody_elses_loop_tell_how_it_clipped(tmp_path):
+    for mode, threshold in (("norm", 0.5), ("value", 0.1), ("none", None)):
+        folder = write_run(tmp_path / f"with {mode}", rows(mode, threshold, 20), {})
+        for name in ("status.json", "summary.json", ".hydra/overrides.yaml"):
+            (folder / name).unlink()
+    found = find(read(tmp_path))
+    assert [group.label for group in found.groups] == ["norm 0.5", "own 0.1", "none"]
+    assert found.best is not None
+    (folder / "config.yaml").write_text("{seed: 7, clip: {mode: mine}}")
+    assert (read_run(folder).mode, read_run(folder).seed) == ("mine", "7")

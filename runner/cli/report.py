@@ -11,10 +11,9 @@ from pathlib import Path
 from runner.cli import WRONG_REQUEST, command_parser
 from runner.config.notation import first_few
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
-from runner.report import NoRunError, read
+from runner.report import FORMATS, NoRunError, read
 from runner.report.findings import find
 from runner.report.page import write_page
-from runner.report.table import FORMATS
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_text
 

@@ -13,9 +13,19 @@ from typing import Any
 
 from runner.report.page import write
 from runner.report.run import NoRunError, Run, SweepRuns, read, read_run, read_sweep
-from runner.report.table import frame
+from runner.report.table import FORMATS, frame
 
-__all__ = ["NoRunError", "Run", "SweepRuns", "frame", "read", "read_run", "read_sweep", "write"]
+__all__ = [
+    "FORMATS",
+    "NoRunError",
+    "Run",
+    "SweepRuns",
+    "frame",
+    "read",
+    "read_run",
+    "read_sweep",
+    "write",
+]
 
 
 def __getattr__(name: str) -> Any:

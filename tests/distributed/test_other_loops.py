@@ -160,7 +160,7 @@ def by_numpy():
                 gradients[2 * place + 1] += back.sum(0)
         norm, limit = np.sqrt(sum((each**2).sum() for each in gradients)), CLIPS["norm"]
         steps.append({"grad/norm": norm, "grad/norm_clipped": min(norm, limit)})
-        steps[-1] |= {"clip/coef": min(1, limit / norm), "clip/clipped": norm > limit}
+        steps[-1] |= {"clip/coef": min(1, limit / norm), "clip/clipped": int(norm > limit)}
         steps[-1] |= {"clip/threshold": limit, "train/step": len(steps)}
         for weight, speed, gradient in zip(weights, speeds, gradients, strict=True):
             speed *= 0.9

@@ -12,20 +12,10 @@ a notebook, `figures` returns the charts of the page and `frame` a table of the 
 from typing import Any
 
 from runner.report.page import write
-from runner.report.run import NoRunError, Run, SweepRuns, read, read_run, read_sweep
+from runner.report.run import NoRunError, Run, read, read_run
 from runner.report.table import FORMATS, frame
 
-__all__ = [
-    "FORMATS",
-    "NoRunError",
-    "Run",
-    "SweepRuns",
-    "frame",
-    "read",
-    "read_run",
-    "read_sweep",
-    "write",
-]
+__all__ = ["FORMATS", "NoRunError", "Run", "frame", "read", "read_run", "write"]
 
 
 def __getattr__(name: str) -> Any:

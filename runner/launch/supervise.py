@@ -32,7 +32,7 @@ from runner.launch import failure, signals
 from runner.launch.failure import KNOBS, Failure, attempt, may_be_lost_peer
 from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
-from runner.run_folder.status import WANDB_STEP, Record, objective_of, provenance
+from runner.run_folder.status import WANDB_STEP, Record, provenance
 from runner.run_folder.strict_json import JsonlSink, cut, follow, last_step
 from runner.telemetry.guidance import sentences
 from runner.telemetry.sinks import RunLog, Sink, TensorboardSink
@@ -63,8 +63,7 @@ class Ended:
     """How a run ended."""
 
     exit_code: int
-    objective: float | None = None
-    disk_full: bool = False
+    disk_full: bool
 
 
 def train(
@@ -287,8 +286,7 @@ def run(
         raise Interrupted if exit_code == 130 else SystemExit(exit_code)
     if late and swept is not None:  # the sweep ends
         raise signals.Terminated(late)
-    objective = objective_of(summary or {}, config.sweep.objective)
-    return Ended(exit_code, objective, bool(failed and failed.disk_full))
+    return Ended(exit_code, bool(failed and failed.disk_full))
 
 
 def _tell_what_is_next(folder: Path, words: Sequence[str], stopped: bool) -> None:

@@ -109,7 +109,6 @@ def _run(config: DictConfig, place: str) -> float | None:
                 swept=record.keys,
                 alone=place != "beside",
             )
-        entry.exit_code, entry.objective = ended.exit_code, ended.objective
         entry.state = "finished" if ended.exit_code == 0 else "failed"
         full = ended.disk_full
     except Exception as error:  # the other runs may succeed

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launch.ends import faulty, only_run
-from tests.launch.secretive import Planted
+from tests.launch.test_secrets import Planted
 from tests.process import environment_at, python
 
 WORDS = ["device=cpu", "train.max_duration=12ba", "eval.interval=4ba", "clip.threshold=0.25"]

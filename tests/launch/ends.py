@@ -93,22 +93,9 @@ class Started:
                     found.append(int(process.name))
         return found
 
-    def ranks(self) -> list[int]:
-        """Return the processes of local ranks, by rank: children of the fork server."""
-        below = {pid: Path(f"/proc/{pid}/cmdline") for pid in children(self.process.pid)}
-        [server] = (pid for pid, file in below.items() if "forkserver" in file.read_text())
-        return sorted(children(server))
-
     def leaves_nothing(self) -> None:
         """Wait until no process is left of the command."""
         wait_for(lambda: not self.processes(), shown=self.processes)
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process started."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
-    parents = (line.split() for line in listed.splitlines())
-    return [int(child) for child, parent in parents if parent == str(pid)]
 
 
 def kill(pid: int) -> None:

@@ -1,4 +1,4 @@
-"""What scripts ask about their ranks, telling a lost rank from an error, and a process's memory."""
+"""What scripts ask about their ranks, telling a lost rank from an error, and the fork server."""
 
 import os
 from contextlib import nullcontext, redirect_stdout
@@ -12,7 +12,8 @@ from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.clip.transfer import start_gather
 from runner.launch.failure import may_be_lost_peer
 from runner.launch.rank import join
-from tests.process import wait_for
+from runner.launch.supervise import PRELOADED
+from tests.process import ROOT, python, wait_for
 from tests.ranks import run_ranks
 
 
@@ -69,3 +70,28 @@ def test_a_coordinator_needs_ranks_and_its_master_goes_first(tmp_path):
     first, second = run_ranks(asked, 2, tmp_path)
     assert first == (2, True, False, "of the first rank\n")
     assert second == (2, False, True, "")
+
+
+# The calls by which a process learns of a GPU or uses it; after any of them its children cannot.
+WITHOUT_A_GPU = """
+import os, sys, threading
+import torch, torch.cuda
+
+def touched(*args, **kwargs):
+    raise SystemExit("a GPU was asked for")
+
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
+    setattr(torch.cuda, name, touched)
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = touched
+
+from importlib import import_module
+for name in sys.argv[1:]:
+    import_module(name)
+assert threading.active_count() == 1, threading.enumerate()
+assert len(os.listdir("/proc/self/task")) == 1
+"""
+
+
+def test_the_fork_server_asks_for_no_gpu_and_has_no_threads(environment):
+    """A driver that was asked, and threads, do not exist in the processes that it forks."""
+    python("-c", WITHOUT_A_GPU, *PRELOADED, env=environment, cwd=ROOT)

@@ -160,3 +160,21 @@ def test_a_search_learns_from_runs_that_went_well(command, monkeypatch, capsys):
     monkeypatch.setenv("RUNNER_OUTPUTS", command.environment["RUNNER_OUTPUTS"])
     assert main(words) == 1  # it came to its end
     assert begun(capsys.readouterr().err) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("hydra/launcher=ray", ["hydra/launcher=ray", "joblib"]),
+        ("hydra/launcher=joblib hydra.launcher.n_job=2", ["hydra.launcher.n_job='2'"]),
+        ("hydra/launcher=submitit_slurm", ["hydra/launcher=submitit_slurm", "no sbatch here"]),
+    ],
+)
+def test_a_wrong_launcher_is_refused(outputs, tmp_path, monkeypatch, capsys, words, expected):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["-m", "seed=1,2", *words.split()]) == 2
+    printed = capsys.readouterr().err
+    assert all(part in printed for part in expected), printed
+    assert not outputs.exists()

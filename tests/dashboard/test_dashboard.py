@@ -2,40 +2,19 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from runner.cli.main import main
-from tests.process import ROOT
+from tests.process import inspected
 
 pytestmark = pytest.mark.xdist_group("wandb")
-
-
-@pytest.fixture
-def command(own_home, tmp_path, monkeypatch):
-    """Runs a module with arguments."""
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setenv("RUNNER_OUTPUTS", str(tmp_path / "outputs"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def run(*words):
-        how = {"cwd": tmp_path, "capture_output": True, "timeout": 170, "text": True}
-        return subprocess.run([sys.executable, "-m", *words], **how)
-
-    return run
-
-
-def _panels(spec):
-    sections = spec["section"]["panelBankConfig"]["sections"]
-    return [(panel["viewType"], panel["config"]) for part in sections for panel in part["panels"]]
+GROUP = 'it\'s a=0.1 "x" < y\\n ‖G‖ 🙂'
 
 
 @pytest.mark.parametrize(
     ("fault", "said"), [("offline", "WANDB_MODE"), ("no key", "login"), (401, ""), ("closed", "")]
 )
-@pytest.mark.usefixtures("command")
 def test_one_line_says_why_it_is_not_saved(start_server, monkeypatch, capsys, fault, said):
     server = start_server(fault if fault == 401 else None)
     if fault == "offline":
@@ -70,31 +49,22 @@ def _leaves(config, above=""):
             yield "config", name
 
 
-def _split(accessor):
-    where, _, name = accessor.partition(":")
-    return where, name
-
-
 def _named(kind, config):
     """Where each metric of a panel is looked for (rows, summary or config), and its name there."""
     where = "rows" if kind == "Run History Line Plot" else "summary"
     yield from ((where, key) for key in config.get("metrics", []))
-    yield from (("summary", config[key]) for key in ("targetKey",) if key in config)
-    yield from (("config", config[key]) for key in ("groupBy",) if key in config)
-    for accessor in re.findall(r'"((?:config|summary):[^"]+)"', json.dumps(config)):
-        yield _split(accessor)
+    for key, place in (("targetKey", "summary"), ("groupBy", "config")):
+        yield from ((place, config[name]) for name in (key,) if name in config)
+    yield from re.findall(r'"(config|summary):([^"]+)"', json.dumps(config))
 
 
-GROUP = 'it\'s a=0.1 "x" < y\\n ‖G‖ 🙂'
-
-
-def test_the_saved_workspace_shows_what_a_run_records(start_server, command, tmp_path):
+def test_the_saved_workspace_shows_what_a_run_records(start_server, outputs, capsys):
     server = start_server()
     for words in (["--group", GROUP], ["--entity", "team", "--name", "λ=1"]):
-        done = command("runner", "dashboard", "--project", "clips", *words)
-        assert (done.returncode, done.stderr) == (0, "")
-        entity = "team" if "team" in words else "local"
-        assert done.stdout.startswith(f"workspace saved: {server.url}/{entity}/clips?nw=")
+        assert main(["dashboard", "--project", "clips", *words]) == 0
+        printed, entity = capsys.readouterr(), "team" if "team" in words else "local"
+        assert printed.err == ""
+        assert printed.out.startswith(f"workspace saved: {server.url}/{entity}/clips?nw=")
     view, other = server.views
     assert (view["entityName"], other["entityName"]) == ("local", "team")
     assert (view["projectName"], other["displayName"]) == ("clips", "λ-1")
@@ -104,20 +74,20 @@ def test_the_saved_workspace_shows_what_a_run_records(start_server, command, tmp
     assert shown == [("jobType", "!=", "sweep"), ("group", "=", GROUP)]
 
     words = ["clip=norm", "clip.threshold=0.25", "train.max_duration=6ba", "tracker.mode=offline"]
-    assert command("runner", *words).returncode == 0
-    (file,) = tmp_path.glob("outputs/runs/*/wandb/offline-run-*/run-*.wandb")
-    read = command("wandb", "leet", "inspect", "--json", str(file))
-    recorded = set()
-    for record in map(json.loads, read.stdout.splitlines()):
-        recorded |= {("rows", key) for key in record.get("history", {}).get("item", ())}
-        recorded |= {("summary", key) for key in record.get("summary", {}).get("update", ())}
-        recorded |= set(_leaves(record.get("run", {}).get("config", {}).get("update", {})))
-    axes = [section["settings"]["xAxis"]]
-    axes += [part["localPanelSettings"]["xAxis"] for part in section["panelBankConfig"]["sections"]]
-    assert set(axes) == {"train/step"}
-    named = {pair for panel in _panels({"section": section}) for pair in _named(*panel)}
+    assert main(["device=cpu", *words]) == 0
+    (file,) = outputs.glob("runs/*/wandb/offline-run-*/run-*.wandb")
+    records = inspected(file)
+    recorded = {("rows", key) for one in records["history"] for key in one["item"]}
+    recorded |= {("summary", key) for one in records["summary"] for key in one["update"]}
+    for one in records["run"]:
+        recorded |= set(_leaves(one["config"]["update"]))
+    parts = section["panelBankConfig"]["sections"]
+    axes = [section["settings"], *(part["localPanelSettings"] for part in parts)]
+    assert {each["xAxis"] for each in axes} == {"train/step"}
+    panels = [panel for part in parts for panel in part["panels"]]
+    named = {pair for one in panels for pair in _named(one["viewType"], one["config"])}
     assert len(named) > 15
-    shown = {_split(column) for column in runs["runFeed"]["columnOrder"]}
+    shown = {tuple(column.split(":", 1)) for column in runs["runFeed"]["columnOrder"]}
     shown |= {(item["key"]["section"], item["key"]["name"]) for item in runs["sort"]["keys"]}
     own = {("run", name) for name in ("displayName", "state", "group", "createdAt")}
     assert own <= shown

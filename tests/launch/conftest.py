@@ -27,9 +27,9 @@ def single(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """Two local ranks that take the same samples, and warn in their third microbatch."""
+    """Two local ranks that take the same samples; the second is killed, and all start again."""
     home = tmp_path_factory.mktemp("ranks")
-    words = [*DDP, "plugin.nproc=2", *faulty("warn", 3)]
+    words = [*DDP, "plugin.nproc=2", *faulty("kill", 15), "launch.max_restarts=1"]
     secrets = {"WANDB_API_KEY": "5" * 40, "MY_TOKEN": "hush-hush"}
     done = python("-m", "runner", *words, env=environment_at(home) | secrets)
     return SimpleNamespace(folder=only_run(home / "outputs"), printed=done.stdout + done.stderr)

@@ -8,7 +8,6 @@ import yaml
 
 from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read
-from tests.process import python
 
 pytestmark = pytest.mark.xdist_group("finished")
 
@@ -66,15 +65,3 @@ def test_a_run_leaves_no_secret(single):
     overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
     assert "+model.api_key=***" in overrides
     assert read(folder / "checkpoints" / "final", "manifest.json")["config"]["model"] == model
-
-
-def test_a_sweep_leaves_no_secret(environment):
-    planted = Planted()
-    words = ["device=cpu", "data.batch_size=32", "train.max_duration=3ba", "tracker.mode=offline"]
-    sees = environment | planted.variables
-    python("-m", "runner", "-m", "clip.threshold=1,2", *words, *planted.words, env=sees)
-    outputs = Path(environment["RUNNER_OUTPUTS"])
-    assert leaks(planted, outputs) == []
-    (sweep,) = (outputs / "sweeps").iterdir()
-    for entry in read(sweep, "sweep.json")["runs"]:
-        assert "+model.api_key=***" in entry["words"]

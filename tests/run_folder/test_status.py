@@ -45,8 +45,8 @@ def test_the_files_of_a_run_from_its_beginning_to_its_end(tmp_path):
     assert started.utcoffset() is not None
     assert started <= end
     assert read(tmp_path, "summary.json") == {"final": {"train/loss": "NaN"}, "steps": 7}
-    names = ["config.yaml", "status.json", "summary.json"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"config.yaml", "status.json", "summary.json"}
     record.end("failed", 1, "Traceback ...\nValueError: λ", 3)
     assert module.is_unfinished(tmp_path)
     assert (read(tmp_path)["rank"], read(tmp_path)["error"][-1]) == (3, "λ")

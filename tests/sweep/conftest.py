@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.ends import read, rows_of
+from tests.launch.test_secrets import Planted
 from tests.process import environment_at, wait_for
 
 SMALL = ["device=cpu", "data.batch_size=16", "log.flush=1"]
@@ -66,9 +67,12 @@ def command(environment):
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory):
-    """A finished sweep of four runs that wandb records: what it printed is ``said``."""
-    command = Command(environment_at(tmp_path_factory.mktemp("plain")))
-    command.said = command(*PLAIN, "tracker.mode=offline", "sweep.name=mine")
+    """A finished sweep of four runs with secrets, which wandb records; it printed ``said``."""
+    planted = Planted()
+    home = environment_at(tmp_path_factory.mktemp("plain"))
+    command = Command(home | planted.variables)
+    command.words = [*PLAIN, "tracker.mode=offline", "sweep.name=mine", *planted.words]
+    command.said, command.planted = command(*command.words), planted
     return command
 
 

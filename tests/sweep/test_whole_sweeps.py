@@ -10,6 +10,7 @@ import pytest
 from runner.cli.main import main
 from runner.run_folder import status
 from tests.launch.ends import read, rows_of
+from tests.launch.test_secrets import leaks
 from tests.process import inspected
 from tests.sweep.conftest import PLAIN, SMALL, results
 
@@ -46,12 +47,13 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     page = (plain.folder / "report.html").stat()
     assert page.st_size > 10_000
-    words = [*PLAIN, "tracker.mode=offline", "sweep.name=mine"]
-    again, err = plain(*words, before=("-c", WITHOUT_TORCH))
+    again, err = plain(*plain.words, before=("-c", WITHOUT_TORCH))
     assert err == "4 of 4 runs are done already: nothing to run\n"
     assert again == out
     assert (plain.folder / "report.html").stat().st_mtime_ns > page.st_mtime_ns
     assert plain.record()["runs"] == record["runs"]
+    assert leaks(plain.planted, plain.sweeps) == []
+    assert all("+model.api_key=***" in run["words"] for run in record["runs"])
 
 
 def test_a_sweep_that_wandb_tracks_is_a_run_there_with_the_figures_of_the_page(plain):

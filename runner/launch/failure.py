@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import shutil
 import threading
 import time
 import traceback
@@ -93,10 +92,6 @@ def stopped_by(error: BaseException) -> int:
     return stop.requested() if lost or may_be_lost_peer(error) else 0
 
 
-def clear(folder: Path) -> None:
-    shutil.rmtree(folder / files.RANKS, ignore_errors=True)
-
-
 def begin(folder: Path, rank: int, seconds: float) -> None:
     """Write that a rank runs; its stack is written if it begins no microbatch in ``seconds``."""
     with suppress(OSError):  # the folder may be that of an evaluation on another machine
@@ -106,16 +101,15 @@ def begin(folder: Path, rank: int, seconds: float) -> None:
         threading.Thread(target=_watch, args=watch, daemon=True, name="hang").start()
 
 
-def report(folder: Path, rank: int, error: BaseException | str) -> None:
+def report(folder: Path, rank: int, error: BaseException) -> None:
     """Write how a rank ended, but for one that was asked to stop."""
-    if isinstance(error, BaseException):
-        lost = may_be_lost_peer(error)
-        if stopped_by(error) and not lost:
-            return
-        error = "" if lost else described(error)
+    lost = may_be_lost_peer(error)
+    if stopped_by(error) and not lost:
+        return
     with suppress(OSError):
         file_of(folder, rank).parent.mkdir(exist_ok=True)
-        write_object(file_of(folder, rank), {**_node(), "error": error})
+        told = {**_node(), "error": "" if lost else described(error)}
+        write_object(file_of(folder, rank), told)
 
 
 def end_after_failure(folder: Path) -> None:
@@ -141,9 +135,9 @@ def blamed(folder: Path, size: int, timeout: float) -> Failure:
     first = silent[0] if silent else 0
     node = told[first].get("node")
     who = f"rank {first}" + (f" on {node}" if node else "")
-    error = f"{who} hangs or was killed: the others lost the connection"
-    if not silent:
-        error = "each rank lost the connection to another one"
+    error = "each rank lost the connection to another one"
+    if silent:
+        error = f"{who} hangs or was killed: the others lost the connection"
     error += f", or waited for more than launch.timeout={timeout:g} s"
     return Failure("\n".join([*_stacks(folder, size), error]), first, node)
 

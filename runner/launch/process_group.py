@@ -83,8 +83,8 @@ def _leave_at_exit() -> None:
 def keep_freed_memory(device: str) -> None:
     """Let glibc keep the memory that a process which trains on a CPU frees, for the next step.
 
-    It gives large blocks back to the system when they are freed, and the next step has every page
-    mapped and cleared anew: a step of a small convolutional network takes 1.2 to 1.6 times as long.
+    If it gave large blocks back to the system, each step would have its pages mapped and cleared
+    anew: a step of a small convolutional network takes 1.2 to 1.6 times as long.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if device != "cpu" or mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):

@@ -37,9 +37,7 @@ from runner.train.job import execute
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
 """Function that a rank runs: it takes the configuration and the sinks (none but on rank 0)."""
 
-# Seconds that a rank which lost a connection delays its end: the launcher names the rank that
-# ends first, and the one to blame has to
-PATIENCE = 2.0
+PATIENCE = 2.0  # seconds by which a rank that lost a connection ends after the one to blame
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.folder import (
-    DamagedCheckpoint,
-    NoCheckpoint,
-    choose,
-    found,
-    manifest_of,
-    require_whole,
-)
+from runner.checkpoint import folder as checkpoints
+from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.environment import restarts, started_rank, was_requeued
 from runner.config.identity import branching, config_hash, differences
 from runner.config.plugin_section import PluginSection
@@ -97,7 +91,7 @@ def require_one_machine(config: RunConfig) -> None:
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
     """Return a start from the newest whole checkpoint of a run; from the first step if none is."""
     damaged, place = list[str](), run / files.CHECKPOINTS
-    for checkpoint in found(place if place.is_dir() else run):
+    for checkpoint in checkpoints.found(place if place.is_dir() else run):
         try:
             manifest = _require_usable(checkpoint)
         except DamagedCheckpoint as error:
@@ -128,7 +122,7 @@ def _taken(folder: Path, by: str) -> RequestError:
 def _require_usable(checkpoint: Path) -> dict[str, Any]:
     from runner.checkpoint.content import state_of
 
-    manifest = require_whole(checkpoint)
+    manifest = checkpoints.require_whole(checkpoint)
     if files.STATE in manifest["files"]:
         state_of(checkpoint)
     return manifest
@@ -141,9 +135,9 @@ def named(source: str) -> Start:
     try:
         if not path.exists() and (branch := branching(source)):
             run = Path(branch[0]).expanduser().absolute()
-            path, _ = choose(run, str(branch[1]), "", False)
+            path, _ = checkpoints.choose(run, str(branch[1]), "", False)
         manifest = _require_usable(path) if (path / files.MANIFEST).exists() else None
-    except (NoCheckpoint, DamagedCheckpoint) as error:
+    except (checkpoints.NoCheckpoint, DamagedCheckpoint) as error:
         raise RequestError([Problem("resume", source, str(error))]) from None
     if manifest is not None:
         if files.STATE in manifest["files"]:
@@ -161,7 +155,7 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
     """Return a problem, with both values, for each key in which a run differs from a checkpoint."""
     from runner.train import build
 
-    manifest, forced = manifest_of(checkpoint), config.resume.force
+    manifest, forced = checkpoints.manifest_of(checkpoint), config.resume.force
     force = "" if forced else "; resume.force=true continues all the same"
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
     if not isinstance(saved := manifest.get("config"), dict):

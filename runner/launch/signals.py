@@ -78,7 +78,6 @@ def ignore() -> None:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the time that a training has to end after the first signal."""
     _State.timeout = seconds
 
 

@@ -11,10 +11,11 @@ import logging
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
@@ -41,21 +42,16 @@ from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
 
 if TYPE_CHECKING:
-    from runner.launch.rank import Job
+    from runner.launch.rank import Job, Work
 
 log = logging.getLogger(__name__)
 
-PAGE_SECONDS = 2.0  # seconds of `shutdown.timeout` that are kept for the page of the run
-# Seconds by which the agent kills its ranks later than `shutdown.timeout`, when they end
-LATER = 10
 # What the fork server imports for all ranks. It calculates nothing, because threads would not exist
 # in its children, and asks for no GPU, because a driver that was asked cannot be used after a fork
 PRELOADED = (
     *("runner.launch.rank", "torch._dynamo", "torch.utils.serialization.config"),
     *("torch.distributed.fsdp", "torch.distributed.pipelining", "runner.booster.plugin"),
 )
-
-Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="",
-        shutdown_timeout=int(job.config.shutdown.timeout) + LATER,
+        shutdown_timeout=int(job.config.shutdown.timeout) + 10,  # the ranks end before
     )
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -228,7 +224,7 @@ def run(
     resumed = start.status(last_step(folder / files.ROWS))
     record.begin(plain, config_hash(plain), run_id, resumed)
     cut(folder / files.ROWS, start.step if start.former else 0)
-    failure.clear(folder)
+    shutil.rmtree(folder / files.RANKS, ignore_errors=True)
     shown: list[Sink] = [record, RunLog(folder, words, made_with)]
     for sentence in start.warnings:
         log.warning("%s", sentence)
@@ -269,7 +265,7 @@ def run(
             log.info("%s", failed.error)
         else:
             record.end("finished", 0, None, None)
-    failure.clear(folder)
+    shutil.rmtree(folder / files.RANKS, ignore_errors=True)
     exit_code = failed.exit_code if failed else 0
     for sink in shown:
         sink.close(summary, exit_code)
@@ -325,5 +321,5 @@ def _wandb(
         config=described,
         sent_until=sent or 0,
         resumes=sent is not None,
-        time_left=lambda: signals.time_left() - PAGE_SECONDS,
+        time_left=lambda: signals.time_left() - 2.0,  # for the page of the run
     )

@@ -29,7 +29,7 @@ from runner.telemetry.sinks import Sink
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,
-    "tensor": partial(TensorParallelPlugin, None),
+    "tensor": TensorParallelPlugin,
     "2-D mesh": partial(HybridParallelPlugin, tp_size=2, dp_size=2, zero_stage=2),
 }
 Make = Callable[[], nn.Module]

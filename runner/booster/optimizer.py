@@ -18,8 +18,8 @@ from runner.booster.step_order import (
     LossScale,
     Nonfinite,
     NonFiniteGradient,
-    Spikes,
     StepOrder,
+    StepOrderError,
     StepState,
     finding,
 )
@@ -53,15 +53,16 @@ class OptimizerWrapper(StepOrder):
         start_mean: Callable[[Number], Callable[[], Number]] | None = None,
         require_final: Callable[[], None] = nothing,
     ) -> None:
-        super().__init__(made.layout, loss_scale, Spikes(skip, start_mean))
+        super().__init__(made.layout, loss_scale, skip is not None and skip.reads_loss)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.nonfinite, self.skip = nonfinite, skip
+        self.nonfinite, self.skip, self._start_mean = nonfinite, skip, start_mean
         self._made, self._max_norm, self._require_final = made, max_norm, require_final
         self.decision: Decision | None = None
         self.powers: Powers | None = None
         self.in_backward: InBackward | None = None
         self._coef: Number = 1.0  # what the next step multiplies gradients by
         self._finite: bool | Tensor | None = None  # whether to take the step; None while unknown
+        self._spike: bool | Tensor = False
         self._taken: bool | Callable[[], float] = False
         self._limiting: ClipMode | None = None  # mode that limits the update of the next step
         self._groups = BoostedGroups(self.optimizers, made.layout, made.steps)
@@ -156,17 +157,40 @@ class OptimizerWrapper(StepOrder):
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
-        waiting = self._spikes.start_loss()
+        waiting = self._start_loss()
         stats = mode.measure(self.layout, each)
         self.powers, self.stage = stats.powers, StepState.CLIPPED
-        finite, spike, loss = self._judge(stats.norm), None, waiting()
+        finite, loss = self._judge(stats.norm), waiting()
+        spike: bool | Tensor = False
         if self.skip is not None:
-            spike = self._spikes.decide(stats.norm, loss, finite, isinstance(self._finite, bool))
-            finite = self._spikes.left_out(finite)
-        decision = self._apply(mode, replace(stats, finite=finite), fold)
-        self.decision = decision if spike is None else replace(decision, spike=spike)
+            spike = self.skip.is_spike(stats.norm, loss, finite)
+            # The host waits where it decides whether the step is taken.
+            self._spike = bool(spike) if isinstance(self._finite, bool) else spike
+        stats = replace(stats, finite=self._unless_spike(finite))
+        decision = self.decision = self._apply(mode, stats, fold)
         self._limiting = None if decision.update is None else mode
+        if spike is not False:
+            number = spike.to(transfer.widest(spike.device)) if isinstance(spike, Tensor) else 1.0
+            self.decision = replace(decision, spike=number)
         return self.decision
+
+    def _start_loss(self) -> Callable[[], Number | None]:
+        """Start to exchange the loss of the step, so that it travels while the norm is measured."""
+        loss = self._loss
+        if loss is None and self._reads_loss:
+            raise StepOrderError(
+                "the skip rule reads the loss: call booster.backward(loss, optimizer) instead of "
+                "loss.backward()"
+            )
+        if loss is None or self._start_mean is None:
+            return lambda: loss
+        return self._start_mean(loss)
+
+    def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
+        """Return ``finite``, or False for a spike."""
+        if self._spike is False or finite is False:
+            return finite
+        return ~self._spike & finite if isinstance(self._spike, Tensor) else False
 
     def _judge(self, norm: Number) -> bool | Tensor:
         """Return whether the gradient is finite, and note whether the step is taken.
@@ -254,7 +278,7 @@ class OptimizerWrapper(StepOrder):
             self._finite = known
         if self.loss_scale is not None:
             self.loss_scale.update(bool(self._finite))  # A spike is no overflow.
-        return self._spikes.left_out(self._finite)
+        return self._unless_spike(self._finite)
 
     def was_taken(self) -> bool:
         """Return whether the last call of :meth:`step` took a step.
@@ -275,7 +299,7 @@ class OptimizerWrapper(StepOrder):
     def begin_step(self, zeroed: bool) -> None:
         """Begin the next step; ``zeroed``: there are no gradients left."""
         super().begin_step(zeroed)
-        self._finite, self._limiting, self._coef = None, None, 1.0
+        self._finite, self._spike, self._limiting, self._coef = None, False, None, 1.0
         if self.in_backward is not None:
             self.in_backward.begin_step()
 

@@ -51,12 +51,10 @@ def require_safe(optimizer: Optimizer, made: ParallelModel, plugin: Plugin) -> N
         return
     names, kind, where = _names(optimizer), type(optimizer).__name__, type(plugin).__name__
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm") and not plugin.rank:
-        log.warning(
-            "%s is not known here: if it computes the step of an element from other parameters, "
-            "or from a whole one, its steps may differ under %s; python -m runner verify tells",
-            kind,
-            where,
+        text = (
+            "whether the steps of %s are right under %s is unknown: python -m runner verify tells"
         )
+        log.warning(text, kind, where)
     if not names & (FROM_ALL | WHOLE):
         return
     found = [""]

@@ -2,13 +2,12 @@
 
 :class:`StepOrder` follows the backward passes of a step and refuses what would give a wrong result:
 clipping a gradient that still accumulates, clipping twice, clipping where there is no gradient.
-:class:`LossScale` and :class:`Spikes` leave steps out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +21,6 @@ from torch import Tensor
 from runner.clip import Layout, Number, transfer
 from runner.clip.norms import Powers
 from runner.clip.shard import is_dtensor, local
-from runner.clip.skip import SkipRule
 from runner.config.notation import first_few, ranks_as_text
 
 Nonfinite = Literal["skip", "error", "ignore"]
@@ -97,58 +95,6 @@ class LossScale:
         self.scale, self.finite_steps = state["scale"], state["finite_steps"]
 
 
-class Spikes:
-    """Applies a skip rule: the loss of the current step, and whether the rule leaves it out."""
-
-    def __init__(
-        self, rule: SkipRule | None, start_mean: Callable[[Number], Callable[[], Number]] | None
-    ) -> None:
-        self.rule, self._start_mean = rule, start_mean
-        self._reads = rule is not None and rule.reads_loss
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self._found: bool | Tensor = False
-        self._loss: Number | None = None
-
-    def add(self, loss: Tensor, weight: float) -> None:
-        """Add ``loss * weight`` to the loss of the step on this rank."""
-        if not self._reads:
-            return
-        loss = loss.detach()
-        whole = loss.full_tensor() if is_dtensor(loss) else loss
-        wide = whole.reshape(()).to(transfer.widest(whole.device))
-        added = transfer.read(wide) * weight
-        self._loss = added if self._loss is None else self._loss + added
-
-    def start_loss(self) -> Callable[[], Number | None]:
-        """Start to exchange the loss of the step, so that it travels while the norm is measured."""
-        loss = self._loss
-        if not self._reads:
-            return lambda: None
-        if loss is None:
-            raise StepOrderError(
-                "the skip rule reads the loss: call booster.backward(loss, optimizer) instead of "
-                "loss.backward()"
-            )
-        return (lambda: loss) if self._start_mean is None else self._start_mean(loss)
-
-    def decide(
-        self, norm: Number, loss: Number | None, finite: bool | Tensor, known: bool
-    ) -> Number:
-        """Decide whether the step is a spike; ``known``: the host waits for the answer."""
-        assert self.rule is not None
-        spike = self.rule.is_spike(norm, loss, finite)
-        self._found = bool(spike) if known else spike
-        return spike.to(transfer.widest(spike.device)) if isinstance(spike, Tensor) else spike + 0.0
-
-    def left_out(self, finite: bool | Tensor) -> bool | Tensor:
-        """Return whether to take the step: where ``finite`` holds, unless it is a spike."""
-        if self._found is False or finite is False:
-            return finite
-        return ~self._found & finite if isinstance(self._found, Tensor) else False
-
-
 class StepState(Enum):
     """State of an optimizer step, as an error message gives it."""
 
@@ -164,14 +110,17 @@ class StepState(Enum):
 class StepOrder:
     """Follows the backward passes of one optimizer step after another."""
 
-    def __init__(self, layout: Layout, loss_scale: LossScale | None, spikes: Spikes) -> None:
-        self.layout, self.loss_scale, self._spikes = layout, loss_scale, spikes
+    def __init__(
+        self, layout: Layout, loss_scale: LossScale | None = None, reads_loss: bool = False
+    ) -> None:
+        self.layout, self.loss_scale, self._reads_loss = layout, loss_scale, reads_loss
         self.stage = StepState.EMPTY
         self.accumulating = False  # whether backward passes run under ``no_sync`` now
         # A gradient that an earlier step has used, and how many times it was written to.
         self._last: tuple[ReferenceType[Tensor], int] | None = None
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
         self._final = self._unscaled = self._scaled = False
+        self._loss: Number | None = None  # of the step on this rank, for a skip rule
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16."""
@@ -191,7 +140,13 @@ class StepOrder:
 
     def add_loss(self, loss: Tensor, weight: float = 1.0) -> None:
         """Add to the loss that a skip rule reads, for callers that run the backward pass."""
-        self._spikes.add(loss, weight)
+        if not self._reads_loss:
+            return
+        loss = loss.detach()
+        whole = loss.full_tensor() if is_dtensor(loss) else loss
+        wide = whole.reshape(()).to(transfer.widest(whole.device))
+        added = transfer.read(wide) * weight
+        self._loss = added if self._loss is None else self._loss + added
 
     def end_backward(self) -> None:
         self.stage = StepState.ACCUMULATING if self.accumulating else StepState.READY
@@ -239,7 +194,7 @@ class StepOrder:
     def begin_step(self, zeroed: bool) -> None:
         self.stage, self._last = StepState.EMPTY, None if zeroed else self._written()
         self._final = self._unscaled = self._scaled = False
-        self._spikes.begin_step()
+        self._loss = None
 
     def unscale(self) -> None:
         """Synchronise the gradients and divide them by the fp16 scale, once a step, in place."""

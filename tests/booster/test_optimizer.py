@@ -187,7 +187,7 @@ def test_the_norm_that_is_returned_is_the_one_before_clipping(norm_type):
         optimizer.step()
         assert optimizer.get_grad_norm() == pytest.approx(before, rel=1e-6)
         optimizer.zero_grad()
-    refused(ValueError, "above 0", lambda: optimizer.clip_grad_by_norm(0.0))
+    refused(ValueError, "greater than 0", lambda: optimizer.clip_grad_by_norm(0.0))
     optimizer.backward(loss_of(module))
     optimizer.clip_grad_by_value(0.05)
     assert norm_of(gradients(module), math.inf) == pytest.approx(0.05)

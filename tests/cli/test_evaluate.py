@@ -33,7 +33,7 @@ def train(folder, *words):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A run of one process, with batch norm and a criterion that is trained."""
+    """A run of one process, with batch norm and a criterion of its own."""
     folder = tmp_path_factory.mktemp("runs") / "single"
     words = ["model=resnet18", "data.shape=[3,8,8]", "checkpoint.interval=2ba"]
     return train(folder, *words, "loss._target_=tests.verify.nets.Tempered")

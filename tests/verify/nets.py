@@ -69,10 +69,10 @@ class Images(IterableDataset):  # A stream of 100 images [C, 8, 8] with one of t
             yield torch.randn(self.channels, 8, 8, generator=draw), number % 10
 
 
-class Tempered(nn.Module):  # Cross entropy at a temperature that is trained
+class Tempered(nn.Module):  # Cross entropy at a temperature
     def __init__(self):
         super().__init__()
-        self.inverse = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("inverse", torch.tensor(2.0))
 
     def forward(self, logits, targets):
         return F.cross_entropy(logits * self.inverse, targets)

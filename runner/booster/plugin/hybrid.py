@@ -6,11 +6,9 @@ with most sizes set to 1.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -29,8 +27,6 @@ from runner.parallel.mesh import Axes, grid, mixtures, of_experts, position, spr
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import Sharding, reshard, shard_model
 from runner.parallel.tensor import parallelize, partial_parameters
-
-log = logging.getLogger(__name__)
 
 SIZES = ("dp_size", "tp_size", "pp_size", "ep_size")
 
@@ -68,6 +64,9 @@ class HybridParallelPlugin(base.Plugin):
         RuntimeError: there is no process group.
         ValueError: the sizes do not multiply to the number of ranks, or options exclude each other.
     """
+
+    open_sizes: tuple[str, ...] = ()
+    """Sizes that take the ranks that the others leave, if they are not given."""
 
     def __init__(
         self,
@@ -133,10 +132,9 @@ class HybridParallelPlugin(base.Plugin):
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[base.Misfit]:
         """Return what does not fit the ranks or the model, see :meth:`Plugin.problems`."""
-        defaults = signature(HybridParallelPlugin).parameters | signature(cls).parameters
+        given = {name: options[name] for name in SIZES if name in options}
         try:
-            given = {name: options.get(name, defaults[name].default) for name in SIZES}
-            sizes = MeshSizes.of(ranks, **given)
+            sizes = MeshSizes.of(ranks, **{**dict.fromkeys(cls.open_sizes), **given})
         except SizeError as error:
             return [(error.key, options.get(error.key, ranks), str(error))]
         return list(_problems(model, sizes, options))
@@ -162,8 +160,6 @@ class HybridParallelPlugin(base.Plugin):
             model, parts, self.pp_rank, sizes.pp, self.schedule, sharded=self.sharded
         )
         if sizes.ep > 1:
-            if not experts and self.rank == 0:
-                log.warning("%s has no experts: it is repeated whole", type(model).__name__)
             spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=sequence)
@@ -357,26 +353,24 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
         super().__init__(zero_stage=chosen, **options)
 
 
-class TensorParallelPlugin(HybridParallelPlugin):
+class _OverRanks(HybridParallelPlugin):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**dict.fromkeys(self.open_sizes), **options})
+
+
+class TensorParallelPlugin(_OverRanks):
     """Tensor parallelism, by default over all ranks, and data parallelism over the others."""
 
-    def __init__(
-        self, tp_size: int | None = None, dp_size: int | None = None, **options: Any
-    ) -> None:
-        super().__init__(tp_size=tp_size, dp_size=dp_size, **options)
+    open_sizes = ("tp_size",)
 
 
-class PipelineParallelPlugin(HybridParallelPlugin):
+class PipelineParallelPlugin(_OverRanks):
     """Pipeline parallelism, by default over all ranks, and data parallelism over the others."""
 
-    def __init__(
-        self, pp_size: int | None = None, dp_size: int | None = None, **options: Any
-    ) -> None:
-        super().__init__(pp_size=pp_size, dp_size=dp_size, **options)
+    open_sizes = ("pp_size",)
 
 
-class MoeHybridParallelPlugin(HybridParallelPlugin):
+class MoeHybridParallelPlugin(_OverRanks):
     """Expert parallelism, by default over all data-parallel ranks; other weights are repeated."""
 
-    def __init__(self, ep_size: int | None = None, **options: Any) -> None:
-        super().__init__(ep_size=ep_size, **options)
+    open_sizes = ("ep_size",)

@@ -22,13 +22,13 @@ LINES = {
     ("booster",): 2971,
     ("parallel",): 2361,
     ("checkpoint",): 551,
-    ("clip",): 3669,
+    ("clip",): 3600,
     ("optim",): 398,
     ("data", "models"): 2136,
     ("report",): 2300,
     ("run_folder",): 600,
     ("verify", "calibrate", "dashboard"): 1168,
-    ("bench",): 810,
+    ("bench",): 807,
 }
 """The most lines of each room. A change that makes a room smaller lowers its number."""
 PUBLIC = {"HybridParallelPlugin", "Mixture", "AWDLSTM", "GPT", "CompressiveTransformer"}

@@ -39,21 +39,17 @@ from runner.config.simple_modes import Adaptive
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)
 LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
-CACHED = 2**16  # elements of a block that is read several times while it is in the cache
 
 
 class Place(NamedTuple):
-    """Where the units of one shard lie in the vector: ``units`` of ``length`` elements each.
-
-    ``kept`` dimensions index units, see :meth:`runner.clip.units.Units.first`.
-    """
+    """Where the units of one shard lie in the vector: ``units`` of ``length`` elements each."""
 
     number: int  # of the shard in the layout
     shard: ParamShard
     left_out: bool  # measured as one unit, which is not clipped
     units: int
     length: int
-    kept: int
+    kept: int  # dimensions that index units, see :meth:`Units.first`
     start: int = 0
 
     @classmethod
@@ -140,10 +136,7 @@ class UnitIndex:
     def norms(
         self, tensors: Sequence[Tensor | None], dtype: torch.dtype, clipped: bool = False
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the norm of each unit (that is ``clipped``), in ``dtype`` at least.
-
-        And for each call the matrix with a copy of its units; None where they were read in place.
-        """
+        """Return the norm of each unit (that is ``clipped``), and each call's copy of its units."""
         norms, matrices = [self._weights[:0]], list[Tensor | None]()
         for places in self.calls:
             first, units = places[0], places[-1].stop - places[0].start
@@ -172,10 +165,9 @@ class UnitIndex:
         return self._weights.where(self._present | (gradients > 0), 0.0)
 
     def complete(self, lengths: Tensor) -> Tensor:
-        """Complete the norms [..., units] of units that a shard boundary cuts.
+        """Complete the norms [2, units] of units that a shard boundary cuts: one buffer a group.
 
-        One buffer for each group of ranks. Whether a rank has a gradient plays no part in which
-        collectives run: an absent one adds zeros.
+        Collectives run whether or not this rank has a gradient: an absent one adds zeros.
         """
         if not self._cuts:
             return lengths
@@ -224,14 +216,9 @@ class UnitNorms:
 
 def _row_norms(rows: Tensor, dtype: torch.dtype) -> Tensor:
     wide, length = torch.promote_types(rows.dtype, dtype), rows.shape[1]
-    host = transfer.can_read(rows.device)
-    if host and wide != rows.dtype:
-        # A conversion is cheap in the cache.
-        blocks = torch.split(rows, max(1, CACHED // max(length, 1)))
-        return torch.cat([_row_norms(block.to(wide), wide) for block in blocks])
-    if not host or wide != torch.float32 or length <= LONG:
+    if not transfer.can_read(rows.device) or wide != torch.float32 or length <= LONG:
         return _norm(rows, 1, wide)
-    whole = length // ROW * ROW
+    rows, whole = rows.to(wide), length // ROW * ROW
     parts = torch.linalg.vector_norm(rows[:, :whole].view(len(rows), -1, ROW), 2.0, 2)
     tail = torch.linalg.vector_norm(rows[:, whole:], 2.0, 1, keepdim=True)
     return _norm(torch.cat([parts, tail], 1), 1, torch.float64)
@@ -242,16 +229,10 @@ def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     wide, reduced = torch.promote_types(tensor.dtype, dtype), tuple(range(kept, tensor.ndim))
     if not reduced:
         return tensor.abs().to(wide).reshape(-1)
-    if not transfer.can_read(tensor.device):
-        return _norm(tensor, reduced, wide).reshape(-1)
-    if (rows := _as_rows(tensor, kept)) is not None:
+    host = transfer.can_read(tensor.device)
+    if host and (rows := _as_rows(tensor, kept)) is not None:
         return _row_norms(rows, dtype)
-    # Units are not contiguous: blocks of what is contiguous are read once.
-    outer = max(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, tensor.stride(dim)))
-    size = max(1, tensor.shape[outer] * CACHED // tensor.numel())
-    blocks = torch.split(tensor, size, outer)
-    sums = [block.to(wide).square().sum(reduced, dtype=torch.float64) for block in blocks]
-    return (torch.cat(sums, outer) if outer < kept else sum(sums, sums[0] * 0)).sqrt().view(-1)
+    return _norm(tensor, reduced, torch.float64 if host else wide).reshape(-1)
 
 
 def _norm(tensor: Tensor, dims: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:

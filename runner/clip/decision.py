@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.layout import Layout
-from runner.clip.norms import Powers, combine, combine_norms, local_power, powers_of
+from runner.clip.norms import Powers, combine, combine_norms, powers_of
 from runner.clip.transfer import Number
 
 _NAN = math.nan
@@ -92,7 +92,7 @@ class Parts:
         changed: number of parts on this rank that are above λ, each divided by its num_replicas.
         total: number of parts on this rank, each divided by its num_replicas.
         work: what the mode needs to change them.
-        power: this rank's share of ‖G‖^p after clipping, see :func:`runner.clip.norms.local_power`;
+        power: this rank's share of ‖G‖^p after clipping, see :func:`runner.clip.norms.powers_of`;
             None where the gradients have to be read again for it.
     """
 
@@ -172,8 +172,7 @@ class Decision:
     @classmethod
     def skipped(cls, norm: Number, threshold: Number | None) -> Decision:
         """Describe a step that is not taken because its gradient is not finite."""
-        limit = _NAN if threshold is None else threshold
-        return cls(norm, **_IF_SKIPPED, threshold=limit, finite=False)
+        return cls(norm, **_IF_SKIPPED, threshold=threshold or _NAN, finite=False)
 
     @classmethod
     def change_parts(
@@ -238,7 +237,7 @@ class Decision:
         if layout.group is None and not isinstance(changed, Tensor) and changed == 0:
             return Decision.untouched(norm, limit, self.max_stat, total)
         if power is None:
-            power = local_power(layout, norm_type)
+            power, _ = powers_of(*layout.gradients(), norm_type)
         powers, changes, totals, maxima = layout.gather([power, changed, total, self.max_stat])
         after, max_stat = combine(powers, norm_type), combine(maxima, math.inf)
         # The shares of all ranks add up to the count, apart from rounding.

@@ -210,16 +210,13 @@ class Layout:
         Autograd may give two parameters the same gradient tensor, as for
         ``torch.stack([a, b]).sum(0)``. An in-place operation would then be applied twice.
         """
-        seen: set[int] = set()
-        shared = False
+        seen, shared = set[int](), False
         for shard in self.shards:
             gradient = shard.gradient
             if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
                 continue
-            if gradient.data_ptr() in seen:
-                assert shard.param.grad is not None
-                shard.param.grad = shard.param.grad.clone()
-                shared = True
+            if gradient.data_ptr() in seen and shard.param.grad is not None:
+                shard.param.grad, shared = shard.param.grad.clone(), True
             seen.add(gradient.data_ptr())
         return shared
 
@@ -258,9 +255,7 @@ class Layout:
             for name in self.matching(pattern, "units"):
                 shape = list(self.parameters[name].shape)
                 if wrong := [dim for dim in outputs if not -len(shape) <= dim < len(shape)]:
-                    text = (
-                        f"clip.units: {pattern} names dimension {wrong[0]} of {name}, whose shape"
-                    )
-                    raise OptionError("units", f"{text} is {shape}")
+                    text = f"clip.units: {pattern} names dimension {wrong[0]} of {name} {shape}"
+                    raise OptionError("units", text)
                 chosen[name] = Units.of_outputs(len(shape), outputs)
         return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.shards]

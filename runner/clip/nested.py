@@ -31,6 +31,7 @@ from runner.config.modes import ByGroups, Chain, Mode, inner_mode
 from runner.config.problem import NOTHING
 
 REST = "rest"  # name of the parameters that no pattern matches
+NAN = math.nan
 
 
 def made(given: Any, outer: Mode, **options: Any) -> ClipMode:
@@ -85,8 +86,8 @@ class NestedMode(ClipMode):
             # The same number twice, not a quotient of two that were rounded differently.
             after, coef, scales = norm, 1.0, None
         ratio = transfer.ratio(after, norm) if coef is None else coef
-        share, nan = clipped if fraction is None else fraction, math.nan
-        return Decision(norm, after, ratio, clipped, share, nan, nan, scales=scales, inner=inner)
+        share = clipped if fraction is None else fraction
+        return Decision(norm, after, ratio, clipped, share, NAN, NAN, scales=scales, inner=inner)
 
     def state_dict(self) -> dict[str, Any]:
         kept = {
@@ -137,9 +138,9 @@ class ChainClip(Chain, NestedMode):
         decisions, factor = self._decide(layout, stats, ())
         if len(decisions) == len(self._links) and decisions[-1].parts is None:
             return self._whole(decisions, factor)
-        nan = math.nan
-        work = Parts(nan, nan, (decisions, factor))
-        return Decision.change_parts(decisions[0].norm, nan, nan, work)
+        return Decision.change_parts(
+            decisions[0].norm, NAN, NAN, Parts(NAN, NAN, (decisions, factor))
+        )
 
     def _decide(
         self, layout: Layout, stats: GradStats, before: Sequence[Decision]
@@ -231,9 +232,8 @@ class GroupsClip(ByGroups, NestedMode):
         if self._layout is not layout:
             self.bind(layout)
         p, found = self.norm_type, [g.mode.measure(g.layout, each) for g in self._bound]
-        norm = found[0].norm
-        if len(found) > 1:
-            norm = combine_norms([stats.norm for stats in found], p)
+        norms = [stats.norm for stats in found]
+        norm = combine_norms(norms, p) if len(norms) > 1 else norms[0]
         powers = None
         if each or any(stats.powers is not None for stats in found):
             pairs = zip(self._bound, found, strict=True)
@@ -257,8 +257,7 @@ class GroupsClip(ByGroups, NestedMode):
         ]
         if all(decision.parts is None for decision in decisions):
             return self._whole(stats.norm, decisions, self._scales(layout, decisions))
-        nan = math.nan
-        return Decision.change_parts(stats.norm, nan, nan, Parts(nan, nan, decisions))
+        return Decision.change_parts(stats.norm, NAN, NAN, Parts(NAN, NAN, decisions))
 
     def _scales(self, layout: Layout, decisions: Sequence[Decision]) -> Tensor:
         """Return the factor of each parameter, [parameters]."""

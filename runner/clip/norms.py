@@ -29,6 +29,7 @@ _REPLICAS = attrgetter("num_replicas")
 
 ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that are summed in float64 together
+EXACT = 131_072  # most elements that are summed in float64, where that costs less than it saves
 # Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
 # Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
@@ -60,11 +61,12 @@ class Powers(NamedTuple):
 
 def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
     """Return ‖G‖ of all gradients of ``layout``; one small collective if it spans ranks."""
-    return combine(layout.gather([local_power(layout, norm_type)])[0], norm_type)
+    power, _ = powers_of(*layout.gradients(), norm_type)
+    return combine(layout.gather([power])[0], norm_type)
 
 
 def combine(powers: Sequence[Number], norm_type: float) -> Number:
-    """Return the norm, given :func:`local_power` of each rank."""
+    """Return the norm, given the share of each rank in ‖G‖^p."""
     device = next((power.device for power in powers if isinstance(power, Tensor)), None)
     if device is not None:
         return combined_norms(transfer.on_device(powers, device), norm_type)
@@ -86,15 +88,10 @@ def combined_norms(every: Tensor, norm_type: float) -> Tensor:
     return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
 
 
-def local_power(layout: Layout, norm_type: float) -> Number:
-    """Return this rank's share of ‖G‖^p (Σ|g|^p ÷ num_replicas), or its largest |g| for p = inf."""
-    return powers_of(*layout.gradients(), norm_type)[0]
-
-
 def powers_of(
     shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float, each: bool = False
 ) -> tuple[Number, Powers | None]:
-    """Return the share of some gradients of this rank in ‖G‖^p, and that of each.
+    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each gradient.
 
     On a CPU the shares of finite gradients are None unless ``each`` asks for them.
     """
@@ -127,7 +124,10 @@ def powers_of(
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
     """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is."""
-    small = list(map(SMALL.__ge__, map(Tensor.numel, gradients)))
+    sizes = list(map(Tensor.numel, gradients))
+    if 0 < sum(sizes) <= EXACT:
+        return _float64_power(gathered(gradients), norm_type)
+    small = list(map(SMALL.__ge__, sizes))
     blocks = list(map(flatten, compress(gradients, map(not_, small))))
     if any(small):
         blocks.append(gathered(list(compress(gradients, small))))
@@ -144,9 +144,15 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
     power = float(torch.dot(each, each) if norm_type == 2.0 else (each**norm_type).sum())
     if VANISHES < power < OVERFLOWS or not any(map(largest, blocks)):
         return power
-    parts = (part.double() for block in blocks for part in torch.split(block, BLOCK))
-    norms = [torch.linalg.vector_norm(part, norm_type).double() for part in parts]
-    return float((torch.stack(norms) ** norm_type).sum())
+    parts = (part for block in blocks for part in torch.split(block, BLOCK))
+    return sum(_float64_power(part, norm_type) for part in parts)
+
+
+def _float64_power(block: Tensor, norm_type: float) -> float:
+    wide = block.double()
+    if norm_type == 2.0:
+        return torch.dot(wide, wide).item()
+    return float(torch.linalg.vector_norm(wide, norm_type) ** norm_type)
 
 
 def largest(tensor: Tensor) -> float:

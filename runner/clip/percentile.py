@@ -3,10 +3,8 @@
 ``λ_t = percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated, and ``G ← G · min(1, λ_t/‖G‖)``.
 Seetharaman, Wichern, Pardo and Le Roux 2020 (arXiv 2007.14469); their code takes unclipped norms of
 all steps, this one included, and clips from the first one on. Here a percentile of 0, which would
-stop the training, clips nothing.
-
-The norms are kept in rising order: 8 bytes for each step that counts (16 with a ``window``), which
-a step reads and writes once.
+stop the training, clips nothing. The norms are kept in rising order: 8 bytes for each step (16 with
+a ``window``), which a step reads and writes once.
 """
 
 from __future__ import annotations

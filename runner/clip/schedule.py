@@ -3,22 +3,16 @@
 ``λ_t = threshold · warm-up factor(t) · decay(t)``, where t counts the steps that were decided, from
 0. A step that is skipped counts too: the host knows its number without waiting for an accelerator.
 OLMo's warm-up is ``warmup=constant`` (``grad_clip_warmup_steps`` in
-https://github.com/allenai/OLMo). With a ``scheduler`` λ_t is the learning rate that it makes of
-``lr=threshold`` after t steps.
+https://github.com/allenai/OLMo).
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
-import torch
-
 from runner.clip import ClipMode, Decision, GradStats, Layout, nested
-from runner.clip.layout import OptionError
 from runner.config.modes import Schedule
 
 
@@ -29,7 +23,6 @@ class ScheduleClip(Schedule, ClipMode):
     initial_history: ClassVar = {"step": 0}
 
     inner: ClipMode = field(init=False, repr=False)
-    _rates: _Rates | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.inner = nested.made(self.of, self, threshold=self.threshold)
@@ -67,18 +60,8 @@ class ScheduleClip(Schedule, ClipMode):
 
     def _set_limit(self) -> None:
         """Give the mode that clips λ of this step, and the tally that counts for this one."""
-        self.inner.tally, step = self.tally, self._step
-        if self.scheduler is None:
-            self.inner.threshold = self.limit * self._factor(step)
-            return
-        if self._rates is None or self._rates.base != self.limit:
-            self._rates = _Rates(self.scheduler, self.limit)
-        self.inner.threshold = limit = self._rates.at(step)
-        if not limit > 0:
-            raise ValueError(
-                f"clip.scheduler gives a threshold of {limit:g} in step {step + 1}: it has to "
-                "stay above 0 (torch's schedulers have eta_min or end_factor for that)"
-            )
+        self.inner.tally = self.tally
+        self.inner.threshold = self.limit * self._factor(self._step)
 
     @property
     def _step(self) -> int:
@@ -94,27 +77,3 @@ class ScheduleClip(Schedule, ClipMode):
         share = min((step - self.warmup_steps) / self.steps, 1.0)
         left = 1.0 - share if self.decay == "linear" else (1.0 + math.cos(math.pi * share)) / 2
         return self.end_factor + (1.0 - self.end_factor) * left
-
-
-class _Rates:
-    """The learning rates that a scheduler makes of one rate, step after step from the first."""
-
-    def __init__(self, target: dict[str, Any], base: float) -> None:
-        self.base = base
-        self._taken = 0
-        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base)
-        arguments = {name: value for name, value in target.items() if name != "_target_"}
-        try:
-            kind: Any = resolve_name(str(target["_target_"]))
-            self._scheduler = kind(self._optimizer, **arguments)
-            self._optimizer.step()  # schedulers warn if no optimizer has stepped before
-            inspect.signature(self._scheduler.step).bind()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise OptionError("scheduler", f"cannot be made: {reason}") from error
-
-    def at(self, step: int) -> float:
-        while self._taken < step:
-            self._scheduler.step()
-            self._taken += 1
-        return float(self._optimizer.param_groups[0]["lr"])

@@ -146,9 +146,8 @@ def account(
         )
     for name, elements in whole.items():
         if abs(found[name] - elements) > 1e-6 * max(elements, 1):
-            raise LayoutError(
-                f"{name} has {elements} elements, but the ranks account for {found[name]:g}"
-            )
+            text = f"{name} has {elements} elements, but the ranks account for {found[name]:g}"
+            raise LayoutError(text)
     return parameters, next((t for t, _ in everywhere if t), "cpu")
 
 

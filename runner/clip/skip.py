@@ -33,10 +33,9 @@ class Past(NamedTuple):
 class SkipRule:
     """Decides which steps are skipped as spikes; its options are those of section ``clip.skip``.
 
-    History holds the values of kept steps alone. A step whose gradient is not finite is no spike:
-    it is left to ``nonfinite``, and neither enters the history nor ends a row of skips. A loss that
-    is not finite although the gradient is counts as a spike once the rule acts, and never as a new
-    level.
+    History holds the values of kept steps alone. A step whose gradient is not finite is no spike,
+    and neither enters the history nor ends a row of skips. A loss that is not finite although the
+    gradient is counts as a spike once the rule acts, and never as a new level.
 
     ``sigma`` limits a value to the mean of kept ones plus k standard deviations (with Bessel's
     correction, as in OLMo-core), ``ema`` to k times their moving average, corrected for its start

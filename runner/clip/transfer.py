@@ -19,10 +19,7 @@ Number = float | Tensor
 
 
 def can_read(device: torch.device) -> bool:
-    """Return whether the host may read values on ``device`` without waiting for it.
-
-    A test that replaces it runs the accelerator's code on CPU tensors.
-    """
+    """Return whether the host may read values on ``device`` without waiting for it."""
     return device.type == "cpu"
 
 

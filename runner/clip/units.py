@@ -137,21 +137,19 @@ def head_weights(model: nn.Module) -> tuple[str, ...]:
 def _heads(model: nn.Module) -> list[Layer]:
     for question in _ASK:
         ask = getattr(model, question, None)
-        if callable(ask) and (answer := list(_modules_in(ask()))):
+        if callable(ask) and (answer := _modules_in(ask())):
             # A model without classes answers with an Identity: it has no head.
             return [layer for module in answer for layer in _last_layers(module)]
     return _last_layers(model)
 
 
-def _modules_in(answer: Any) -> Iterator[nn.Module]:
-    """Yield the modules of an answer: one, or several in a tuple, a list or a mapping."""
+def _modules_in(answer: Any) -> list[nn.Module]:
+    """Return the modules of an answer: one, or several in a tuple, a list or a mapping."""
     if isinstance(answer, Mapping | nn.ModuleDict):
         answer = list(answer.values())
     if isinstance(answer, Sequence | nn.ModuleList):
-        for each in answer:
-            yield from _modules_in(each)
-    elif isinstance(answer, nn.Module):
-        yield answer
+        return [module for each in answer for module in _modules_in(each)]
+    return [answer] if isinstance(answer, nn.Module) else []
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

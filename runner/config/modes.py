@@ -39,9 +39,6 @@ class Schedule(Mode):
     decay: Literal["constant", "linear", "cosine"] = option("constant", "go on to end_factor")
     steps: t.Count | None = option(None, "let the decay take so many steps after the warm-up")
     end_factor: t.Positive = option(0.1, "multiply the threshold by this after the decay")
-    scheduler: t.TargetMapping | None = option(
-        None, "take the shape of a scheduler of learning rates instead: {_target_:...,gamma:0.99}"
-    )
 
     @classmethod
     def waits_for(cls, options: Mapping[str, Any]) -> str:
@@ -63,11 +60,8 @@ class Schedule(Mode):
         else:
             usual = {name: default for name, (_, default) in options_of(described).items()}
             yield from described.conflicts({**usual, **own, "threshold": options["threshold"]})
-        decays, shaped = options["decay"] != "constant", options["scheduler"] is not None
-        if decays and options["steps"] is None and not shaped:
+        if options["decay"] != "constant" and options["steps"] is None:
             yield "steps", f"clip.decay={options['decay']} needs the number of its steps"
-        if shaped and (decays or options["warmup_steps"]):
-            yield "scheduler", "takes the place of clip.warmup_steps (use 0) and clip.decay"
 
 
 @dataclass(eq=False)

@@ -14,12 +14,6 @@ from tests.clip.reference import on, refused, unwaited
 
 STEPS = 400
 NAN, INF = math.nan, math.inf
-LR = "torch.optim.lr_scheduler."
-SCHEDULERS = [
-    {"_target_": LR + "ExponentialLR", "gamma": 0.99},
-    {"_target_": LR + "OneCycleLR", "max_lr": 3.0, "total_steps": 401},
-    {"_target_": LR + "CosineAnnealingWarmRestarts", "T_0": 40, "eta_min": 0.1},
-]
 PERCENTILE = [
     {"threshold": 10.0, "min_steps": 1},  # as published
     {"threshold": 90.0},
@@ -39,7 +33,6 @@ SCHEDULE = [
     {"warmup_steps": 100, "warmup_factor": 4.0, "warmup": "linear", "decay": "linear", "steps": 90},
     {"warmup_steps": 0, "decay": "cosine", "steps": 400, "end_factor": 0.25},
     {"warmup_steps": 0},
-    *({"warmup_steps": 0, "scheduler": one} for one in SCHEDULERS),
 ]
 SCHEDULE = [{"threshold": 0.8, **options} for options in SCHEDULE]
 
@@ -128,18 +121,6 @@ def zscore(norms, threshold, rule="adaptive_scaling", decay=0.97, warmup_steps=2
         yield after, limit
 
 
-def rates(shape, base):
-    """What torch makes of a learning rate over the steps."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=base)
-    arguments = {name: value for name, value in shape.items() if name != "_target_"}
-    kind = getattr(torch.optim.lr_scheduler, shape["_target_"].rpartition(".")[2])
-    scheduler = kind(optimizer, **arguments)
-    for _ in range(STEPS):
-        yield optimizer.param_groups[0]["lr"]
-        optimizer.step()
-        scheduler.step()
-
-
 def limit_of(base, step, warmup_steps, **rest):
     """λ of a step, counted from 0."""
     end, length = rest.get("end_factor", 0.1), rest.get("steps")
@@ -156,10 +137,10 @@ def limit_of(base, step, warmup_steps, **rest):
     return base * (end + (1 - end) * math.cos(math.pi * at / 2) ** 2)
 
 
-def schedule(norms, threshold, scheduler=None, **options):
+def schedule(norms, threshold, **options):
     """Also a step that is not finite counts."""
-    limits = (limit_of(threshold, step, **options) for step in range(STEPS))
-    for norm, limit in zip(norms, rates(scheduler, threshold) if scheduler else limits):  # noqa: B905
+    for step, norm in enumerate(norms):
+        limit = limit_of(threshold, step, **options)
         yield (min(norm, limit) if math.isfinite(norm) else NAN), limit
 
 
@@ -264,18 +245,13 @@ def test_norms_beyond_the_window_are_forgotten_and_another_window_is_refused():
 # -- schedule
 
 
-def test_a_threshold_that_is_changed_counts_from_the_next_step_and_stays_above_zero():
-    half = {"_target_": LR + "ExponentialLR", "gamma": 0.5}
-    mode = build("schedule", threshold=0.8, warmup_steps=0, scheduler=half)
+def test_a_threshold_that_is_changed_counts_from_the_next_step():
+    options = {"decay": "linear", "steps": 4, "end_factor": 1e-9}
+    mode = build("schedule", threshold=0.8, warmup_steps=0, **options)
     first = clipped(mode, [100.0, 100.0])
     mode.threshold = 8.0
     found = [step[0] for step in first + clipped(mode, [100.0, 100.0])]
-    assert found == pytest.approx([0.8, 0.4, 2, 1], rel=1e-6)
-    ends = {"start_factor": 1.0, "end_factor": 0.0, "total_iters": 2}
-    shape = {"_target_": LR + "LinearLR", **ends}
-    mode = build("schedule", threshold=0.8, warmup_steps=0, scheduler=shape)
-    clipped(mode, [1.0, 1.0])
-    refused(ValueError, "threshold of 0|step 3", lambda: clipped(mode, [1.0]))
+    assert found == pytest.approx([0.8, 0.6, 4, 2], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ LINES = {
     ("sweep",): 644,
     ("telemetry",): 1380,
     ("train",): 2430,
-    ("booster",): 2971,
+    ("booster",): 2972,
     ("parallel",): 2361,
     ("checkpoint",): 551,
     ("clip",): 3600,

@@ -87,10 +87,7 @@ def computes_from_all(optimizer: Optimizer, names: frozenset[str] = FROM_ALL) ->
 
 
 def orthogonalized(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the parameters whose gradients an optimizer orthogonalizes: the matrices of Muon.
-
-    Implementations that step other parameters by Adam mark these groups by ``use_muon``.
-    """
+    """Return the matrices of Muon; some implementations mark their groups by ``use_muon``."""
     return [
         parameter
         for optimizer in optimizers
@@ -142,10 +139,7 @@ class BoostedGroups:
         return len(groups), list(map(id, chain.from_iterable(groups)))
 
     def have_changed(self) -> bool:
-        """Return whether parameters were added since the last call, by ``add_param_group``, say.
-
-        With ZeRO stage 1, this rank keeps those of them that it steps.
-        """
+        """Return whether groups changed since the last call; keep what this rank steps of them."""
         if self._now() == self._seen:
             return False
         shards = {id(shard.param): shard for shard in self._layout.shards}
@@ -170,8 +164,8 @@ class BoostedGroups:
     def fold(self, coef: Number) -> bool:
         """Return whether fused kernels multiply all gradients by ``coef`` as they step.
 
-        The step reads each gradient anyway, so clipping in it saves a read and a write of all of
-        them. A hook that runs before a step has to see clipped gradients: nothing is folded then.
+        This saves a read and a write of all gradients. A hook before the step has to see them
+        clipped: nothing is folded then.
         """
         if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
             return False

@@ -89,6 +89,8 @@ class HybridParallelPlugin(base.Plugin):
         max_norm: float = 0.0,
     ) -> None:
         self.world = base.require_process_group(type(self).__name__)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(SCHEDULES)}")
         if zero_stage not in range(4):
             raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {zero_stage}")
         if zero_stage < 2 and (param_dtype is not None or cpu_offload):
@@ -128,13 +130,18 @@ class HybridParallelPlugin(base.Plugin):
         return self.sizes.dp
 
     @classmethod
+    def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
+        """Return the sizes of the mesh for arguments ``options``; SizeError if they do not fit."""
+        given = {name: options[name] for name in SIZES if name in options}
+        return MeshSizes.of(ranks, **{**dict.fromkeys(cls.open_sizes), **given})
+
+    @classmethod
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[base.Misfit]:
         """Return what does not fit the ranks or the model, see :meth:`Plugin.problems`."""
-        given = {name: options[name] for name in SIZES if name in options}
         try:
-            sizes = MeshSizes.of(ranks, **{**dict.fromkeys(cls.open_sizes), **given})
+            sizes = cls.sizes_of(ranks, options)
         except SizeError as error:
             return [(error.key, options.get(error.key, ranks), str(error))]
         return list(_problems(model, sizes, options))

@@ -1,13 +1,12 @@
 """A coefficient that leaves gradients out (those of Muon), on the host and on an accelerator."""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
-from runner.clip import ClipMode, GradStats, Layout, ParamShard, build, limit_norm, total_norm
+from runner.clip import GradStats, Layout, ParamShard, build, total_norm
 from runner.clip.units import units_of
 from tests.clip.reference import norm_of, on, unwaited
 
@@ -90,39 +89,21 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, p, kept):
     assert float(decision.clipped) == 0.0
 
 
-@dataclass
-class RunningMean(ClipMode):
-    """A mode with a history of norms, which knows nothing of gradients that are left out."""
-
-    initial_history = {"mean": 0.0}  # noqa: RUF012
-    measures_itself = False
-
-    def measure(self, layout, each=False):
-        if not self.measures_itself:
-            return super().measure(layout, each)
-        return GradStats.measured(total_norm(layout), None)
-
-    def decide_finite(self, layout, stats):
-        self.history["mean"] = (self.history["mean"] + stats.norm) / 2
-        return limit_norm(stats.norm, self.limit * self.history["mean"])
-
-
-@pytest.mark.parametrize("itself", [False, True])
 @KEPT
-def test_a_mode_with_a_history_decides_by_the_scaled_gradients(itself, kept):
-    mode, mean = RunningMean(threshold=0.9), 0.0
-    mode.measures_itself = itself and not kept
-    for scale in (1.0, 5.0, 0.2):
+def test_a_mode_with_a_history_decides_by_the_scaled_gradients(kept):
+    """As if there were no others, whether or not it measures which part they are of ‖G‖."""
+    mode, alone = (build("percentile", threshold=50.0, min_steps=1) for _ in range(2))
+    for number, scale in enumerate((1.0, 5.0, 0.2, 3.0)):
         layout = laid_out(scale)
         layout.shards[0].param.grad.mul_(1e3)  # the size of a matrix plays no part
-        part = norm_of(gradients_of(layout, SHAPES.keys() - MATRICES).values())
+        others = Layout(shard for shard in laid_out(scale).shards if shard.scaled)
         whole = norm_of(gradients_of(layout).values())
-        mean = (mean + part) / 2
         with on(kept):
-            decision = mode.clip(layout)
-        assert float(mode.history["mean"]) == pytest.approx(mean, rel=1e-12)
+            stats = GradStats.measured(total_norm(layout), None) if number > 1 else None
+            decision, wanted = mode.clip(layout, stats), alone.clip(others)
         assert float(decision.norm) == pytest.approx(whole, rel=1e-12)
-        assert float(decision.factor) == pytest.approx(min(1.0, 0.9 * mean / part), rel=1e-12)
+        assert float(decision.factor) == pytest.approx(float(wanted.coef), rel=1e-12)
+        assert float(decision.threshold) == pytest.approx(float(wanted.threshold), rel=1e-12)
 
 
 def test_a_mode_without_a_threshold_reports_what_one_would_limit():

@@ -13,8 +13,8 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3483,
-    ("cli",): 934,
+    ("config", "compose"): 3229,
+    ("cli",): 902,
     ("launch",): 1200,
     ("sweep",): 644,
     ("telemetry",): 1380,

@@ -14,7 +14,6 @@ from torch import nn
 from runner.cli import new
 from runner.cli.main import COMMANDS, PARSED_BY_ARGPARSE
 from runner.compose import recipes
-from runner.compose.composer import Source
 from runner.compose.jobs import spelled_out
 from runner.compose.request import request
 from runner.config.folders import find, options
@@ -137,7 +136,7 @@ def test_keys_files_and_folders_exist():
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert new.main(["demo"]) == 0
+    assert new.new(["demo"]) == 0
     for words in commands(DOCUMENTS[name]):
         command, *rest = words or [""]
         if command in (*PARSED_BY_ARGPARSE, "evaluate", "clip.treshold=1"):
@@ -145,12 +144,12 @@ def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monk
         words = rest if command in COMMANDS else words
         given = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
         given = [word for word in given if "plan.yaml" not in word]
-        given, source = spelled_out(given), Source()
+        given, own = spelled_out(given), None
         if "--config-dir" in given:
             place = given.index("--config-dir")
-            source = Source(extra=tmp_path / "demo" / given.pop(place + 1))
+            own = tmp_path / "demo" / given.pop(place + 1)
             given.pop(place)
-        assert request(given, multirun="-m" in words, source=source, writes=False).jobs, words
+        assert request(given, multirun="-m" in words, config_dir=own).jobs, words
 
 
 def test_the_model_and_data_of_readme_train(tmp_path, outputs):

@@ -38,7 +38,7 @@ Make = Callable[[], nn.Module]
 def on_ranks(measure: Callable[[Setting], list[Row]], number: int, setting: Setting) -> list[Row]:
     """Run ``measure`` on ``number`` local ranks, joined by gloo; return the rows of the first."""
     words = ["plugin=ddp", f"plugin.nproc={number}", "tracker=none", "device=cpu"]
-    [job] = request(words, writes=False).jobs
+    [job] = request(words).jobs
     folder = setting.folder / f"ranks-{secrets.token_hex(3)}"
     folder.mkdir()
     ended = train(job.config, folder, [], partial(_work, measure, setting))

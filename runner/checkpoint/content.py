@@ -24,8 +24,7 @@ from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
 from runner.booster.saved import OPTIMIZER
 from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint
-from runner.config.duration import MINUTES, Duration
-from runner.config.notation import higher_is_better
+from runner.config.notation import MINUTES, Duration, higher_is_better
 from runner.parallel.collectives import is_first, on_first, several_ranks
 from runner.parallel.sharded_files import Folder, fill, one_error, write, write_later
 from runner.run_folder import files, keys

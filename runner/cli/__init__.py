@@ -1,8 +1,10 @@
-"""The commands: one file each; overrides and flags in, an exit code out."""
+"""The commands: overrides and flags in, an exit code out."""
 
 import argparse
 import secrets
+from collections.abc import Callable
 from datetime import datetime
+from inspect import getdoc
 from pathlib import Path
 
 from runner.config.folders import obstacle, outputs
@@ -12,11 +14,11 @@ FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
 """Exit codes; that of a run that another signal stopped is 129 (SIGHUP) or 143."""
 
 
-def command_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of a command that takes arguments of its own."""
+def command_parser(command: Callable[..., int]) -> argparse.ArgumentParser:
+    """Return the parser of a command with arguments of its own, whose docstring describes it."""
     return argparse.ArgumentParser(
-        prog=f"python -m runner {command}",
-        description=description,
+        prog=f"python -m runner {command.__name__}",
+        description=getdoc(command),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -36,6 +38,6 @@ def new_folder(kind: str, file: str, key: str, given: Path | None) -> Path:
     message = obstacle(chosen)
     if message is None and (chosen / file).exists():
         message = f"holds an earlier {kind} ({file}); choose another name or remove it"
-    if message is None:
-        return chosen
-    raise RequestError([Problem(key if given else "RUNNER_OUTPUTS", str(chosen), message)])
+    if message:
+        raise RequestError([Problem(key if given else "RUNNER_OUTPUTS", str(chosen), message)])
+    return chosen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.cli import folder
-from runner.compose.composer import Source
-from runner.compose.jobs import Job, Where, spelled_out
+from runner.compose.jobs import Where, spelled_out
+from runner.compose.record import Job
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
-from runner.config.folders import CONFIG_NAME
+from runner.config.folders import obstacle
+from runner.config.identity import digest
+from runner.config.plugin_section import may_grow
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
-from runner.config.sizes import may_grow
 from runner.launch.resume import require_one_machine
 from runner.run_folder.status import earlier_record
 from runner.telemetry.sinks.console import announce, print_line
@@ -35,8 +37,6 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     """Read overrides and Hydra's flags, which may stand in any order."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add = parser.add_argument
-    add("--config-path", "-cp", type=folder)
-    add("--config-name", "-cn", default=CONFIG_NAME)
     add("--config-dir", "-cd", type=folder)
     if purpose in ("a run", "a plan"):
         modes = parser.add_mutually_exclusive_group()
@@ -45,9 +45,8 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
         modes.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
         modes.add_argument("--info", "-i", nargs="?", const="all")
         add("--package", "-p")
-        for name, short in {"help": "h", "shell-completion": "sc"}.items():
-            add(f"--{name}", f"-{short}", action="store_true")
-        add("--hydra-help", action="store_true")
+        for flags in (("--help", "-h"), ("--shell-completion", "-sc"), ("--hydra-help",)):
+            add(*flags, action="store_true")
         add("--resolve", action="store_true")
     try:
         args, rest = parser.parse_known_args(words)
@@ -58,20 +57,35 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     if unknown := [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]:
         raise RequestError(unknown)
     args.overrides = spelled_out(rest)
-    args.source = Source(args.config_path, args.config_name, args.config_dir)
     return args
 
 
 def checked(args: argparse.Namespace) -> Request:
     """Return the request of a run or a sweep, checked as far as that goes without torch."""
-    earlier = None if joins() else earlier_record  # the first rank may have begun the record
-    return request(args.overrides, multirun=args.multirun, source=args.source, earlier=earlier)
+    wanted = request(args.overrides, multirun=args.multirun, config_dir=args.config_dir)
+    if joins():
+        return wanted  # the first rank may have begun the record
+    sweep, home = wanted.sweep, wanted.sweep.folder if wanted.sweep else wanted.folder
+    assert home is not None
+    if message := obstacle(home):
+        raise RequestError([Problem(f"hydra.{'sweep' if sweep else 'run'}.dir", home, message)])
+    if sweep is None:
+        if message := earlier_record(home):
+            raise RequestError([Problem("hydra.run.dir", home, message)])
+        return wanted
+    listed = [job.hash for job in wanted.jobs] if sweep.trials is None else []
+    if message := earlier_record(home, sweep.identity, listed):
+        raise RequestError([Problem("sweep.name", sweep.name, message)])
+    if sweep.where == "elsewhere" and not shutil.which("sbatch"):
+        message = "there is no sbatch here: run this on a machine that submits jobs to Slurm"
+        raise RequestError([Problem("hydra/launcher", "submitit_slurm", message)])
+    return wanted
 
 
 def single(words: Sequence[str], purpose: str) -> Request:
     """Read and check a request for one run; nothing is created."""
     args = read(words, purpose)
-    wanted = request(args.overrides, source=args.source, writes=False)
+    wanted = request(args.overrides, config_dir=args.config_dir)
     if wanted.sweep is not None:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
@@ -93,32 +107,27 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
     from runner.train import build, preflight
 
     problems: list[Problem] = []
-    seen: list[dict[str, Any]] = []
-    for job in jobs:
-        apart = {key: value for key, value in job.plain.items() if key != "seed"}
-        if apart in seen:
-            continue
-        seen.append(apart)
+    for job in {digest({**job.plain, "seed": 0}): job for job in jobs}.values():
         try:
             preflight.check(job.config, compared=len(jobs) > 1, here=here)
         except RequestError as error:
             problems += (replace(problem, job=job.label) for problem in error.problems)
     if problems:
         raise RequestError(problems)
-    for config in {id(job.config): job.config for job in jobs}.values():
+    notes: dict[str, str] = {}
+    for config in (job.config for job in jobs):
         samples, of_step = build.samples_of(config)
         if samples is not None and of_step > samples:
             text = f"a step has all {samples:,} samples of the data, not {of_step:,}"
-            print_line(f"clip-runner: note: {text}: lower data.batch_size", sys.stderr)
-            break
-    configs = [job.config for job in jobs if here and started is None]
-    growing = [one for one in configs if may_grow(one.plugin) and build.ranks_of(one) == 1]
-    for name in sorted({one.plugin.name for one in growing}):
-        text = (
-            f"clip-runner: note: plugin={name} runs on one rank: plugin.nproc is not given, and "
-            "this run uses at most one GPU. plugin.nproc=2 starts two ranks."
-        )
-        print_line(text, sys.stderr)
+            notes.setdefault("data", f"{text}: lower data.batch_size")
+        name = config.plugin.name
+        if here and not started and may_grow(config.plugin) and build.ranks_of(config) == 1:
+            notes[name] = (
+                f"plugin={name} runs on one rank: plugin.nproc is not given, and this run uses at "
+                "most one GPU. plugin.nproc=2 starts two ranks."
+            )
+    for text in notes.values():
+        print_line(f"clip-runner: note: {text}", sys.stderr)
 
 
 def on_ranks(

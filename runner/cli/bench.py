@@ -13,19 +13,19 @@ from runner.cli import command_parser, new_folder
 from runner.config.problem import Problem, RequestError
 from runner.telemetry.sinks.console import announce, print_line
 
-DESCRIPTION = """\
-Measure this project against plain PyTorch, and print medians of paired ratios with quartiles.
-This takes about ten minutes on two cores. Leave the machine alone meanwhile.
 
-  clip       what clipping and telemetry add to an optimizer step
-  parallel   clipping under fsdp, tensor and a 2-D mesh on 2 and 4 ranks
-  loop       a training loop with its record against a bare one, in one process and under ddp
-  start      the time until a command answers, and a run's time besides its training"""
+def bench(words: Sequence[str]) -> int:
+    """Measure this project against plain PyTorch.
 
+    Prints medians of paired ratios with quartiles. This takes about ten minutes on two cores. Leave
+    the machine alone meanwhile.
 
-def main(words: Sequence[str]) -> int:
-    """Measure the tables that are asked for, print them, and write them to a new folder."""
-    parser = command_parser("bench", DESCRIPTION)
+      clip       what clipping and telemetry add to an optimizer step
+      parallel   clipping under fsdp, tensor and a 2-D mesh on 2 and 4 ranks
+      loop       a training loop with its record against a bare one, in one process and under ddp
+      start      the time until a command answers, and a run's time besides its training
+    """
+    parser = command_parser(bench)
     add = parser.add_argument
     add("tables", nargs="*", metavar="TABLE", help="tables to measure; all by default")
     add("--peers", action="store_true", help="measure timm, Fabric and Accelerate too")

@@ -14,11 +14,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from inspect import getdoc
 
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
-from runner.config import disk
 from runner.config.environment import joins, started_rank
+from runner.config.folders import disk_full
 from runner.config.problem import Interrupted, RequestError
 from runner.launch import signals
 from runner.telemetry.sinks import ending
@@ -27,9 +28,15 @@ from runner.telemetry.sinks.console import announce, leave_unread, open_streams,
 PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "new", "report")
 """Commands that take no overrides of a run."""
 
-COMMANDS = (*PARSED_BY_ARGPARSE, "calibrate", "evaluate", "plan", "run", "verify")
-"""Each is a module of :mod:`runner.cli` with a function ``main(arguments) -> exit code``. One that
-does not answer ``--help`` itself has a text ``USAGE``."""
+COMMANDS = {
+    **dict.fromkeys(("calibrate", "verify"), "measure"),
+    **dict.fromkeys(("evaluate", "export"), "checkpoints"),
+    **dict.fromkeys(("dashboard", "report"), "pages"),
+    **dict.fromkeys(("plan", "run"), "run"),
+    "bench": "bench",
+    "new": "new",
+}
+"""Commands, each with its module, which has a function ``COMMAND(arguments) -> exit code``."""
 
 LISTENING = 5.0
 """Seconds that a rank delays its exit while another one prints why the request is wrong."""
@@ -89,13 +96,12 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         leave_unread(sys.stdout)
     except (DamagedCheckpoint, OSError) as error:  # such as a file that cannot be written
-        print_line(f"clip-runner: {disk.told(error) or error}", sys.stderr)
+        print_line(f"clip-runner: {disk_full(error) or error}", sys.stderr)
         code = FAILED
     return code
 
 
 def _command(arguments: list[str]) -> int:
-    """Find the command that ``arguments`` begin with, and run it."""
     command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "run"
     if "--version" in arguments:
         from importlib.metadata import version
@@ -107,8 +113,8 @@ def _command(arguments: list[str]) -> int:
     flags = {argument for argument in arguments if argument.startswith("-")}
     if command not in PARSED_BY_ARGPARSE and flags <= {"-m", "--multirun"}:
         announce("clip-runner: reading the configuration")
-    module = import_module(f"runner.cli.{command}")
-    if flags & {"-h", "--help"} and hasattr(module, "USAGE"):
-        print(module.USAGE)
+    work = getattr(import_module(f"runner.cli.{COMMANDS[command]}"), command)
+    if flags & {"-h", "--help"} and command in ("calibrate", "plan", "verify"):
+        print(getdoc(work))
         return 0
-    return int(module.main(arguments))
+    return int(work(arguments))

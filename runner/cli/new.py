@@ -13,15 +13,6 @@ from runner.config.folders import find, obstacle, options
 from runner.config.problem import Problem, RequestError
 from runner.telemetry.sinks.console import print_line
 
-DESCRIPTION = """\
-Write the folder NAME with a model and a data set of your own to edit: their code in NAME.py, the
-options model=NAME and data=NAME and the recipe NAME in conf, and a test. It trains as it is:
-
-  python -m runner new demo
-  cd demo
-  python -m runner --config-dir conf recipe=demo
-  python -m pytest"""
-
 VALUES = ("true", "false", "null", "none", "nan", "inf")
 """What an override reads as a value, not as a name."""
 
@@ -29,9 +20,18 @@ TEMPLATE = Path(__file__).parent / "template"
 """The files to write, with ``NAME`` for the name of the folder, as package data."""
 
 
-def main(words: Sequence[str]) -> int:
-    """Write the folder, and print the commands to run next."""
-    parser = command_parser("new", DESCRIPTION)
+def new(words: Sequence[str]) -> int:
+    """Write the folder NAME with a model and a data set of your own to edit.
+
+    Their code is in NAME.py, the options model=NAME and data=NAME and the recipe NAME in conf, and
+    a test beside it. It trains as it is:
+
+      python -m runner new demo
+      cd demo
+      python -m runner --config-dir conf recipe=demo
+      python -m pytest
+    """
+    parser = command_parser(new)
     parser.add_argument("name", metavar="NAME", help="folder, module and options to write")
     name = parser.parse_args(words).name
     folder = Path(name).absolute()

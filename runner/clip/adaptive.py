@@ -33,8 +33,8 @@ from torch import Tensor
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, transfer
 from runner.clip.norms import OVERFLOWS, ROW, SMALL, VANISHES, combine, flatten, gathered, powers_of
 from runner.clip.shard import local
+from runner.config.modes import Adaptive
 from runner.config.notation import first_few
-from runner.config.simple_modes import Adaptive
 
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)

@@ -12,7 +12,7 @@ from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
 from runner.clip.transfer import Number
-from runner.config.simple_modes import Norm, Unclipped
+from runner.config.modes import Norm, Unclipped
 
 
 def limit_norm(

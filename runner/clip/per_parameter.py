@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
 from runner.clip.norms import combined_norms, powers_of
-from runner.config.simple_modes import AdaGC, PerParameter
+from runner.config.modes import AdaGC, PerParameter
 
 
 @dataclass(frozen=True, slots=True)

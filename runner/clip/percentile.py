@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, limit_norm, transfer
-from runner.config.simple_modes import Percentile
+from runner.config.modes import Percentile
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from runner.clip import ClipMode, Decision, GradStats, Layout, Number, ParamShar
 from runner.clip.norms import combine, powers_of
 from runner.clip.per_parameter import share_of
 from runner.clip.shard import local
-from runner.config.simple_modes import Spike, Update
+from runner.config.modes import Spike, Update
 
 # Name of the second moment in the state of an optimizer. A subclass may change its value.
 NAMES = {**dict.fromkeys((Adam, AdamW, NAdam, RAdam), "exp_avg_sq"), RMSprop: "square_avg"}

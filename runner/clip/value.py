@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, norms, transfer
 from runner.clip.norms import SMALL, combine, flatten, gathered, largest, power_sum, powers_of
-from runner.config.simple_modes import Value
+from runner.config.modes import Value
 
 # Elements that a CPU compares together: they stay in a cache from one look to the next.
 BLOCK = 2**18

@@ -23,7 +23,7 @@ import torch
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, limit_norm
 from runner.clip.transfer import where
-from runner.config.simple_modes import ZScore
+from runner.config.modes import ZScore
 
 
 @dataclass(eq=False)

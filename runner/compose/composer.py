@@ -27,64 +27,53 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.compose.recipes import TARGETS, RecipeSource
-from runner.compose.values import OPEN, drop_arguments, exists, no_option, reason, set_value
+from runner.config.check import owned_keys
 from runner.config.folders import CONFIG_NAME, find, outputs
-from runner.config.problem import MISSING, NOTHING, Problem, RequestError
+from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
+
+OPEN = (*TARGETS, "loss")
+"""Sections that pass any key to their target."""
+
+_NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}
+"""The key that a number in place of an option of a group means."""
 
 _ODD = re.compile("[\0\ud800-\udfff]")
 """What no file can hold: NUL, and bytes of an argument that are no UTF-8."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where the configuration is read: ``--config-path``, ``--config-name``, ``--config-dir``."""
+class _SearchPath(SearchPathPlugin):  # type: ignore[misc, unused-ignore]
+    """Puts recipes, and the folder of ``--config-dir``, before the files of ``conf/``."""
 
-    path: Path | None = None
-    name: str = CONFIG_NAME
     extra: Path | None = None
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the main file."""
-        return (self.path or find("conf")).absolute()
-
-    @property
-    def recipes(self) -> list[Path]:
-        """The folders of recipes; later ones come first."""
-        homes = (home / "recipe" for home in (self.path, self.extra) if home)
-        return [find("recipes"), *(home for home in homes if home.is_dir())]
-
-
-class _SearchPath(SearchPathPlugin):  # type: ignore[misc, unused-ignore]
-    """Puts recipes, and the folder of ``--config-dir``, before the files of the main folder."""
-
-    source = Source()
-
     def manipulate_search_path(self, search_path: Any) -> None:
-        """Change Hydra's search path, as it begins."""
-        if self.source.extra is not None:
-            search_path.prepend("command-line", f"file://{self.source.extra}")
-        recipes = os.pathsep.join(map(str, self.source.recipes))
-        search_path.prepend("recipes", f"recipes://{recipes}")
+        if self.extra is not None:
+            search_path.prepend("command-line", f"file://{self.extra}")
+        homes = os.pathsep.join(map(str, recipe_folders(self.extra)))
+        search_path.prepend("recipes", f"recipes://{homes}")
+
+
+def recipe_folders(extra: Path | None) -> list[Path]:
+    """Return the folders of recipes; later ones come first."""
+    return [find("recipes"), *([extra / "recipe"] if extra else [])]
 
 
 def register() -> None:
     """Register resolvers and plugins of this project with Hydra."""
-    # Kept within one composition, so that a run has one name; fresh for the next.
-    OmegaConf.register_new_resolver(
-        "runner.id", lambda: secrets.token_hex(3), use_cache=True, replace=True
-    )
-    OmegaConf.register_new_resolver("runner.outputs", lambda: str(outputs()), replace=True)
-    OmegaConf.register_new_resolver(
-        "runner.first",
-        lambda *values: next((value for value in values if value is not None), None),
-        replace=True,
-    )
+    resolvers: dict[str, Any] = {
+        "runner.id": lambda: secrets.token_hex(3),
+        "runner.outputs": lambda: str(outputs()),
+        "runner.first": lambda *values: next((one for one in values if one is not None), None),
+    }
+    for name, resolver in resolvers.items():
+        # The id is kept within one composition, so that a run has one name.
+        kept = name == "runner.id"
+        OmegaConf.register_new_resolver(name, resolver, use_cache=kept, replace=True)
     for plugin in (RecipeSource, _SearchPath):
         Plugins.instance().register(plugin)
     # Hydra would add the options of other packages' launchers to our files of the same name.
@@ -103,39 +92,39 @@ class Composed:
     unsettled: set[str] = field(default_factory=set)  # groups whose option does not exist
 
 
-class Composer:
-    """Hydra for one source of configuration files."""
+@lru_cache(maxsize=64)
+def _composed(files: object, directory: str, *words: str) -> DictConfig:
+    """Compose choices of options; the configuration holds the working directory."""
+    return compose(CONFIG_NAME, [*words], return_hydra_config=True)
 
-    def __init__(self, source: Source | None = None) -> None:
-        self.source = source or Source()
+
+class Composer:
+    """Hydra for the files of ``conf/`` and of a user's own folder, ``--config-dir``."""
+
+    def __init__(self, extra: Path | None = None) -> None:
+        self.extra = extra
+        self._files = object() if extra else None  # those of conf/ stay as they are
         self.options = lru_cache(maxsize=256)(self._options)
-        self._base = lru_cache(maxsize=16)(
-            lambda *words: compose(self.source.name, list(words), return_hydra_config=True)
-        )
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make this Hydra the global one, which resolvers ask, as long as the block runs."""
         register()
         GlobalHydra.instance().clear()
-        _SearchPath.source = self.source
+        _SearchPath.extra = self.extra
         try:
-            with initialize_config_dir(
-                str(self.source.folder), job_name="runner", version_base="1.3"
-            ):
+            with initialize_config_dir(str(find("conf")), job_name="runner", version_base="1.3"):
                 yield
         finally:
-            _SearchPath.source = Source()
+            _SearchPath.extra = None
             GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = None
 
     @property
     def loader(self) -> ConfigLoader:
-        """Hydra's loader of files."""
         return GlobalHydra.instance().config_loader()
 
     def _options(self, group: str) -> list[str]:
-        """Return the options of a group; empty if there is no such group."""
         try:
             return self.loader.get_group_options(group, ObjectType.CONFIG) if group else []
         except (OSError, HydraException):  # such as a key that is too long for the name of a file
@@ -162,71 +151,45 @@ class Composer:
                 problems.append(Problem(key, value if equals else NOTHING, text))
         return overrides, problems
 
-    def chooses(self, override: Override) -> bool:
-        """Return whether an override chooses an option of a group."""
-        group = not isinstance(override.value(), dict) and self.options(override.key_or_group)
-        return bool(group)
+    def _chooses(self, override: Override) -> bool:
+        """Return whether an override chooses an option of a group, or is for Hydra."""
+        named = not isinstance(override.value(), dict) and self.options(override.key_or_group)
+        return bool(named) or override.is_hydra_override()
 
     def compose(self, overrides: Sequence[Override], onto: DictConfig | None = None) -> Composed:
         """Compose the overrides of one job, or change the configuration ``onto`` by them."""
-        by_hydra = [one for one in overrides if self.chooses(one) or one.is_hydra_override()]
-        values = [one for one in overrides if one not in by_hydra]
-        words = [one.input_line or "" for one in by_hydra]
-        made = self._choose(words)
-        if replaced := self._replaced(made.config, values, onto):
-            made = self._choose([*words, *replaced])
+        chosen = [one for one in overrides if self._chooses(one)]
+        values = [one for one in overrides if one not in chosen]
+        made = self._choose([one.input_line or "" for one in chosen])
         if onto is None:
             task = [one.input_line or "" for one in overrides if not one.is_hydra_override()]
             made.config.hydra.overrides.task = task
             made.config.hydra.job.override_dirname = ",".join(sorted(task))
         else:
             with open_dict(onto):
-                groups = [one.key_or_group for one in by_hydra]
-                groups += [word.partition("=")[0] for word in replaced if onto is not None]
-                onto.update({group: made.config[group] for group in groups})
+                onto.update({one.key_or_group: made.config[one.key_or_group] for one in chosen})
             made.config = onto
-        own = {word.partition("=")[0] for word in replaced}
-        for one in values:
-            section, _, last = one.key_or_group.partition(".")
-            if last == "_target_" and section in own & {*TARGETS}:  # not those of a recipe either
-                made.words += drop_arguments(section, made.config)
-        targets = [one.key_or_group for one in values if one.key_or_group.endswith("._target_")]
-        free = (*(f"{one}." for one in own), *(one.removesuffix("_target_") for one in targets))
+        targets = [one for one in values if one.key_or_group.endswith("._target_")]
+        # Another target takes the place of the option's, and its arguments.
+        dropped = {section for one in targets if (section := _drop_arguments(one, made))}
+        free = [one.key_or_group.removesuffix("_target_") for one in targets]
+        if onto is None:
+            choices = made.config.hydra.runtime.choices
+            free += [f"{one}." for one in TARGETS if choices.get(one) == "custom"]
         for one in values:
             section = one.key_or_group.partition(".")[0]
             if section in made.unsettled & {*OPEN}:
                 continue  # its key depends on an option that does not exist
-            if one.is_delete() and section in own and not exists(made.config, one.key_or_group):
-                continue  # it was an argument of the option
+            if one.is_delete() and section in dropped and not exists(made.config, one.key_or_group):
+                continue
             try:
-                made.words.append(set_value(one, made.config, one.key_or_group.startswith(free)))
+                _set(one, made, one.key_or_group.startswith(tuple(free)))
             except RequestError as error:
                 made.problems += error.problems
         return made
 
-    def _replaced(
-        self, config: DictConfig, values: Sequence[Override], onto: DictConfig | None
-    ) -> list[str]:
-        """Choose an option without arguments for each section whose option has another target."""
-        given = {one.key_or_group: one.value() for one in values if not one.is_delete()}
-        words = []
-        for section, option in {**dict.fromkeys(TARGETS, "custom"), "clip": "norm"}.items():
-            node: Any = (config if onto is None else onto).get(section)
-            plain: Any = OmegaConf.to_container(node) if node else {}
-            before = plain.get("_target_")
-            target = given.get(f"{section}._target_", before)
-            if onto is None:
-                before = self._target(f"{section}/{config.hydra.runtime.choices.get(section)}")
-            if target not in (None, MISSING, before):
-                words.append(f"{section}={option}")
-        return words
-
-    def _target(self, path: str) -> Any:
-        """Return the target in the file of an option."""
-        for source in self.loader.get_sources():
-            if source.is_config(path):
-                return OmegaConf.select(source.load_config(path).config, "_target_")
-        return None
+    def _base(self, *words: str) -> DictConfig:
+        return _composed(self._files, os.getcwd(), *words)
 
     def _choose(self, words: Sequence[str]) -> Composed:
         """Let Hydra compose ``words``; report those that do not compose with the ones before."""
@@ -236,19 +199,104 @@ class Composer:
         try:
             made = Composed(self._base())
         except Exception as error:
-            raise RequestError(
-                [Problem("--config-name", self.source.name, reason(error))]
-            ) from None
+            problem = Problem("--config-dir", str(self.extra), reason(error))
+            raise RequestError([problem]) from None
         for word in words:
             try:
                 made.config = self._base(*made.words, word)
                 made.words.append(word)
             except Exception as error:
                 key, equals, value = word.partition("=")
-                options, text = self.options(key.lstrip("+~")), reason(error)
+                group, text = key.lstrip("+~"), reason(error)
+                options = self.options(group)
                 if options and re.fullmatch(r"[\w.-]+", value) and value not in options:
-                    text = no_option(key.lstrip("+~"), value, options)
+                    text = _no_option(group, value, options)
                 made.problems.append(Problem(key, value if equals else NOTHING, text))
-                made.unsettled.add(key.lstrip("+~"))
+                made.unsettled.add(group)
         made.config = copy.deepcopy(made.config)
         return made
+
+
+def _set(one: Override, made: Composed, takes_any: bool) -> None:
+    """Set or remove a value, and note the override with which Hydra does the same.
+
+    A section of ``OPEN`` takes a key that its option lacks with a plus, or if it ``takes_any``.
+    """
+    key, config = one.get_key_element().lstrip("+~"), made.config
+    value = NOTHING if one.is_delete() else one.value()
+    there = exists(config, key)
+    unknown: list[tuple[str, Any]] = []
+    if one.is_delete():
+        unknown = [] if there else [(key, NOTHING)]
+    elif key.partition(".")[0] in OPEN and not (one.is_add() or one.is_force_add() or takes_any):
+        unknown = [leaf for leaf in leaves(key, value) if not exists(config, leaf[0])]
+    if unknown:
+        raise RequestError(_unknown(leaf, content, config) for leaf, content in unknown)
+    try:
+        if one.is_delete():
+            parent, _, last = key.rpartition(".")
+            with open_dict(config):
+                del (OmegaConf.select(config, parent) if parent else config)[last]
+            made.words.append(f"~{key}")
+            return
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except Exception as error:  # OmegaConf raises TypeError, IndexError and more for odd keys
+        raise RequestError([Problem(key, value, reason(error))]) from None
+    sign = "" if there and not isinstance(value, dict) else "+" if one.is_add() else "++"
+    made.words.append(f"{sign}{key}={one.get_value_string()}")
+
+
+def _drop_arguments(target: Override, made: Composed) -> str | None:
+    """Remove the arguments of a section that has another target; return the section's name."""
+    section, _, last = target.key_or_group.partition(".")
+    node = made.config.get(section) if section in (*TARGETS, "clip") else None
+    if last != "_target_" or not node or target.is_delete():
+        return None
+    if target.value() in (None, OmegaConf.to_container(node).get("_target_")):  # type: ignore[union-attr]
+        return None
+    gone = [str(key) for key in node if f"{section}.{key}" not in owned_keys()]
+    with open_dict(node):
+        for key in gone:
+            del node[key]
+    made.words += (f"~{section}.{key}" for key in gone)
+    return section
+
+
+def exists(config: DictConfig, key: str) -> bool:
+    """Return whether a dotted key exists, also where it has no value yet."""
+    section, dot, _ = key.partition(".")
+    if not dot or section not in config:
+        return section in [*config]
+    node = config[section]
+    inside = leaves(section, OmegaConf.to_container(node) if OmegaConf.is_config(node) else None)
+    return any(name == key or name.startswith(f"{key}.") for name, _ in inside)
+
+
+def _unknown(key: str, value: Any, config: DictConfig) -> Problem:
+    plain: Any = OmegaConf.to_container(config)
+    section = key.partition(".")[0]
+    known = {*owned_keys(plain), *(name for name, _ in leaves(section, plain.get(section)))}
+    problem = unknown_key(key, known, value)
+    further = section in OPEN and "." in key
+    advice = f"; a further argument of its _target_ is +{key}=VALUE" if further else ""
+    return Problem(key, value, problem.message + advice)
+
+
+def _no_option(group: str, option: str, options: Sequence[str]) -> str:
+    near, listed = did_you_mean(option, options), ", ".join(options)
+    if group in _NUMBERS and re.fullmatch(r"[\d.e-]+", option):
+        near = f"; did you mean {_NUMBERS[group]}={option}?"
+    if group in OPEN:
+        listed += f"; any class or function by its full name: {group}=package.name"
+    return f"there is no {group}/{option}{near}  (options: {listed})"
+
+
+def reason(error: BaseException) -> str:
+    """Return Hydra's message on one line, without its advice to add ``+``, which hides typos."""
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return _no_option(group, option, error.options)
+    lines = f"{error}\n{error.__cause__ or ''}".splitlines()
+    noise = ("To append", "full_key", "object_type")
+    kept = [line.strip() for line in lines if not line.strip().startswith(noise)]
+    return " ".join(filter(None, kept)) or type(error).__name__

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain, islice, product
 from math import prod
@@ -16,21 +14,15 @@ from typing import Any, Literal, TypeAlias
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composed, Composer
-from runner.compose.values import OPEN, exists, reason
-from runner.config.folders import obstacle, outputs
-from runner.config.identity import config_hash, masked_words, request_hash, sweep_name
+from runner.compose.composer import OPEN, Composed, Composer, exists, reason
+from runner.compose.record import Job, checked
+from runner.config.folders import outputs
+from runner.config.identity import request_hash, sweep_name
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.schema import SHORT, RunConfig
-
-Check: TypeAlias = Callable[[Composed, int], "Job"]
-"""Returns one job, given its composition and its number in the sweep; raises RequestError."""
-
-Earlier: TypeAlias = Callable[[Path, str | None, Sequence[str]], str | None]
-"""Returns why a folder must not be written by a run (None), or by a sweep with the given hash."""
+from runner.config.schema import SHORT
 
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
@@ -46,27 +38,7 @@ LAUNCHERS: Mapping[str, tuple[Where, str]] = {
 _MOST_WRONG = 10
 """Wrong jobs after which no further one is checked: most of their problems are the same."""
 
-_UNSET = "unset"  # value in a list of ``sweep.zip`` that leaves its key out of the job
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training job of a request."""
-
-    config: RunConfig
-    plain: dict[str, Any]
-    words: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The overrides that set it apart, as one line."""
-        return " ".join(masked_words(self.apart))
-
-    @cached_property
-    def hash(self) -> str:
-        """Hash of the configuration: 16 hexadecimal digits."""
-        return config_hash(self.plain)
+_UNSET = "=unset"  # value in a list of ``sweep.zip`` that leaves its key out of the job
 
 
 @dataclass(frozen=True)
@@ -101,22 +73,29 @@ def where(target: object) -> Where:
     return LAUNCHERS[str(target).rpartition(".")[2]][0]
 
 
-def only_for_sweeps(overrides: Iterable[Override]) -> Iterator[Problem]:
-    """Yield a problem for each override that lists values, since no sweep is asked for."""
-    text = (
-        "a list of values is a sweep: add -m; a list as one value goes in brackets, [a,b], and "
-        "text with a comma in quotes"
-    )
-    listed = (one for one in overrides if one.is_sweep_override())
-    yield from (Problem(one.get_key_element(), one.get_value_string(), text) for one in listed)
+def job_of(made: Composed, folder: Path | None, number: int | None = None) -> Job:
+    """Return the checked job of a composition, in its folder or as this ``number`` of a sweep."""
+    config = made.config
+    with read_write(config), open_dict(config), read_write(config.hydra):
+        if number is not None:  # as the launcher of a sweep does
+            config.hydra.job.num, config.hydra.job.id = number, number
+        config.hydra.runtime.output_dir = str(folder or outputs())
+    HydraConfig.instance().set_config(config)
+    return checked(made)
+
+
+def destination(config: DictConfig, kind: str) -> tuple[Path | None, list[Problem]]:
+    """Return the folder of a run or a sweep, and why it cannot be resolved."""
+    HydraConfig.instance().set_config(config)
+    key = f"hydra.{kind}.dir"
+    try:
+        return Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute(), []
+    except (OmegaConfBaseException, ValueError) as error:
+        return None, [Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")]
 
 
 def sweep(
-    composer: Composer,
-    made: Composed,
-    overrides: Sequence[Override],
-    check: Check,
-    earlier: Earlier | None,
+    composer: Composer, made: Composed, overrides: Sequence[Override]
 ) -> tuple[list[Job], Sweep | None, list[Problem]]:
     """Return the jobs of a sweep, the sweep, and everything that is wrong with them.
 
@@ -128,72 +107,43 @@ def sweep(
     params = _setting(master, "hydra.sweeper.params") or {}
     listed, problems = composer.read(f"{key}={value}" for key, value in params.items())
     overrides = [*listed, *overrides]
-    problems += _launcher_problems(master)
+    problems += [*_launcher_problems(master), *destination(master, "sweep")[1]]
+    values: dict[str, list[str]] = {}
+    combined: Iterable[Sequence[str]]
     try:
-        combined = _combined(overrides, master, searches)
+        values, combined = _combined(overrides, master, searches)
     except RequestError as error:  # the other overrides are checked too
         problems += error.problems
-        fixed = [one.input_line or "" for one in overrides if not one.is_sweep_override()]
-        combined = [dict.fromkeys(fixed, False)]
+        combined = [[one.input_line or "" for one in overrides if not one.is_sweep_override()]]
     jobs: list[Job] = []
     wrong = 0
     for number, words in enumerate(combined):
         try:
-            job = check(composer.compose(composer.read(words)[0]), number)
-            apart = [word for word, varies in words.items() if varies]
+            job = job_of(composer.compose(composer.read(words)[0]), None, number)
+            apart = [one for one in words if len(values.get(one.partition("=")[0], "")) > 1]
             jobs.append(replace(job, apart=tuple(apart)))
         except RequestError as error:
             problems += error.problems
             wrong += 1
             if wrong == _MOST_WRONG:
                 break
-    problems += destination(master, "sweep", earlier and (lambda *_: None))[1]
     if problems or not jobs:
         return jobs, None, problems
-    placed = _placed(master, made.words, overrides, jobs, searches)
-    added = [] if searches else [job.hash for job in jobs]
-    if earlier and (text := earlier(placed.folder, placed.identity, added)):
-        problems.append(Problem("sweep.name", placed.name, text))
-    if earlier and placed.where == "elsewhere" and not shutil.which("sbatch"):
-        text = "there is no sbatch here: run this on a machine that submits jobs to Slurm"
-        problems.append(Problem("hydra/launcher", "submitit_slurm", text))
-    return jobs, placed, problems
+    return jobs, _placed(master, made.words, overrides, jobs, searches), []
 
 
-def _setting(master: DictConfig, key: str, default: Any = None) -> Any:
+def _setting(master: DictConfig, key: str) -> Any:
     try:
-        found = OmegaConf.select(master, key, default=default)
+        found = OmegaConf.select(master, key)
     except OmegaConfBaseException:  # it refers to nothing, which the check of a job reports
-        return default
+        return None
     return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
-
-
-def destination(
-    config: DictConfig, kind: str, earlier: Earlier | None = None
-) -> tuple[Path | None, list[Problem]]:
-    """Resolve the folder of a run or a sweep, and check that it can be written; nothing is created.
-
-    Nothing is checked without ``earlier``.
-    """
-    HydraConfig.instance().set_config(config)
-    key = f"hydra.{kind}.dir"
-    try:
-        folder = Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()
-    except (OmegaConfBaseException, ValueError) as error:
-        return None, [Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")]
-    if earlier and (message := obstacle(folder)):
-        if obstacle(outputs()) and folder.is_relative_to(outputs()):
-            return folder, [Problem("RUNNER_OUTPUTS", str(outputs()), message)]
-        return folder, [Problem(key, str(folder), message)]
-    if earlier and (message := earlier(folder, None, ())):
-        return folder, [Problem(key, str(folder), message)]
-    return folder, []
 
 
 def _launcher_problems(master: DictConfig) -> Iterator[Problem]:
     """Yield what is wrong with the launcher of a sweep, and the names of its folders."""
     name = str(_setting(master, "hydra.launcher._target_")).rpartition(".")[2]
-    choice = _setting(master, "hydra.runtime.choices", {}).get("hydra/launcher")
+    choice = (_setting(master, "hydra.runtime.choices") or {}).get("hydra/launcher")
     if name not in LAUNCHERS:
         text = f"{name} is not known here, and could not continue a sweep"
         yield Problem("hydra/launcher", choice, text)
@@ -208,8 +158,8 @@ def _launcher_problems(master: DictConfig) -> Iterator[Problem]:
 
 def _combined(
     overrides: Sequence[Override], master: DictConfig, searches: bool
-) -> Iterable[dict[str, bool]]:
-    """Return the overrides of each job, and whether each varies: every combination of the lists.
+) -> tuple[dict[str, list[str]], Iterable[list[str]]]:
+    """Return the overrides of each key, and those of each job: every combination of the lists.
 
     Of a search, whose sweeper chooses as it goes, one job for each value stands for all.
     """
@@ -228,32 +178,29 @@ def _combined(
         except Exception as error:  # Hydra raises HydraException, ValueError, TypeError and more
             problems.append(Problem(key, one.get_value_string(), str(error)))
     together = [key for key in values if key in zipped and len(values[key]) > 1]
-    lengths = {len(values[key]) for key in together}
-    if len(lengths) > 1 or {*together} != {*zipped}:
+    if len({len(values[key]) for key in together}) > 1 or {*together} != {*zipped}:
         told = ", ".join(f"{key} has {len(values.get(key, ['']))}" for key in zipped)
-        text = f"these lists must be equally long: {told}"
-        problems.append(Problem("sweep.zip", zipped, text))
+        problems.append(Problem("sweep.zip", zipped, f"these lists must be equally long: {told}"))
     if problems:
         raise RequestError(problems)
-    axes = []
+    axes: list[list[list[str]]] = []
     for key, words in values.items():
         if key not in together:
-            axes.append([{word: len(words) > 1} for word in words])
+            axes.append([[word] for word in words])
         elif key == together[0]:
             rows = zip(*(values[one] for one in together), strict=True)
-            absent = {f"{one}={_UNSET}" for one in together}
-            axes.append([{word: True for word in row if word not in absent} for row in rows])
+            axes.append([[word for word in row if not word.endswith(_UNSET)] for row in rows])
     count = sum(len(axis) - 1 for axis in axes) + 1 if searches else prod(map(len, axes))
     if count > most:
         sizes = ", ".join(f"{key} {len(one):,}" for key, one in values.items() if len(one) > 1)
         text = f"this sweep has {count:,} runs or more (values: {sizes}); list fewer values, or "
         raise RequestError([Problem("sweep.max_jobs", most, f"{text}raise the limit")])
-    chosen: Iterable[Sequence[dict[str, bool]]] = product(*axes)
+    chosen: Iterable[Sequence[list[str]]] = product(*axes)
     if searches:
         first = [axis[0] for axis in axes]
         others = ([*first[:n], one, *first[n + 1 :]] for n, a in enumerate(axes) for one in a[1:])
         chosen = [first, *others]
-    return (dict(chain.from_iterable(part.items() for part in parts)) for parts in chosen)
+    return values, ([*chain.from_iterable(parts)] for parts in chosen)
 
 
 def _listed(override: Override, most: int, searches: bool) -> Sequence[str]:

@@ -40,10 +40,12 @@ class Recipe:
 
 def read_all(homes: Iterable[Path] | None = None) -> list[Recipe]:
     """Return every recipe of the folders ``homes``; one that cannot be read has its error."""
-    chosen = {
-        file.stem: file for home in homes or [find("recipes")] for file in home.glob("*.yaml")
-    }
-    return [_read(chosen[name]) for name in sorted(chosen)]
+    files = _files(homes or [find("recipes")])
+    return [_read(files[name]) for name in sorted(files)]
+
+
+def _files(homes: Iterable[Path]) -> dict[str, Path]:
+    return {file.stem: file for home in homes for file in home.glob("*.yaml")}
 
 
 def _read(file: Path) -> Recipe:
@@ -59,68 +61,54 @@ def _read(file: Path) -> Recipe:
     return Recipe(file.stem, purpose.strip(), source.strip(), content)
 
 
-def choices(defaults: Any) -> dict[str, str]:
-    """Return the options that a defaults list chooses, by group: ``- override /clip: norm``."""
-    entries = [one for one in defaults or () if isinstance(one, dict)]
-    pairs = [(str(key).partition(" "), option) for one in entries for key, option in one.items()]
-    return {key[2].strip().lstrip("/"): one for key, one in pairs if key[0] == "override"}
-
-
 class RecipeSource(ConfigSource):  # type: ignore[misc, unused-ignore]
     """The group ``recipe``: its path lists the folders of recipes; later ones come first."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
-        homes = [Path(home) for home in self.path.split(os.pathsep)]
-        self.files = {file.stem: file for home in homes for file in home.glob("*.yaml")}
+        self.files = _files(Path(home) for home in self.path.split(os.pathsep))
 
     @staticmethod
     def scheme() -> str:
-        """The beginning of its path in Hydra's search path."""
         return "recipes"
 
     def available(self) -> bool:
-        """Whether there are recipes."""
         return True
 
+    def is_group(self, config_path: str) -> bool:
+        return config_path == "recipe"
+
+    def is_config(self, config_path: str) -> bool:
+        return self._part(config_path) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if config_path == "" and results_filter != ObjectType.CONFIG:
+            return ["recipe"]
+        return sorted({NONE, *self.files}) if config_path == "recipe" else []
+
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a recipe, or a part of one."""
-        content = self._parts(config_path)
+        content = self._part(config_path)
         if content is None:
             raise ConfigLoadError(f"there is no {config_path}")
         node = OmegaConf.create(content)
         return ConfigResult(self.provider, self.path, node, {"package": "_global_"})
 
-    def is_group(self, config_path: str) -> bool:
-        """Whether a path is the group of recipes."""
-        return config_path == "recipe"
-
-    def is_config(self, config_path: str) -> bool:
-        """Whether a path is a recipe or a part of one."""
-        return self._parts(config_path) is not None
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names of recipes."""
-        if config_path == "" and results_filter != ObjectType.CONFIG:
-            return ["recipe"]
-        return sorted({NONE, *self.files}) if config_path == "recipe" else []
-
-    def _parts(self, path: str) -> dict[str, Any] | None:
-        """Return what Hydra reads at a path; None if there is nothing."""
-        group, name, *rest = [*path.removesuffix(".yaml").removeprefix("hydra/").split("/"), ""]
+    def _part(self, path: str) -> dict[str, Any] | None:
+        """Return what Hydra reads at a path: a recipe, or a part of one; None if it is neither."""
+        path = path.removesuffix(".yaml")
+        group, name, *rest = [*path.removeprefix("hydra/").split("/"), ""]
         if group != "recipe" or name not in self.files:
-            return {"recipe": NONE} if path.removesuffix(".yaml") == f"recipe/{NONE}" else None
+            return {"recipe": NONE} if path == f"recipe/{NONE}" else None
         recipe = _read(self.files[name])
         if recipe.error is not None:
             raise Refusal(recipe.error)
         given = {key: one for key, one in recipe.content.items() if isinstance(one, dict)}
-        named = [one for one in TARGETS if "_target_" in given.get(one, {})]
-        defaults = [
-            one
-            for one in recipe.content.get("defaults") or ()
-            if not choices([one]).keys() & {*named}
-        ] + [{f"override /{one}": "custom"} for one in named]
-        chosen = choices(defaults)
+        defaults: list[Any] = [*(recipe.content.get("defaults") or ())]
+        for section in TARGETS:
+            if "_target_" in given.get(section, {}):  # takes the place of an option
+                defaults = [one for one in defaults if section not in _chosen([one])]
+                defaults.append({f"override /{section}": "custom"})
+        chosen = _chosen(defaults)
         sections = [one for one in chosen if one in given]
         if path.startswith("recipe"):
             others = {key: one for key, one in recipe.content.items() if key not in sections}
@@ -133,3 +121,10 @@ class RecipeSource(ConfigSource):  # type: ignore[misc, unused-ignore]
             case [section, option] if section in sections and chosen[section] == option:
                 return {section: recipe.content[section]}
         return None
+
+
+def _chosen(defaults: list[Any]) -> dict[str, str]:
+    """Return the options that a defaults list chooses, by group: ``- override /clip: norm``."""
+    pairs = [pair for one in defaults if isinstance(one, dict) for pair in one.items()]
+    words = [(str(key).partition(" "), option) for key, option in pairs]
+    return {key[2].strip().lstrip("/"): one for key, one in words if key[0] == "override"}

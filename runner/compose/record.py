@@ -1,12 +1,16 @@
-"""The configuration as it is recorded: without secrets, and without values of the environment.
+"""A job of a composition, checked; and its configuration as it is recorded: without secrets.
 
-Training uses the resolved configuration. Files, pages and wandb get the form that is made here.
+Training uses the resolved configuration. Files, pages and wandb get the recorded form, in which
+values of the environment stay references.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +19,31 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composed, Composer, Source
-from runner.compose.jobs import Job
-from runner.compose.values import reason
+from runner.compose.composer import Composed, Composer, reason
 from runner.config.check import examine
 from runner.config.folders import Refusal, read_yaml
-from runner.config.identity import MASK, NOT_HASHED, masked, masked_words
+from runner.config.identity import MASK, NOT_HASHED, config_hash, masked, masked_words
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
+from runner.config.schema import RunConfig
 
 
-def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a job's configuration in plain containers: resolved, and as it is recorded."""
-    written: Any = OmegaConf.to_container(config, resolve=False)
-    resolved: Any = OmegaConf.to_container(config, resolve=True)
-    _settle(resolved)
-    texts = [(key, text) for key, text in leaves("", written) if "${" in str(text)]
-    if not texts and masked(resolved) == resolved:
-        return resolved, resolved
-    # What is resolved from a secret, or from the environment, stays as it is written, and so does
-    # every value that quotes one.
-    values = dict(leaves("", resolved))
-    hidden = {str(values[key]) for key, text in texts if "oc.env:" in str(text) and key in values}
-    hidden |= {str(one) for key, one in values.items() if masked({key: one})[key] == MASK}
+@dataclass(frozen=True)
+class Job:
+    """One training job of a request."""
 
-    def recorded(text: Any, value: Any) -> Any:
-        if isinstance(text, dict):
-            return {key: recorded(one, value[key]) for key, one in text.items() if key in value}
-        if isinstance(text, list):
-            return [recorded(*pair) for pair in zip(text, value, strict=True)]
-        quotes = "oc.env:" in str(text) or any(one and one in str(value) for one in hidden)
-        return text if "${" in str(text) and quotes else value
+    config: RunConfig
+    plain: dict[str, Any]  # as it is recorded
+    words: tuple[str, ...] = ()  # overrides that Hydra composes to the same
+    apart: tuple[str, ...] = ()  # overrides that set it apart from the other jobs
 
-    return resolved, masked(recorded(written, resolved))
+    @property
+    def label(self) -> str:
+        return " ".join(masked_words(self.apart))
 
-
-def _settle(plain: dict[str, Any]) -> None:
-    """Name a user's mode by its class, and put a tensor plan in place of the path of its file."""
-    clip, plugin = plain.get("clip"), plain.get("plugin")
-    if isinstance(clip, dict) and isinstance(clip.get("_target_"), str):
-        clip["mode"] = clip["_target_"].rpartition(".")[2]
-    if isinstance(plugin, dict) and isinstance(plugin.get("tp_plan"), str):
-        try:
-            plugin["tp_plan"] = read_plan(plugin["tp_plan"])
-        except ValueError:
-            return  # the check says why
+    @cached_property
+    def hash(self) -> str:
+        return config_hash(self.plain)
 
 
 def checked(made: Composed) -> Job:
@@ -81,6 +65,37 @@ def checked(made: Composed) -> Job:
     if typed is None or problems:
         raise RequestError(problems)
     return Job(typed, plain, tuple(made.words))
+
+
+def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a job's configuration in plain containers: resolved, and as it is recorded."""
+    written: Any = OmegaConf.to_container(config, resolve=False)
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    clip, plugin = resolved.get("clip"), resolved.get("plugin")
+    if isinstance(clip, dict) and isinstance(clip.get("_target_"), str):
+        clip["mode"] = clip["_target_"].rpartition(".")[2]
+    if isinstance(plugin, dict) and isinstance(plugin.get("tp_plan"), str):
+        # Ranks and the record get the plan, not the path of its file; the check says what is wrong.
+        with suppress(ValueError):
+            plugin["tp_plan"] = read_plan(plugin["tp_plan"])
+    texts = [(key, text) for key, text in leaves("", written) if "${" in str(text)]
+    if not texts and masked(resolved) == resolved:
+        return resolved, resolved
+    # What is resolved from a secret, or from the environment, stays as it is written, and so does
+    # every value that quotes one.
+    values = dict(leaves("", resolved))
+    hidden = {str(values[key]) for key, text in texts if "oc.env:" in str(text) and key in values}
+    hidden |= {str(one) for key, one in values.items() if masked({key: one})[key] == MASK}
+
+    def recorded(text: Any, value: Any) -> Any:
+        if isinstance(text, dict):
+            return {key: recorded(one, value[key]) for key, one in text.items() if key in value}
+        if isinstance(text, list):
+            return [recorded(*pair) for pair in zip(text, value, strict=True)]
+        quotes = "oc.env:" in str(text) or any(one and one in str(value) for one in hidden)
+        return text if "${" in str(text) and quotes else value
+
+    return resolved, masked(recorded(written, resolved))
 
 
 def recorded_words(words: Any) -> list[str]:
@@ -112,12 +127,11 @@ def unresolved_composition(config: Any) -> dict[str, Any]:
 
 
 def as_yaml(content: Any) -> str:
-    """Return plain containers as YAML, keys in their order."""
     text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     return text
 
 
-def recorded(file: Path, given: Sequence[str], source: Source | None = None) -> Job:
+def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -> Job:
     """Return the job that the configuration file of a run describes, with overrides."""
     try:
         content = read_yaml(file)
@@ -125,7 +139,7 @@ def recorded(file: Path, given: Sequence[str], source: Source | None = None) -> 
             raise Refusal(f"{file} holds no configuration")
     except Refusal as error:
         raise RequestError([Problem("RUN", str(file.parent), str(error))]) from None
-    composer = Composer(source)
+    composer = Composer(config_dir)
     with composer.active():
         overrides, problems = composer.read(given)
         right = []

@@ -2,48 +2,51 @@
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from string import Template
+from typing import Any, TypeVar
 
+import hydra
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job
 from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.compose.composer import Composed, Composer, Source
-from runner.compose.jobs import Earlier, Job, Sweep, destination, only_for_sweeps, sweep
-from runner.compose.record import as_yaml, checked, recorded_words, unresolved_composition
-from runner.config.folders import outputs
-from runner.config.problem import RequestError
+from runner.compose import recipes
+from runner.compose.composer import OPEN, Composer, recipe_folders
+from runner.compose.jobs import Sweep, destination, job_of, sweep
+from runner.compose.record import Job, as_yaml, unresolved_composition
+from runner.config.check import owned_keys
+from runner.config.folders import CONFIG_NAME, find
+from runner.config.problem import Problem, RequestError, leaves, shown
+from runner.config.schema import SHORT, RunConfig
 
 T = TypeVar("T")
 
-Waiting: TypeAlias = tuple[int, Sequence[str]]
-"""Number and overrides of a run of a sweep."""
+# Keys that are set by choosing an option of a group.
+_CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request that can be run."""
+    """A request that can be run: one job in a folder, or the jobs of a sweep."""
 
     composer: Composer
     jobs: tuple[Job, ...]
     sweep: Sweep | None = None
     composed: DictConfig | None = None
     folder: Path | None = None
-
-    @property
-    def overrides(self) -> list[str]:
-        """Overrides of one run as they are recorded, without those of Hydra's own settings."""
-        return [] if self.composed is None else recorded_words(self.composed.hydra.overrides.task)
 
     def run(self, work: Callable[[Path], T], folder: Path | None = None) -> T:
         """Call ``work`` with the folder of the run, in which Hydra has set up logging."""
@@ -53,7 +56,7 @@ class Request:
             composed.hydra.mode = RunMode.RUN
             composed.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
             composed.hydra.run.dir = str(folder or self.folder).replace("${", "\\${")
-        with self.composer.active(), logging_restored():
+        with self.composer.active(), _logging_restored():
             ended = run_job(
                 lambda _: work(Path(composed.hydra.runtime.output_dir)),
                 composed,
@@ -65,17 +68,19 @@ class Request:
             return returned
 
     def launch(
-        self, work: Callable[[DictConfig], Any], waiting: Sequence[Waiting], file: Path
+        self,
+        work: Callable[[DictConfig], Any],
+        waiting: Sequence[tuple[int, Sequence[str]]],
+        file: Path,
     ) -> None:
         """Let Hydra's launcher, or the sweeper of a search, call ``work`` for each job.
 
-        What Hydra composed the sweep from is written to ``file``.
+        ``waiting`` has the number and the overrides of each. What Hydra composed the sweep from is
+        written to ``file``.
         """
         assert self.sweep is not None
-        with self.composer.active(), logging_restored():
-            config = compose(
-                self.composer.source.name, [*self.sweep.words], return_hydra_config=True
-            )
+        with self.composer.active(), _logging_restored():
+            config = compose(CONFIG_NAME, [*self.sweep.words], return_hydra_config=True)
             HydraConfig.instance().set_config(config)
             configure_log(config.hydra.hydra_logging, config.hydra.verbose)
             file.write_text(as_yaml(unresolved_composition(config)), encoding="utf-8")
@@ -96,39 +101,38 @@ class Request:
 
 
 def request(
-    given: Sequence[str],
-    *,
-    multirun: bool = False,
-    source: Source | None = None,
-    writes: bool = True,
-    earlier: Earlier | None = None,
+    given: Sequence[str], *, multirun: bool = False, config_dir: Path | None = None
 ) -> Request:
     """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
-    composer = Composer(source)
-    earlier = earlier if writes else None
+    composer = Composer(config_dir)
     placed = folder = None
     jobs: Sequence[Job] = ()
     with composer.active():
         overrides, problems = composer.read(given)
         made = composer.compose([one for one in overrides if not one.is_sweep_override()])
-        config = made.config
-        if multirun or config.hydra.mode == RunMode.MULTIRUN:
-            jobs, placed, found = sweep(composer, made, overrides, _job, earlier)
+        if multirun or made.config.hydra.mode == RunMode.MULTIRUN:
+            jobs, placed, found = sweep(composer, made, overrides)
         else:
-            folder, found = destination(config, "run", earlier)
-            found += only_for_sweeps(overrides)
+            folder, found = destination(made.config, "run")
+            text = (
+                "a list of values is a sweep: add -m; a list as one value goes in brackets, "
+                "[a,b], and text with a comma in quotes"
+            )
+            listed = (one for one in overrides if one.is_sweep_override())
+            found += (
+                Problem(one.get_key_element(), one.get_value_string(), text) for one in listed
+            )
             try:
-                jobs = [_job(made, None)]
+                jobs = [job_of(made, folder)]
             except RequestError as error:
-                problems += error.problems
+                found += error.problems
     if problems := [*problems, *found]:
-        distinct = {(one.word, one.message): one for one in problems}
-        raise RequestError(distinct.values())
-    return Request(composer, tuple(jobs), placed, None if placed else config, folder)
+        raise RequestError({(one.word, one.message): one for one in problems}.values())
+    return Request(composer, tuple(jobs), placed, None if placed else made.config, folder)
 
 
 @contextmanager
-def logging_restored() -> Iterator[None]:
+def _logging_restored() -> Iterator[None]:
     """Close the log files that Hydra opens, and restore the caller's logging."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -141,13 +145,68 @@ def logging_restored() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _job(made: Composed, number: int | None) -> Job:
-    """Return the job of a composition, checked as it will be in its place."""
-    config = made.config
-    folder = None if number is not None else destination(config, "run")[0]
-    with read_write(config), open_dict(config), read_write(config.hydra):
-        if number is not None:  # as the launcher of a sweep does
-            config.hydra.job.num, config.hydra.job.id = number, number
-        config.hydra.runtime.output_dir = str(folder or outputs())
-    HydraConfig.instance().set_config(config)
-    return checked(made)
+# -- answers to the flags that print and run nothing
+
+
+def help_text(given: Sequence[str], config_dir: Path | None = None) -> str:
+    """Return the text of ``--help``, with the values that the overrides ``given`` give.
+
+    Names of sections among them ask for the keys of these sections alone.
+    """
+    sections = [word for word in given if word in RunConfig.model_fields]
+    wanted = request([word for word in given if word not in sections], config_dir=config_dir)
+    composer = wanted.composer
+    with composer.active():
+        config = wanted.composed or composer.compose([]).config  # a sweep has no single values
+        groups = sorted(set(composer.loader.list_groups("")) - {"hydra", "recipe"})
+        rows = ((one, ", ".join(composer.options(one))) for one in groups)
+        if sections:
+            options = _table((f"{one}=", listed) for one, listed in rows if one in sections)
+            return options + _keys(config, sections)
+        found = recipes.read_all(recipe_folders(config_dir))
+        parts = {
+            "GROUPS": _table(rows),
+            "RECIPES": _table((recipe.name, recipe.error or recipe.purpose) for recipe in found),
+            "KEYS": _keys(config, [*RunConfig.model_fields]),
+        }
+        return Template(config.hydra.help.template).safe_substitute(parts)
+
+
+def answer(flags: Sequence[str], words: Sequence[str], config_dir: Path | None) -> int:
+    """Print what Hydra answers to flags of its own, such as ``--cfg``; return its exit code."""
+    folder, printed, code, argv = str(find("conf")), io.StringIO(), 0, sys.argv
+    main = hydra.main(version_base="1.3", config_path=folder, config_name=CONFIG_NAME)(print)
+    with Composer(config_dir).active(), _logging_restored(), redirect_stdout(printed):
+        GlobalHydra.instance().clear()
+        sys.argv = ["clip-runner", *flags, *words]
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.argv = argv
+    print(printed.getvalue(), end="")
+    return code
+
+
+def _keys(config: DictConfig, sections: Sequence[str]) -> str:
+    """Return the keys of some sections with their values in this composition, as a table."""
+    rows = []
+    short = {key: section for section, key in SHORT.items()}
+    plain: Any = OmegaConf.to_container(config)
+    owned = owned_keys(plain)
+    arguments = [key for one in OPEN for key, _ in leaves(one, plain[one]) if key not in owned]
+    for name in sorted([*owned, *arguments], key=lambda key: [*plain].index(key.partition(".")[0])):
+        if name in _CHOSEN or name.partition(".")[0] not in sections:
+            continue
+        meaning, default = owned[name][1:] if name in owned else ("", None)
+        value = OmegaConf.select(config, name, default=default)
+        value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        rows.append((f"{short.get(name, name)}={shown(value)}", meaning))
+    return _table(rows)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    return "".join(f"  {name:<{width}}  {rest}".rstrip() + "\n" for name, rest in rows)

@@ -1,8 +1,4 @@
-"""The check of a composed configuration, and the typed result.
-
-It imports neither Hydra nor torch, so that any process can afford it: each run of a sweep calls
-`parse` again.
-"""
+"""The check of a composed configuration, and the typed result."""
 
 from __future__ import annotations
 
@@ -12,19 +8,12 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from runner.config import problem
 from runner.config.clip_section import clip_model
 from runner.config.modes import MODES, options_of
-from runner.config.problem import (
-    MISSING,
-    NOTHING,
-    Problem,
-    RequestError,
-    leaves,
-    or_list,
-    unknown_key,
-)
+from runner.config.problem import MISSING, NOTHING, Problem, RequestError, leaves
 from runner.config.schema import RunConfig
-from runner.config.section import Conflict, Keys, conflicts_of, section_of
+from runner.config.section import Conflict, Keys, conflicts_of
 
 
 class Key(NamedTuple):
@@ -34,6 +23,7 @@ class Key(NamedTuple):
 
 
 def parse(plain: Mapping[str, Any]) -> RunConfig:
+    """Return the typed configuration; a RequestError names everything that is wrong with it."""
     config, problems = examine(plain)
     if config is None:
         raise RequestError(problems)
@@ -47,23 +37,20 @@ def examine(
 
     Values of the sections ``unsettled``, whose option does not exist, are judged one by one alone.
     """
-    known = owned_keys(plain)
+    known, problems = owned_keys(plain), []
     try:
         config = RunConfig.model_validate(plain)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    else:
         found = [] if unsettled else list(config.conflicts())
         return (None if found else config), [_problem(one, plain, known) for one in found]
-    problems = []
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
     for one in errors:
         if one["type"] in ("extra_forbidden", "invalid_key"):
             for name, value in leaves(".".join(map(str, one["loc"])), one["input"]):
                 every = known if "." in name else {*known, *(key for key, _ in leaves("", plain))}
                 problems.append(_unknown(name, value, every))
     kept = (one for one in errors if not (one["type"] == "conflict" and one["loc"][0] in unsettled))
-    problems += [_problem(one, plain, known) for one in conflicts_of(kept, known)]
-    return None, problems
+    return None, problems + [_problem(one, plain, known) for one in conflicts_of(kept, known)]
 
 
 def _unknown(name: str, value: Any, known: Collection[str]) -> Problem:
@@ -71,8 +58,8 @@ def _unknown(name: str, value: Any, known: Collection[str]) -> Problem:
     option = option.partition(".")[0]
     having = [f"clip={name}" for name, mode in MODES.items() if option in options_of(mode)]
     if section == "clip" and having:
-        return Problem(name, value, f"is an option of {or_list(having)}")
-    return unknown_key(name, known, value)
+        return Problem(name, value, f"is an option of {problem.or_list(having)}")
+    return problem.unknown_key(name, known, value)
 
 
 def _problem(one: Conflict, plain: Mapping[str, Any], known: Mapping[str, Key]) -> Problem:
@@ -92,9 +79,9 @@ def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, Key]:
 def _owned(clip: type[Keys]) -> Mapping[str, Key]:
     def below(section: type[Keys], path: str) -> Iterator[Key]:
         for name, field in section.model_fields.items():
-            inner = clip if path + name == "clip" else section_of(field)
+            inner: Any = clip if path + name == "clip" else field.annotation
             key = f"{path}{field.alias or name}"
-            if inner is not None:
+            if isinstance(inner, type) and issubclass(inner, Keys):
                 yield from below(inner, f"{key}.")
             else:
                 default = MISSING if field.is_required() else field.get_default()

@@ -1,8 +1,4 @@
-"""Section ``clip``: how the gradient of each optimizer step is clipped.
-
-All modes share the keys of :class:`Clip`. A mode adds its own options, which it declares as fields
-of its description (see :mod:`runner.config.mode`): one model is made of both.
-"""
+"""Section ``clip``: the keys of all modes. The model of a mode has its own options besides."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from runner.config import section as t
 from runner.config.mode import Mode, ModeError, ModeInfo, load
 from runner.config.modes import MODES, NAMES, ModeOptions, model_of, name_of
-from runner.config.section import Conflict, OneOf, Section, conflicts_of, key
+from runner.config.section import Conflict, OneOf, Section, key, read
 
 WINDOW = 128
 """Number of kept steps that ``sigma`` compares with by default."""
@@ -60,11 +56,7 @@ class Skip(Section):
 
 def skip_options(**given: Any) -> Skip:
     """Return the options of a rule with the defaults filled in; a ValueError names a wrong one."""
-    try:
-        made = Skip.model_validate(given)
-    except ValidationError as error:
-        found = [*conflicts_of(error.errors(), Skip.model_fields)]
-        raise ValueError("; ".join(f"{one.key} {one.message}" for one in found)) from None
+    made: Skip = read(Skip, given)
     if made.rule == "sigma":
         window = made.window or WINDOW
         filled: dict[str, float] = {"k": 6.0, "window": window, "min_steps": max(2, window // 2)}
@@ -121,14 +113,14 @@ class Clip(ModeOptions):
             yield Conflict("what_if", f"clip={name} has no fixed threshold: leave it empty")
 
 
-def _usable(target: str) -> str:
-    model_of(load(target), _OwnClip, True)  # type: ignore[arg-type]
-    return target
+def _own_model(target: str) -> type[Clip]:
+    made: type[Clip] = model_of(load(target), _OwnClip, True)  # type: ignore[arg-type]
+    return made
 
 
 class _OwnClip(Clip):
     mode: t.Text = key("name of the mode: that of its class")
-    target: Annotated[str, AfterValidator(_usable)] = Field(
+    target: Annotated[str, AfterValidator(lambda target: _own_model(target) and target)] = Field(
         alias="_target_", description="clip by this class, which derives from runner.clip.ClipMode"
     )
 
@@ -151,7 +143,7 @@ def clip_model(plain: object) -> type[Clip]:
         made = model_of(MODES[str(mode)], Clip, False)  # type: ignore[arg-type]
     elif target is not None:
         with suppress(ModeError):
-            made = model_of(load(str(target)), _OwnClip, True)  # type: ignore[arg-type]
+            made = _own_model(str(target))
     return made
 
 

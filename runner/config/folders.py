@@ -1,8 +1,11 @@
-"""Folders of the configuration, of the recipes and of the outputs; YAML as Hydra reads it."""
+"""Folders of the configuration, the recipes and the outputs; YAML as Hydra reads it; full disks."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -13,6 +16,7 @@ CONFIG_NAME = "config"
 """Name of the main configuration file in ``conf``, which chooses an option of each group."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Refusal(ValueError):
@@ -42,8 +46,7 @@ def read_yaml(file: Path) -> Any:
     except FileNotFoundError:
         raise Refusal(f"there is no file {file.absolute()}") from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        why = " ".join(str(error).split())
-        raise Refusal(f"{file} cannot be read: {why}") from None
+        raise Refusal(f"{file} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def outputs() -> Path:
@@ -64,3 +67,37 @@ def obstacle(folder: Path) -> str | None:
             return None
     except (OSError, ValueError) as error:
         return f"{must}: {getattr(error, 'strerror', None) or error}"
+
+
+def not_written(error: OSError, path: Path, what: str) -> OSError:
+    """Return ``error`` with a message of one line that says what could not be written."""
+    if error.errno not in _FULL:
+        why = error.strerror or str(error)
+        return OSError(error.errno, f"{what} could not be written to {path}: {why}")
+    place = path.resolve()
+    while not os.path.ismount(place):
+        place = place.parent
+    return OSError(errno.ENOSPC, f"the disk {place} is full: {what} could not be written")
+
+
+def disk_full(error: BaseException | str | None) -> str | None:
+    """Return the one line of a full disk, if ``error`` is one or was caused by one; else None.
+
+    The error of another process is the text of its traceback.
+    """
+    if isinstance(error, str):
+        signs = "|".join(rf"\[Errno {number}\] " for number in _FULL)
+        found = re.search(rf"(?:{signs})(.*)\s*\Z", error)
+        return found[1] if found else None
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return error.strerror
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def require_room(folder: Path) -> None:
+    """Refuse to begin on a disk that has no room for the record of a run (64 kB)."""
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if shutil.disk_usage(there).free < 2**16:
+        raise not_written(OSError(errno.ENOSPC, ""), folder, folder.name)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from runner.config.duration import Duration
+from runner.config.notation import Duration
 from runner.config.problem import MISSING, leaves
 
 MASK = "***"

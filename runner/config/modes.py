@@ -1,4 +1,4 @@
-"""The clipping modes by name, those that hold other modes, and the pydantic model of each."""
+"""The clipping modes by name: their options and facts, without torch; and the model of each."""
 
 from __future__ import annotations
 
@@ -11,18 +11,204 @@ from pydantic import PlainValidator, TypeAdapter, ValidationError, create_model
 from pydantic_core import to_jsonable_python
 
 from runner.config import section as t
-from runner.config import simple_modes as simple
 from runner.config.mode import Conflicts, Mode, ModeError, ModeInfo, load, option, options_of
 from runner.config.problem import MISSING, NOTHING, did_you_mean, unknown_key
-from runner.config.section import Conflict, Section, conflicts_of, key, refusal
+from runner.config.section import Conflict, Section, conflicts_of, key, read, refusal
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "info_of", "load", "options_of"]
 
+# A mode inside of another one; the second without a threshold, which the mode around it sets.
+Inner = Annotated[Any, PlainValidator(lambda given: _checked(given))]
+InnerWithout = Annotated[Any, PlainValidator(lambda given: _checked(given, threshold=1.0))]
 
-Inner = Annotated[Any, PlainValidator(lambda given: checked(given))]
-"""A mode inside of another one: a number is a limit of the norm, a text the name of a mode."""
-InnerWithout = Annotated[Any, PlainValidator(lambda given: checked(given, threshold=1.0))]
-"""The same without a threshold, which the mode around it sets."""
+
+@dataclass(eq=False)
+class Unclipped(Mode):
+    """The gradient is measured, but not clipped."""
+
+    info = ModeInfo(None, "‖G‖", "‖G‖", "These runs clip nothing.", by_tensor=True)
+
+
+@dataclass(eq=False)
+class Norm(Mode):
+    """The whole gradient is scaled down to a norm of at most the threshold (Pascanu 2013)."""
+
+    info = ModeInfo(
+        "steps",
+        "‖G‖",
+        "‖G‖",
+        "Dashed: the threshold; norms above it are scaled down to it.",
+        published=(
+            (0.1, "Compressive Transformer (Rae 2019), gated convolutional LM (Dauphin 2016)"),
+            (0.25, "AWD-LSTM (Merity 2017), CTRL (Keskar 2019)"),
+            (1.0, "GPT-3 (Brown 2020), LLaMA (Touvron 2023), TaBERT (Yin 2020)"),
+            (2.0, "Inception v3 (Szegedy 2015)"),
+        ),
+    )
+
+
+@dataclass(eq=False)
+class Value(Mode):
+    """Every element of the gradient is clamped to [-threshold, threshold] (Mikolov 2012)."""
+
+    info = ModeInfo(
+        "elements",
+        "gradient element",
+        "|g|",
+        by_tensor=True,
+        grid=(0.1, 0.25, 1.0, 2.0),
+        shares=(0.01, 0.1, 0.001),
+    )
+
+
+@dataclass(eq=False)
+class Adaptive(Mode):
+    """Each unit's gradient is limited to threshold x the norm of its weight (Brock 2021)."""
+
+    info = ModeInfo(
+        "units",
+        "‖G_u‖/‖W_u‖ of a unit",
+        "‖W_u‖",
+        published=(
+            (0.01, "NFNet at batch 4096 (Brock 2021)"),
+            *((value, "NF-ResNet ablation (Brock 2021)") for value in (0.02, 0.04, 0.08)),
+            (0.16, "NF-ResNet ablation (Brock 2021); batch 128 to 256 (Thakur)"),
+        ),
+        shares=(0.2, 0.5, 0.05),
+        by_tensor=True,
+    )
+
+    exclude: Literal["auto"] | t.Texts = option("auto", "do not clip these; auto: heads' weights")
+    units: t.OutputDims | None = option(None, "name the outputs, where a warning asks for it")
+    eps: t.Positive = option(1e-3, "count a weight's norm as at least this, so that zeros can move")
+
+
+@dataclass(eq=False)
+class PerParameter(Mode):
+    """Each tensor's gradient is scaled down to a norm of at most the threshold."""
+
+    info = ModeInfo(
+        "tensors", "‖g_p‖ of a tensor", "‖g_p‖", by_tensor=True, grid=(0.03, 0.1, 0.3, 1.0)
+    )
+
+    by: Literal["tensor", "block"] = option("tensor", "block: names with a prefix as blocks.3")
+
+    @classmethod
+    def waits_for(cls, options: Mapping[str, Any]) -> str:
+        if options["by"] == "block":
+            return "with clip.by=block needs all gradients of a block; use clip.by=tensor"
+        return super().waits_for(options)
+
+
+@dataclass(eq=False)
+class AdaGC(Mode):
+    """Each tensor's norm is limited to threshold x its own running mean (Wang 2025)."""
+
+    info = ModeInfo(
+        "tensors",
+        "‖g_p‖/γ_p of a tensor",
+        "γ_p",
+        published=((1.05, "AdaGC (Wang 2025): GPT-2, LLaMA-2 and CLIP"),),
+        grid=(1.02, 1.2, 1.5, 2.0),
+        by_tensor=True,
+    )
+    at_once: ClassVar = {"threshold": 1.05, "warmup_steps": 1}
+    unclipped: ClassVar = {"absolute": 1e30}
+
+    absolute: t.Positive = option(1.0, "limit the norm of the gradient to this in the warm-up")
+    beta: float = option(0.98, "weigh the steps before in the running mean of a norm", ge=0, lt=1)
+    warmup_steps: t.Natural = option(100, "keep the smallest norm of each tensor in so many steps")
+    history: Literal["clipped", "raw"] = option("clipped", "norms of the running mean")
+
+
+@dataclass(eq=False)
+class Percentile(Mode):
+    """The gradient is scaled down to a percentile of all norms so far (Seetharaman 2020)."""
+
+    info = ModeInfo(
+        "steps",
+        "‖G‖",
+        "%",
+        "Dashed: the percentile of the norms so far; norms above it are scaled down to it.",
+        published=((10.0, "AutoClip (Seetharaman 2020)"),),
+        follows="norms",
+        tenth=90.0,
+    )
+    at_once: ClassVar = {"threshold": 10.0, "min_steps": 1}
+
+    window: t.Count | None = option(None, "use so many of the latest steps; null: all")
+    history: Literal["raw", "clipped"] = option("raw", "norms that the percentile is of")
+    min_steps: t.Count = option(10, "clip from this step on; 1: as published")
+
+    @classmethod
+    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
+        if options["threshold"] > 100:
+            yield "threshold", "is the percentile for clip=percentile: at most 100"
+        window, least = options["window"], options["min_steps"]
+        if window is not None and window < least:
+            yield "window", f"never holds clip.min_steps={least} norms: use at least {least}"
+
+
+@dataclass(eq=False)
+class ZScore(Mode):
+    """A gradient far above a running mean of the norms is scaled down (ZClip, Kumar 2025)."""
+
+    info = ModeInfo(
+        "steps",
+        "‖G‖",
+        "σ",
+        "Dashed: mean + threshold · σ of the norms so far; norms above it are clipped.",
+        published=((2.5, "ZClip (Kumar 2025)"),),
+        grid=(2.0, 3.0, 4.0),
+        follows="norms",
+        tenth=1.3,
+    )
+    at_once: ClassVar = {"threshold": 0.01, "warmup_steps": 2}
+
+    rule: Literal["adaptive_scaling", "mean", "percentile"] = option(
+        "adaptive_scaling", "scale down to the mean, the limit, or nearer to the mean the larger"
+    )
+    decay: float = option(0.97, "weigh earlier steps in mean and variance", gt=0, lt=1)
+    warmup_steps: t.Count = option(25, "start from so many steps, which are not clipped")
+    history: Literal["raw", "clipped"] = option("clipped", "norms of mean and variance")
+    eps: t.Positive = option(1e-6, "norms that vary by less of their mean are not clipped")
+
+
+@dataclass(eq=False)
+class Spike(Mode):
+    """Elements are clamped where g² > threshold x their second moment (SPAM, Huang 2025)."""
+
+    info = ModeInfo(
+        "elements",
+        "g²/v of an element",
+        "g²/v",
+        published=((5000.0, "SPAM (Huang 2025)"),),
+        grid=(50.0, 500.0),
+        shares=(0.0001, 0.01, 0.00001),
+        by_tensor=True,
+        needs_optimizer=True,
+    )
+    at_once: ClassVar = {"min_steps": 0}
+
+    min_steps: t.Natural = option(20, "compare with a second moment of at least so many steps")
+
+
+@dataclass(eq=False)
+class Update(Mode):
+    """The optimizer's update is limited, and no gradient changed (StableAdamW, Levanter)."""
+
+    info = ModeInfo(
+        "updates",
+        "RMS of g/√v of a tensor",
+        "RMS of g/√v",
+        published=((1.0, "StableAdamW (Wortsman 2023)"),),
+        grid=(1.5, 2.0, 4.0),
+        shares=(0.02, 0.1, 0.005),
+        by_tensor=True,
+        needs_optimizer=True,
+    )
+
+    eps: t.Positive = option(1e-8, "count the root of a second moment as at least this")
 
 
 @dataclass(eq=False)
@@ -46,15 +232,14 @@ class Schedule(Mode):
 
     @classmethod
     def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        kind, own = inner_mode(options["of"], threshold=1.0)
-        inner = described_by(kind).info_with(own)
+        described, own = _inner(options["of"])
+        inner = described.info_with(own)
         note = cls.info.note if inner.limits_norm else inner.note
         return replace(inner, follows=inner.follows or "steps", note=note)
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        kind, own = inner_mode(options["of"], threshold=1.0)
-        described = described_by(kind)
+        described, own = _inner(options["of"])
         if issubclass(described, Schedule):
             yield "of", "has no threshold of its own that a schedule could set"
         else:
@@ -83,38 +268,34 @@ class ByGroups(Mode):
 
 
 MODES: Mapping[str, type[Mode]] = {
-    "adagc": simple.AdaGC,
-    "adaptive": simple.Adaptive,
+    "adagc": AdaGC,
+    "adaptive": Adaptive,
     "chain": Chain,
     "groups": ByGroups,
-    "none": simple.Unclipped,
-    "norm": simple.Norm,
-    "per_parameter": simple.PerParameter,
-    "percentile": simple.Percentile,
+    "none": Unclipped,
+    "norm": Norm,
+    "per_parameter": PerParameter,
+    "percentile": Percentile,
     "schedule": Schedule,
-    "spike": simple.Spike,
-    "update": simple.Update,
-    "value": simple.Value,
-    "zscore": simple.ZScore,
+    "spike": Spike,
+    "update": Update,
+    "value": Value,
+    "zscore": ZScore,
 }
 """The modes by name: those of the files in ``conf/clip``."""
 
 NAMES = tuple(MODES)
 
 
-@cache
-def _reader() -> TypeAdapter[ModeInfo]:
-    return TypeAdapter(ModeInfo)
-
-
 def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
     """Return the facts about a mode, for readers of a run that cannot import a user's mode."""
     if recorded is not None:
-        return _reader().validate_python(recorded)
+        return TypeAdapter(ModeInfo).validate_python(recorded)
     return MODES[name].info if name in MODES else ModeInfo()
 
 
-# -- models
+def name_of(described: type[Mode]) -> str:
+    return next((name for name, one in MODES.items() if one is described), described.__name__)
 
 
 class ModeOptions(Section):
@@ -142,11 +323,11 @@ class ModeOptions(Section):
 @cache
 def model_of(described: type[Mode], base: type[ModeOptions], defaults: bool) -> Any:
     """Return the model of a mode; without ``defaults``, which are in ``conf/``, for one of ours."""
+    fields: dict[str, Any] = {
+        name: (hint, default if defaults else ...)
+        for name, (hint, default) in options_of(described).items()
+    }
     try:
-        fields: dict[str, Any] = {
-            name: (hint, default if defaults else ...)
-            for name, (hint, default) in options_of(described).items()
-        }
         made: Any = create_model(described.__name__, __base__=base, **fields)
         made.model_rebuild()
     except Exception as error:  # pydantic raises several kinds for types that it cannot check
@@ -155,16 +336,7 @@ def model_of(described: type[Mode], base: type[ModeOptions], defaults: bool) -> 
     return made
 
 
-def name_of(described: type[Mode]) -> str:
-    return next((name for name, one in MODES.items() if one is described), described.__name__)
-
-
-def described_by(kind: str | type[Mode]) -> type[Mode]:
-    """Return the description of the mode of this name, or the user's class itself."""
-    return MODES[kind] if isinstance(kind, str) else kind
-
-
-def checked(given: Any, **outer: Any) -> Any:
+def _checked(given: Any, **outer: Any) -> Any:
     inner_mode(given, **outer)
     return given
 
@@ -173,20 +345,18 @@ def check_options(described: type[Mode], options: Mapping[str, Any]) -> None:
     """Raise a ValueError that names what is wrong with the options of a mode."""
     model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
     defaults = {name: default for name, (_, default) in options_of(described).items()}
-    try:
-        # Tuples are lists there.
-        model.model_validate(to_jsonable_python({**defaults, **options}))
-    except ValidationError as error:
-        known = {"threshold", *options_of(described)}
-        found = [f"{one.key} {one.message}" for one in conflicts_of(error.errors(), known)]
-        raise ValueError("; ".join(found)) from None
+    read(model, to_jsonable_python({**defaults, **options}))  # tuples are lists there
+
+
+def _inner(of: Any) -> tuple[type[Mode], dict[str, Any]]:
+    kind, own = inner_mode(of, threshold=1.0)
+    return MODES[kind] if isinstance(kind, str) else kind, own
 
 
 def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, Any]]:
     """Return the name or the class of a mode inside of another one, and its options.
 
-    Raises:
-        ValueError: an option is wrong, also beside ``outer``, which the mode around it sets.
+    A ValueError names options that are wrong, also beside ``outer``, which the mode around it sets.
     """
     if isinstance(given, int | float) and not isinstance(given, bool):
         given = {"mode": "norm", "threshold": given}
@@ -195,16 +365,15 @@ def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, An
     elif not isinstance(given, Mapping):
         raise ValueError("must be a mode, such as {mode:norm,threshold:1.0}, or a number or none")
     own = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
-    kind: str | type[Mode] = given.get("mode", MISSING)
-    if (target := given.get("_target_")) is not None:
-        try:
-            kind = load(str(target))
-        except ModeError as error:
-            raise refusal([Conflict("_target_", str(error), target)]) from error
-    elif kind not in NAMES:
+    kind, target = given.get("mode", MISSING), given.get("_target_")
+    try:
+        kind = kind if target is None else load(str(target))
+    except ModeError as error:
+        raise refusal([Conflict("_target_", str(error), target)]) from error
+    if target is None and kind not in NAMES:
         text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
         raise refusal([Conflict("mode", text, kind)])
-    described = described_by(kind)
+    described: type[Mode] = MODES[kind] if isinstance(kind, str) else kind
     known, around = {"threshold", *options_of(described)} - outer.keys(), "is set around this mode"
     found = [
         Conflict(name, around if name in outer else unknown_key(name, known).message, value)
@@ -213,8 +382,8 @@ def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, An
     ]
     if described.info.needs_optimizer:
         found.append(Conflict("mode", "limits what the optimizer does: no mode can hold it", kind))
-    model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
     try:
+        model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
         model.model_validate({"threshold": described.threshold, **own, **outer})
     except ValidationError as error:
         for one in conflicts_of(error.errors(), known):

@@ -1,23 +1,26 @@
-"""Section ``plugin``: how model and optimizer are spread over ranks.
+"""Section ``plugin``: how many ranks a run has, and how model and optimizer are spread over them.
 
-Every option has every key, so that a sweep over plugins or a recipe may set any of them where they
-mean something. A key that is set where nothing uses it is a problem: whoever set it expects an
-effect that it does not have. The file of a plugin in ``conf/plugin`` lists the keys that it uses.
+All arithmetic of ranks is here: the check of a request, the plugins, ``plan`` and the checks before
+a run ask this module. Every plugin has every key, so that a sweep over plugins or a recipe may set
+any of them where they mean something. A key that is set where nothing uses it is a problem. The
+file of a plugin in ``conf/plugin`` lists the keys that it uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from math import lcm, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import PlainValidator
 
+from runner.config.environment import started_nodes, started_rank
 from runner.config.folders import find, options, read_yaml
+from runner.config.notation import plural
 from runner.config.problem import did_you_mean, or_list, shown
-from runner.config.section import Conflict, Count, OneOf, Texts, key
-from runner.config.sizes import MeshSizes, SizeError, Sizes, least_ranks, may_grow, sizes
+from runner.config.section import Conflict, Count, OneOf, Section, Texts, key
 
 
 class Schedule(NamedTuple):
@@ -44,20 +47,12 @@ def refused_microbatches(schedule: str, pp_size: int, microbatches: int) -> str 
     return None
 
 
-STYLES: Mapping[str, str] = {
-    "colwise": "output features are sharded",
-    "rowwise": "input features are sharded, and outputs are summed over ranks",
-    "colwise_rep": "output features are sharded, and outputs are gathered",
-    "embedding_rowwise": "the vocabulary is sharded",
-    "colwise_gather_output": "the name of colwise_rep since transformers 5",
-    "rowwise_split_input": "like rowwise, for inputs that are whole on each rank",
-    "replicated_with_grad_allreduce": "parameters are replicated; each rank computes a part of "
-    "their gradient, as for a norm of single heads",
-    "sequence_parallel": "with sequence_parallel, the module computes on a shard of the sequence",
-    "split_sequence": "with sequence_parallel, outputs are sharded along the sequence",
-    "whole_sequence": "with sequence_parallel, the module gets the whole sequence",
-}
-"""Styles of a plan of tensor parallelism and their meaning. Names are those of transformers."""
+STYLES = (
+    *("colwise", "rowwise", "colwise_rep", "colwise_gather_output", "rowwise_split_input"),
+    *("embedding_rowwise", "replicated_with_grad_allreduce"),
+    *("sequence_parallel", "split_sequence", "whole_sequence"),
+)
+"""Styles of a plan of tensor parallelism: names of transformers, and three for the sequence."""
 
 EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert")
 """Styles of transformers for modules with stacked experts, which stay whole on each rank."""
@@ -95,7 +90,62 @@ def uses() -> Mapping[str, tuple[Any, list[str]]]:
     return {key: use for key, use in found.items() if 0 < len(use[1]) < len(files)}
 
 
-class PluginSection(Sizes):
+class SizeError(ValueError):
+    """Sizes that do not multiply to the number of ranks; ``key`` is the one to change."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class MeshSizes(NamedTuple):
+    """Number of ranks along each axis of the device mesh; dp · tp · pp is the world size."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        dp_size: int | None = None,
+        tp_size: int | None = 1,
+        pp_size: int | None = 1,
+        ep_size: int | None = 1,
+    ) -> MeshSizes:
+        sizes = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
+        given = {key: size for key, size in sizes.items() if size is not None}
+        rest, product = _open_size(given), prod(given.values())
+        if ranks % product or (rest is None and ranks != product):
+            factors = [f"{name} {size}" for name, size in given.items() if size > 1]
+            text = f"{' x '.join(factors) or 'one process'} = {product}"
+            many = "" if rest is None else "a multiple of "
+            raise SizeError("nproc", f"{plural(ranks, 'rank')} cannot be {many}{text}")
+        if rest is not None:
+            given[rest] = ranks // product
+        dp = given.get("dp_size", 1)
+        ep = dp if ep_size is None else ep_size
+        if dp % ep:
+            message = f"{ep} ranks cannot share the experts of {dp} data-parallel ranks evenly"
+            raise SizeError("ep_size", message)
+        return cls(dp, given.get("tp_size", 1), given.get("pp_size", 1), ep)
+
+
+def _open_size(given: Mapping[str, int]) -> str | None:
+    """Return the size that takes the ranks which the others leave; None if all are given."""
+    return next((key for key in ("tp_size", "pp_size", "dp_size") if key not in given), None)
+
+
+class PluginSection(Section):
+    name: Annotated[str, OneOf(options("plugin"))] = key("choose the plugin")
+    nproc: Count | None = key("start so many ranks on each machine; null: the product of the sizes")
+    nnodes: Count | None = key("train on so many machines; null: as many as were started", None)
+    dp_size: Count | None = key("data-parallel size; null: world size / other sizes")
+    tp_size: Count | None = key("split each weight over so many ranks; null: world size / dp_size")
+    pp_size: Count | None = key("split the layers over so many ranks; null: world size / dp_size")
+    ep_size: Count | None = key("spread the experts over so many data-parallel ranks; null: all")
     reshard_after_forward: bool = key("fsdp, zero_stage 3: false takes memory, saves traffic")
     dp_replicate: Count = key("fsdp: number of replicas, each sharded over its share of the ranks")
     zero_stage: int = key("partition 1 optimizer state, 2 gradients, 3 parameters too", ge=0, le=3)
@@ -111,10 +161,24 @@ class PluginSection(Sizes):
     sync_batchnorm: bool = key("GPUs: compute batch norm over all data-parallel ranks")
 
     @property
+    def given(self) -> dict[str, int]:
+        """The sizes that are numbers."""
+        sizes = {"dp_size": self.dp_size, "tp_size": self.tp_size, "pp_size": self.pp_size}
+        return {key: value for key, value in sizes.items() if value is not None}
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether the optimizer of a rank steps shards of parameters."""
         tensor = self.name == "tensor" or (self.name == "hybrid" and self.tp_size != 1)
         return self.name == "fsdp" or self.zero_stage > 1 or tensor
+
+    @property
+    def pipeline_microbatches(self) -> int | None:
+        """Microbatches that a batch is split into; None without a pipeline."""
+        stages = self._stages(None if may_grow(self) else sizes(self, least_ranks(self)))
+        if self.num_microbatches is None or (stages is None and self.name != "pipeline"):
+            return stages
+        return self.num_microbatches
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yield keys that nothing uses, sizes that do not multiply, and an unfilled pipeline."""
@@ -170,10 +234,63 @@ class PluginSection(Sizes):
             return None
         return ranks * SCHEDULES[self.schedule].stages_per_rank
 
-    @property
-    def pipeline_microbatches(self) -> int | None:
-        """Microbatches that a batch is split into; None without a pipeline."""
-        stages = self._stages(None if may_grow(self) else sizes(self, least_ranks(self)))
-        if self.num_microbatches is None or (stages is None and self.name != "pipeline"):
-            return stages
-        return self.num_microbatches
+
+def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSizes:
+    """Divide ``ranks`` among the axes as the section ``plugin`` asks."""
+    if plugin.name == "single" and ranks != 1:
+        message = f"plugin=single is one process, not {ranks} ranks; plugin=ddp spreads over ranks"
+        raise SizeError("nproc", message)
+    found = MeshSizes.of(ranks, plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.ep_size)
+    nodes, joined = plugin.nnodes or 1, started_rank()
+    local = ranks // nodes
+    if started and joined is not None:
+        nodes, local = started_nodes() or nodes, joined.local_world_size
+        if plugin.nnodes not in (None, nodes):
+            raise SizeError("nnodes", f"{plural(nodes, 'machine')} started ranks: leave it out")
+        if plugin.nnodes is not None and plugin.nproc not in (None, local):
+            raise SizeError("nproc", f"this machine has {plural(local, 'rank')}: leave it out")
+    if nodes > 1 and local % found.tp:
+        message = (
+            f"tensor-parallel ranks stay on one machine, and {found.tp} do not divide the {local} "
+            f"ranks of a machine (plugin.nnodes={nodes})"
+        )
+        raise SizeError("tp_size", message)
+    return found
+
+
+def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
+    """Return the data-parallel size on ``ranks`` ranks; all ranks if the sizes do not fit them."""
+    try:
+        return sizes(plugin, ranks).dp
+    except SizeError:
+        return ranks
+
+
+def least_ranks(plugin: PluginSection) -> int:
+    """Return the world size to start: ``nnodes`` x ``nproc``, or the product of the given sizes."""
+    nodes = plugin.nnodes or 1
+    if plugin.nproc is not None:
+        return nodes * plugin.nproc
+    experts = (plugin.ep_size or 1) if plugin.dp_size is None else 1
+    sized = experts * prod(plugin.given.values())
+    return lcm(sized, nodes * (plugin.tp_size or 1)) if nodes > 1 else sized
+
+
+def may_grow(plugin: PluginSection) -> bool:
+    """Return whether more ranks than `least_ranks` fit: ``nproc`` and one of the sizes are null."""
+    is_open = plugin.name != "single" and plugin.nproc is None
+    return is_open and _open_size(plugin.given) is not None
+
+
+def ranks_of(plugin: PluginSection, gpus: int = 0) -> int:
+    """Return the world size of a run that this process starts or belongs to."""
+    if (joined := joined_ranks()) is not None:
+        return joined
+    least, gpus = least_ranks(plugin), gpus * (plugin.nnodes or 1)
+    return max(least, gpus - gpus % least) if may_grow(plugin) else least
+
+
+def joined_ranks() -> int | None:
+    """Return the number of ranks that torchrun or Slurm started; None without such a launcher."""
+    started = started_rank()
+    return None if started is None else started.world_size

@@ -10,8 +10,6 @@ from typing import Any
 from runner.config.notation import plural
 
 MISSING = "???"  # how a configuration file marks a value that somebody must give
-
-
 NOTHING: Any = ...  # no value, where None is a value
 
 
@@ -23,7 +21,8 @@ def shown(value: Any) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return repr(value) if _reads_as_other(value) else value
+            other = value.strip() != value or value.lower() in {"", "null", "true", "false"}
+            return repr(value) if other or _is_number(value) else value
         case list() | tuple():
             return "[" + ",".join(map(shown, value)) + "]"
         case dict():
@@ -31,12 +30,9 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def _reads_as_other(text: str) -> bool:
-    if text.strip() != text or text.lower() in {"", "null", "true", "false"}:
-        return True
+def _is_number(text: str) -> bool:
     try:
-        # A file has no other way to write nan and inf.
-        return abs(float(text)) < float("inf")
+        return abs(float(text)) < float("inf")  # a file has no other way to write nan and inf
     except ValueError:
         return False
 
@@ -56,8 +52,7 @@ class Problem:
 
 def _brief(text: str, longest: int = 400) -> str:
     """Return ``text`` on one line, without its middle if it would fill a screen."""
-    if not text.isprintable():
-        text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]} … {text[-20:]} ({len(text):,} characters)"
@@ -69,12 +64,11 @@ class RequestError(Exception):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         width = min(max((len(one.word) for one in self.problems), default=0), 40)
-        many = plural(len(self.problems), "problem")
-        lines = [f"clip-runner: this request cannot be run ({many})"]
+        text = f"clip-runner: this request cannot be run ({plural(len(self.problems), 'problem')})"
         for one in self.problems:
             place = f"  (in the job {_brief(one.job)})" if one.job else ""
-            lines.append(f"  {one.word:<{width}}  {_brief(one.message, 4000)}{place}")
-        super().__init__("\n".join(lines))
+            text += f"\n  {one.word:<{width}}  {_brief(one.message, 4000)}{place}"
+        super().__init__(text)
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[tuple[Problem, ...]]]:
         # Exception's own would hand the finished text to __init__ in another process.

@@ -19,12 +19,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import literal_schema
 
-from runner.config.duration import Duration
-from runner.config.folders import options
+from runner.config.notation import Duration
 from runner.config.problem import MISSING, NOTHING, did_you_mean, leaves
 
 
@@ -36,11 +34,6 @@ class OneOf:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return literal_schema(self.names)
-
-
-def option_of(group: str) -> OneOf:
-    """Allow the options of ``group``: each file in its folder of ``conf/`` is one."""
-    return OneOf(options(group))
 
 
 def key(meaning: str, default: Any = ..., **limits: Any) -> Any:
@@ -63,10 +56,6 @@ def text_like(pattern: str, meaning: str) -> PlainValidator:
     return that(meaning, lambda value: isinstance(value, str) and bool(re.search(pattern, value)))
 
 
-def _names_target(value: Any) -> bool:
-    return isinstance(value, dict) and "." in str(value.get("_target_")).strip(".")
-
-
 def _distinct(value: dict[str, int | list[int]]) -> dict[str, int | list[int]]:
     if any(isinstance(dims, list) and len({*dims}) < len(dims) for dims in value.values()):
         raise ValueError("must name each dimension once")
@@ -78,7 +67,13 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, text_like(r"\S", "text")]
 Texts = list[Text]
-TargetMapping = Annotated[dict[str, Any], that("a mapping with a _target_", _names_target)]
+TargetMapping = Annotated[
+    dict[str, Any],
+    that(
+        "a mapping with a _target_",
+        lambda value: isinstance(value, dict) and "." in str(value.get("_target_")).strip("."),
+    ),
+]
 Metrics = list[Text | TargetMapping]
 # YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
 NormOrder = Annotated[
@@ -87,13 +82,8 @@ NormOrder = Annotated[
     AfterValidator(float),
 ]
 OutputDims = Annotated[dict[str, int | list[int]], Field(min_length=1), AfterValidator(_distinct)]
-FolderName = Annotated[
-    str,
-    text_like(
-        r"^[A-Za-z0-9][\w.\-]{0,99}$",
-        "the name of a folder: letters, digits, '_', '-', '.', the first a letter or a digit",
-    ),
-]
+_FOLDER = "the name of a folder: letters, digits, '_', '-', '.', the first a letter or a digit"
+FolderName = Annotated[str, text_like(r"^[A-Za-z0-9][\w.\-]{0,99}$", _FOLDER)]
 DottedName = Annotated[
     str, text_like(r"^[^\W\d]\w*(\.[^\W\d]\w*)+$", "a full name, such as torch.optim.SGD")
 ]
@@ -182,9 +172,13 @@ class Target(Section):
                 yield Conflict(name, "must be a finite number")
 
 
-def section_of(field: FieldInfo) -> type[Keys] | None:
-    hint = field.annotation
-    return hint if isinstance(hint, type) and issubclass(hint, Keys) else None
+def read(model: type[Section], given: Mapping[str, Any]) -> Any:
+    """Return the section with these values; a ValueError names what is wrong with them."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        found = conflicts_of(error.errors(), {*model.model_fields})
+        raise ValueError("; ".join(f"{one.key} {one.message}" for one in found)) from None
 
 
 def conflicts_of(errors: Iterable[ErrorDetails], known: Collection[str]) -> Iterator[Conflict]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any, Literal
 
-from runner.config import disk
 from runner.config.environment import node_name, started_nodes
+from runner.config.folders import disk_full
 from runner.config.problem import Stopped
 from runner.launch import signals
 from runner.run_folder import files
@@ -63,7 +63,7 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
             reason, code = signals.reason(number), signals.exit_code(number)
             return Failure(reason, state="interrupted", exit_code=code)
         why = error if isinstance(error, Failure) else Failure(described(error), 0)
-        full = disk.told_by_rank(why.error) if why is error else disk.told(error)
+        full = disk_full(why.error) if why is error else disk_full(error)
         return replace(why, error=full or why.error, disk_full=full is not None)
 
 

@@ -11,10 +11,9 @@ from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.environment import restarts, started_rank, was_requeued
 from runner.config.identity import branching, config_hash, differences
-from runner.config.plugin_section import PluginSection
+from runner.config.plugin_section import PluginSection, data_parallel_size
 from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.schema import RunConfig
-from runner.config.sizes import data_parallel_size
 from runner.run_folder import files, keys
 from runner.run_folder.status import RESUMED, WANDB_STEP, is_unfinished, job_ids
 from runner.run_folder.strict_json import decode, encode, number, read_object

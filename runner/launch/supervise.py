@@ -23,12 +23,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from runner.config import disk
 from runner.config.environment import OWN_STORE, started_rank
+from runner.config.folders import disk_full
 from runner.config.identity import config_hash
+from runner.config.plugin_section import least_ranks
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
-from runner.config.sizes import least_ranks
 from runner.launch import failure, signals
 from runner.launch.failure import KNOBS, Failure, attempt, may_be_lost_peer
 from runner.launch.resume import ANEW, Start, newest
@@ -303,7 +303,7 @@ def write_page(folder: Path, left: int = 0) -> Path | None:
 
         return report.write(folder, left)
     except Exception as error:
-        why = disk.told(error) or f"the page of {folder} could not be written: {error!r}"
+        why = disk_full(error) or f"the page of {folder} could not be written: {error!r}"
         log.warning("%s", why)
         return None
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from runner.config.sizes import MeshSizes
+from runner.config.plugin_section import MeshSizes
 
 _made: dict[Any, tuple[Any, Any]] = {}
 """Meshes and groups by what they were made of, each with the world that it was made in."""

@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from runner.config import disk
 from runner.config.environment import elastic_agent, elastic_job, slurm_job
+from runner.config.folders import require_room
 from runner.config.identity import masked_words
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files, keys
@@ -43,7 +43,7 @@ def claimed(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
     """Hold the folder of a run or a sweep against other processes; it is made if there is none."""
     from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
 
-    disk.require_room(folder)
+    require_room(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / files.LOCK, timeout=RELEASED):

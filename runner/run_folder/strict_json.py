@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from runner.config import disk
+from runner.config.folders import not_written
 from runner.run_folder import keys
 
 Row: TypeAlias = dict[str, int | float]
@@ -45,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise disk.described(error, path, path.name) from error
+        raise not_written(error, path, path.name) from error
 
 
 def encode(value: Any, *, indent: int | None = None) -> str:
@@ -130,7 +130,7 @@ class JsonlSink:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise disk.described(error, self._path, f"a row of {self._path.name}") from error
+            raise not_written(error, self._path, f"a row of {self._path.name}") from error
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         self._file.close()

@@ -18,7 +18,8 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
-from runner.compose.jobs import Job, Sweep, Where
+from runner.compose.jobs import Sweep, Where
+from runner.compose.record import Job
 from runner.compose.request import Request
 from runner.config.identity import masked_words
 from runner.config.problem import Interrupted, Problem, RequestError

@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 
 from runner.compose.jobs import where
 from runner.compose.record import recorded_words, resolved_and_recorded, write_composition
-from runner.config import disk
 from runner.config.check import parse
 from runner.config.environment import slurm_job
+from runner.config.folders import disk_full
 from runner.config.identity import config_hash
 from runner.launch import signals
 from runner.launch.supervise import write_page
@@ -46,7 +46,7 @@ def run_job(config: DictConfig) -> float | None:
     try:
         return _run(config, place)
     except OSError as error:
-        if (message := disk.told(error)) is None:
+        if (message := disk_full(error)) is None:
             raise
         return _stop(message, place)
     except (SystemExit, KeyboardInterrupt):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from runner.compose.jobs import Job
+from runner.compose.record import Job
 from runner.compose.request import Request
 from runner.config.problem import RequestError
 from runner.launch.resume import WORDS, named, newest, problems

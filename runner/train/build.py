@@ -25,9 +25,9 @@ from runner.booster import Plugin
 from runner.booster.loss import Criterion
 from runner.booster.plugin import PLUGINS
 from runner.clip.units import head_weights
-from runner.config import sizes
-from runner.config.duration import Duration
+from runner.config import plugin_section as sizes
 from runner.config.environment import started_rank
+from runner.config.notation import Duration
 from runner.config.problem import did_you_mean
 from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target

@@ -23,10 +23,9 @@ from runner.checkpoint.content import CheckpointSaver, load_weights
 from runner.checkpoint.folder import manifest_of
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
-from runner.config.duration import Duration
 from runner.config.identity import branching
 from runner.config.modes import MODES
-from runner.config.notation import plural
+from runner.config.notation import Duration, plural
 from runner.config.problem import leaves
 from runner.config.schema import RunConfig
 from runner.data.dataset import length_of

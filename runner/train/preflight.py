@@ -27,6 +27,7 @@ from runner.clip import Decision, Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
+from runner.config.plugin_section import SizeError, joined_ranks, sizes
 from runner.config.problem import (
     MISSING,
     NOTHING,
@@ -38,7 +39,6 @@ from runner.config.problem import (
 )
 from runner.config.schema import OWN_DATA, DataSection, RunConfig
 from runner.config.section import Target
-from runner.config.sizes import SizeError, joined_ranks, sizes
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
 from runner.run_folder import keys

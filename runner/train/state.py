@@ -16,8 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from runner.booster import OptimizerWrapper, Plugin
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
-from runner.config.duration import Duration
-from runner.config.notation import plural
+from runner.config.notation import Duration, plural
 from runner.data.order import PartitionedBatches
 from runner.data.random_state import RandomState, generators
 from runner.data.stream import StreamLoader, has_state

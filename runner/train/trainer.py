@@ -20,7 +20,7 @@ from runner.booster.loss import Criterion, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, build
-from runner.config.duration import Duration
+from runner.config.notation import Duration
 from runner.config.problem import Stopped
 from runner.config.schema import NO_UPDATE_RATIO
 from runner.run_folder import keys

@@ -24,8 +24,8 @@ from runner.booster.loss import Criterion
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
-from runner.config.duration import Duration
 from runner.config.modes import MODES
+from runner.config.notation import Duration
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs, length_of
 from runner.parallel.collectives import on_first

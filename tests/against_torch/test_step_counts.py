@@ -54,7 +54,7 @@ def test_a_plan_counts_data_parallel_ranks_alone(layout, how):
     overrides = [*TEXT, *(EXPERTS if layout.startswith("moe") else []), *f"plugin={layout}".split()]
     overrides += [f"data.drop_last={'drop_last' in how}".lower()]
     overrides += [f"accumulation.steps={how.get('accumulation', 1)}"]
-    (job,) = request(overrides, writes=False).jobs
+    (job,) = request(overrides).jobs
     expected = steps_of_torch(LAYOUTS[layout], **how)
     assert end_of(job.config).value == min(expected, job.config.calibrate.steps)
     data = build.make_data(job.config.data)

@@ -71,8 +71,8 @@ def test_the_commands_to_run_next_are_right(words):
     kept = [word for word in words if not word.startswith(dropped)]
     typed = shlex.split(run)[3:]
     assert set(kept) < set(typed)
-    [job] = request(typed, writes=False).jobs
+    [job] = request(typed).jobs
     assert (job.config.clip.mode, job.config.clip.threshold) == ("norm", 0.37)
     assert len(job.config.clip.what_if) == 4
-    jobs = request(shlex.split(sweep)[4:], multirun=True, writes=False).jobs
+    jobs = request(shlex.split(sweep)[4:], multirun=True).jobs
     assert [job.config.clip.threshold for job in jobs] == [0.0925, 0.185, 0.37, 0.74, 1.48]

@@ -33,10 +33,9 @@ def train(folder, *words):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A run of one process, with batch norm and a criterion of its own."""
+    """A run of one process, with batch norm."""
     folder = tmp_path_factory.mktemp("runs") / "single"
-    words = ["model=resnet18", "data.shape=[3,8,8]", "checkpoint.interval=2ba"]
-    return train(folder, *words, "loss._target_=tests.verify.nets.Tempered")
+    return train(folder, "model=resnet18", "data.shape=[3,8,8]", "checkpoint.interval=2ba")
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +93,16 @@ def test_other_checkpoints_and_other_data(single, capsys, outputs, tmp_path):
 
 
 WRONG = [
-    ("export missing", "there is no such folder"),
     ("export sweep", "is a sweep; name one of its runs"),
     ("export {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
     ("export {run} --output no/model.pt", "must name a file in a folder"),
     ("evaluate {run} {run}", "KEY=VALUE"),
     ("evaluate bare", "holds no checkpoint"),
     ("evaluate {run} data.batch=4", "unknown key; did you mean data.batch_size?"),
-    ("evaluate {run} data=digit", "there is no data/digit; did you mean digits?"),
     ("evaluate {run} data.seed=1,2", "must be one value"),
     ("evaluate {run} recipe=gpt", "the run is trained already"),
     ("evaluate {run} --checkpoint newest", "must be a number of optimizer steps"),
-    ("evaluate {run} --output no/result.json", "there is no folder"),
+    ("evaluate {run} --output no/result.json", "must name a file in a folder"),
     ("evaluate {run} data=digits", "does not take a sample of"),
 ]
 
@@ -195,4 +192,4 @@ def test_a_file_that_exists_is_kept_unless_forced(single, tmp_path, capsys, monk
     assert f"{file} cannot be written" in capsys.readouterr().err
     assert [one.read_text() for one in tmp_path.iterdir()] == ["mine"]
     assert main([*words, "--force"]) == 0
-    assert "without 1 tensor of the criterion" in capsys.readouterr().out
+    assert str(file) in capsys.readouterr().out

@@ -1,8 +1,12 @@
-"""``python -m runner new NAME`` writes a folder that trains as it is, and whose test passes."""
+"""``python -m runner new NAME``: code and options in a folder of a user's own."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from html import unescape
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +19,7 @@ WRITTEN = {
 }
 
 
-def test_the_folder_trains_as_it_is_and_its_own_test_passes(
+def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_test_passes(
     tmp_path, environment, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -24,13 +28,27 @@ def test_the_folder_trains_as_it_is_and_its_own_test_passes(
     assert {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()} == WRITTEN
     home, train, test = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert (home, test) == ("cd demo", "python -m pytest")
-    words = train.split()[1:]
-    assert words == ["-m", "runner", "--config-dir", "conf", "recipe=demo"]
-    python(*words, cwd=folder, env=environment)
-    [summary] = (tmp_path / "outputs" / "runs").glob("*/summary.json")
+    words = train.split()
+    assert words == ["python", "-m", "runner", "--config-dir", "conf", "recipe=demo"]
+    # The console script finds the code here, on every rank.
+    script = Path(sys.executable).with_name("clip-runner")
+    command = [str(script)] if script.is_file() else [sys.executable, "-m", "runner"]
+    more = ["tracker=none", "plugin=ddp", "plugin.nproc=2"]
+    typed = [*command, *words[3:], *more]
+    subprocess.run(typed, cwd=folder, env=environment, timeout=300, check=True)
+    [summary] = Path(environment["RUNNER_OUTPUTS"]).glob("runs/*/summary.json")
     found = json.loads(summary.read_text())
-    assert found["final"]["eval/accuracy"] > 0.9
+    assert (found["final"]["eval/accuracy"] > 0.9, found["world_size"]) == (True, 2)
     assert 0 < found["clip/ratio_total"] < 1
+    page = (summary.parent / "report.html").read_text()
+    assert unescape(re.findall(r"<pre>(python -m [^<]*)</pre>", page)[0]) == shlex.join(
+        [*words, *more]
+    )
+    # An evaluation takes options of the folder too.
+    asked = ["evaluate", str(summary.parent), "data=demo", "data.batch_size=4", "plugin=single"]
+    done = python("-m", "runner", *asked, "--config-dir", "conf", cwd=folder, env=environment)
+    loss = re.search(r"eval/loss +(\S+)", done.stdout)
+    assert float(loss[1]) == pytest.approx(found["final"]["eval/loss"])
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     assert "3 passed" in python(*tests, cwd=folder, env=environment).stdout
     lint = ["ruff", "check", "--isolated", "--select", "E,F,W,I,UP,B", "--line-length", "100", "."]
@@ -44,7 +62,6 @@ def test_the_folder_trains_as_it_is_and_its_own_test_passes(
         ("größe", "must be a Python identifier in ASCII"),
         ("torch", "is a module that Python finds"),
         ("gpt", "is an option or a recipe already"),
-        ("sweep_norm", "is an option or a recipe already"),
         ("there", "exists already"),
     ],
 )

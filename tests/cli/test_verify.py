@@ -6,7 +6,7 @@ import pytest
 
 from runner.booster.plugin import PLUGINS
 from runner.cli.main import main
-from runner.cli.verify import FILE
+from runner.cli.measure import FILE
 from tests.process import python
 from tests.verify import faulty_plugins
 from tests.verify.requests import IMAGES, TOKENS, net

@@ -2,7 +2,6 @@
 
 import pytest
 
-from runner.compose.composer import Source
 from runner.compose.request import request
 from runner.config.problem import RequestError
 
@@ -30,10 +29,6 @@ FILES = {
         "defaults: [{override /optimizer: adamw}]\nmodel: {_target_: own.Net, width: 32}\n"
         "optimizer: {_target_: own.Adam, lr: 2}\n"
     ),
-    "experiment/target.yaml": (
-        "# @package _global_\nmodel: {_target_: own.Net, width: 32}\ndata: {_target_: own.points}\n"
-        "clip: {_target_: tests.clip.test_scales.RunningMean}\n"
-    ),
     "model/torn.yaml": "_target_: {",
     "experiment/big.yaml": (
         "# @package _global_\ndefaults:\n  - override /clip: value\nclip: {threshold: 0.3}\n"
@@ -47,11 +42,11 @@ def own(tmp_path):
         file = tmp_path / "conf" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return Source(extra=tmp_path / "conf")
+    return tmp_path / "conf"
 
 
 def job(own, *words):
-    [only] = request(words, source=own, writes=False).jobs
+    [only] = request(words, config_dir=own).jobs
     return only.config
 
 
@@ -61,16 +56,13 @@ def test_files_give_only_what_differs_and_take_the_place_of_ours(own):
     assert (data.batch_size, data.num_workers, data.drop_last, data.arguments) == (20, 2, False, {})
     assert config.model.arguments == {"width": 16}
     assert (config.clip.threshold, config.clip.norm_type) == (0.7, 2)
-    assert (job(own, "recipe=gpt").seed, job(Source(), "recipe=gpt").seed) == (9, 0)
+    assert (job(own, "recipe=gpt").seed, job(None, "recipe=gpt").seed) == (9, 0)
 
 
 def test_a_target_in_a_file_takes_the_place_of_the_option_and_its_arguments(own):
     config = job(own, "recipe=target", "model.depth=3")
     assert config.model.arguments == {"width": 32, "depth": 3}
     assert config.optimizer.mapping() == {"_target_": "own.Adam", "lr": 2}
-    config = job(own, "+experiment=target", "model.width=1", "~model.num_classes")
-    assert config.model.arguments == {"width": 1}
-    assert (config.data.arguments, config.data.batch_size) == ({}, 32)
     config = job(own, "recipe=target", "model=cnn", "optimizer._target_=own.Other")
     assert config.model.arguments["width"] == 32
     assert config.model.target == "runner.models.cnn.DigitsCNN"
@@ -104,11 +96,11 @@ def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
 
 def test_recipes_are_swept_over_and_may_be_sweeps(own):
     words = ["recipe=mine,none", "clip=none,norm,value"]
-    found = request(words, multirun=True, source=own, writes=False)
+    found = request(words, multirun=True, config_dir=own)
     thresholds = [one.config.clip.threshold for one in found.jobs]
     assert thresholds == [None, 1.0, 0.125, None, 1.0, 0.5]
     assert [one.config.seed for one in found.jobs] == [5, 5, 5, 0, 0, 0]
-    found = request(["recipe=many", "clip=none,norm"], source=own, writes=False)
+    found = request(["recipe=many", "clip=none,norm"], config_dir=own)
     assert [one.config.seed for one in found.jobs] == [1, 1, 2, 2]
 
 
@@ -128,4 +120,4 @@ def test_recipes_are_swept_over_and_may_be_sweeps(own):
 )
 def test_mistakes_are_named_with_the_nearest_name(own, words, expected):
     with pytest.raises(RequestError, match=expected):
-        request(words.split(), source=own, writes=False)
+        request(words.split(), config_dir=own)

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
+from runner.cli import arguments
 from runner.compose.request import request
 from runner.config.problem import RequestError
-from runner.run_folder.status import earlier_record
 
 pytestmark = pytest.mark.usefixtures("outputs")
 TWO = ["clip.threshold=0.1,0.25", "seed=1,2"]
 
 
 def sweep(*words):
-    return request(words, multirun=True, earlier=earlier_record).sweep
+    return arguments.checked(arguments.read(["-m", *words])).sweep
 
 
 def test_the_same_jobs_have_the_same_folder_however_they_are_typed(outputs, tmp_path, monkeypatch):

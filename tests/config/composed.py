@@ -12,7 +12,7 @@ from runner.config.problem import RequestError
 
 @cache
 def _job(words):
-    return request(words, writes=False).jobs[0]
+    return request(words).jobs[0]
 
 
 def plain(*words):

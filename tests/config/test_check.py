@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from runner.config.check import examine, parse
-from runner.config.duration import Duration
+from runner.config.notation import UNITS, Duration
 from tests.config.composed import changed, plain, problems
 
 WRONG = {
@@ -107,3 +107,28 @@ def test_a_mode_inside_of_another_one_is_named_with_its_place():
         f"clip.groups.{key}" for key in ("*.b._target_", "*.threshold", "a.*.mode")
     ]
     assert "did you mean norm?" in found["clip.groups.a.*.mode"]
+
+
+def test_a_duration_reads_what_it_prints():
+    for value, unit in ((3, "ep"), (500, "ba"), (100_000, "sp"), (9, "tok")):
+        duration = Duration.parse(f"{value:_}{unit}")
+        assert (duration.value, duration.unit, str(duration)) == (value, unit, f"{value}{unit}")
+        assert duration == Duration.parse_interval(str(duration)) == Duration(value, unit)
+    assert (
+        Duration.parse_interval("1_000min")
+        == Duration.parse_interval("1000min")
+        == Duration(1000, "min")
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["3", "ep", "0ep", "1.5ep", "3 ep", "3EP", "1__0ba", "10min", "10m"]
+)
+def test_a_wrong_duration_is_refused_with_its_units(text):
+    with pytest.raises(ValueError, match="must be a duration") as error:
+        Duration.parse(text)
+    assert all(f"{unit} ({meaning})" in str(error.value) for unit, meaning in UNITS.items())
+    assert "minutes" not in str(error.value)
+    if text not in ("10min", "0ep"):
+        with pytest.raises(ValueError, match=r"must be a duration .* min \(minutes\)"):
+            Duration.parse_interval(text)

@@ -1,6 +1,5 @@
 import pytest
 
-from runner.config.folders import outputs
 from runner.config.identity import config_hash, differences, masked, masked_words, request_hash
 
 CLIP = {"mode": "norm", "threshold": 0.25, "exclude": ["head.*"]}
@@ -67,12 +66,3 @@ def test_values_of_secret_keys_are_masked_and_references_stay():
     given = ["+model={api_key:abc,width:3}", "model.token='${oc.env:ANY}'", "model.width=3", "-m"]
     assert masked_words(given) == ["+model=***", *given[1:]]
     assert masked({"token": None, "api_key": ["a", "b"]}) == {"token": None, "api_key": ["***"] * 2}
-
-
-def test_outputs_follow_the_environment_or_lie_in_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for value in (str(tmp_path / "here"), "here"):
-        monkeypatch.setenv("RUNNER_OUTPUTS", value)
-        assert outputs() == tmp_path / "here"
-    monkeypatch.delenv("RUNNER_OUTPUTS")
-    assert outputs() == tmp_path / "outputs"

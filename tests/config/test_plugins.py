@@ -1,10 +1,10 @@
-"""Section ``plugin``: what goes with which option, each wrong request with a way out."""
+"""Section ``plugin``: what goes with which option, and how ranks are divided among the axes."""
 
 import pytest
 
-from runner.config.check import examine
+from runner.config.check import examine, parse
 from runner.config.folders import options
-from runner.config.plugin_section import uses
+from runner.config.plugin_section import SizeError, least_ranks, may_grow, sizes, uses
 from tests.config.composed import plain, problems
 
 SPECIAL = {"tp_plan": {"head": "colwise"}, "schedule": "gpipe", "split": ["blocks.1"]}
@@ -38,6 +38,7 @@ def test_a_key_that_nothing_uses_names_the_plugins_that_do(name):
 STAGES_4 = {"pp_size": 4, "num_microbatches": 3}
 ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
 AXES = {"dp_size": 2, "tp_size": 2, "pp_size": 2}
+TP_PP = {"tp_size": 2, "pp_size": 2}
 NO_RESHARD = {"reshard_after_forward": False}
 
 
@@ -47,10 +48,8 @@ NO_RESHARD = {"reshard_after_forward": False}
         ("zero", {"zero_stage": 0}, "zero_stage", "1, 2 or 3"),
         ("zero", NO_RESHARD, "reshard_after_forward", "zero_stage=1"),
         ("zero", {"zero_stage": 2, **NO_RESHARD}, "reshard_after_forward", "zero_stage=2: give 3"),
-        ("zero", {"param_dtype": "fp16"}, "param_dtype", "give 2 or more"),
         ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=1: give 2"),
         ("hybrid", {"tp_size": None}, "tp_size", "must be a number"),
-        ("pipeline", {"tp_size": None}, "tp_size", "has no meaning under plugin=pipeline"),
         ("hybrid", {"nproc": 6, **AXES}, "nproc", "6 ranks cannot be dp_size 2 x tp_size 2 x"),
         ("hybrid", {"dp_size": 3, "ep_size": 2}, "ep_size", "3 data-parallel ranks"),
         ("tensor", {"tp_size": 1, "sequence_parallel": True}, "sequence_parallel", "2 or more"),
@@ -65,3 +64,75 @@ def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, sa
     found = problems(asked(name, **given))
     assert list(found) == [f"plugin.{key}"]
     assert said in found[f"plugin.{key}"]
+
+
+def plugin(name, given):
+    return parse(plain(f"plugin={name}")).plugin.model_copy(update=given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ranks", "dealt"),
+    [
+        ("ddp", {}, 4, (4, 1, 1, 1)),
+        ("tensor", {}, 4, (1, 4, 1, 1)),
+        ("pipeline", {}, 3, (1, 1, 3, 1)),
+        ("pipeline", {"dp_size": 2}, 4, (2, 1, 2, 1)),
+        ("moe", {}, 4, (4, 1, 1, 4)),
+        ("moe", {"ep_size": 2}, 4, (4, 1, 1, 2)),
+        ("hybrid", TP_PP, 8, (2, 2, 2, 1)),
+        ("hybrid", {"tp_size": 2, "ep_size": 4}, 8, (4, 2, 1, 4)),
+    ],
+)
+def test_what_is_left_open_takes_the_ranks_that_are_left(name, given, ranks, dealt):
+    assert sizes(plugin(name, given), ranks) == dealt
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "least", "grows"),
+    [
+        ("single", {}, 1, False),
+        ("ddp", {}, 1, True),
+        ("moe", {"ep_size": 2, "dp_size": 4}, 4, False),
+        ("hybrid", {"tp_size": 2, "ep_size": 2}, 4, True),
+        ("hybrid", AXES, 8, False),
+        # Machines have equal numbers of ranks.
+        ("ddp", {"nnodes": 2, "nproc": 4}, 8, False),
+        ("tensor", {"nnodes": 3, "tp_size": 2}, 6, True),
+    ],
+)
+def test_the_ranks_that_are_asked_for(name, given, least, grows):
+    found = plugin(name, given)
+    assert (least_ranks(found), may_grow(found)) == (least, grows)
+    if found.nproc is None:  # what the sizes ask for is never refused
+        assert sizes(found, least)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ranks", "key", "message"),
+    [
+        ("single", {}, 2, "nproc", "plugin=single is one process, not 2 ranks; plugin=ddp"),
+        ("hybrid", TP_PP, 6, "nproc", "a multiple of tp_size 2 x pp_size 2 = 4"),
+        ("tensor", {"tp_size": 4}, 2, "nproc", "a multiple of tp_size 4"),
+        ("moe", {"ep_size": 4}, 6, "ep_size", "of 6 data-parallel ranks evenly"),
+        # Of several machines; three numbers: of ranks started, on a machine, and of machines.
+        ("tensor", {"nnodes": 2}, 4, "tp_size", "4 do not divide the 2"),
+        ("pipeline", {"nnodes": 2, "pp_size": 3, "dp_size": 1}, 4, "nproc", "ranks cannot be"),
+        ("tensor", {}, (4, 2, 2), "tp_size", "4 do not divide the 2 ranks of a machine"),
+        ("hybrid", {"tp_size": 3}, (6, 2, 3), "tp_size", "(plugin.nnodes=3)"),
+        ("ddp", {"nnodes": 3}, (4, 2, 2), "nnodes", "2 machines started ranks"),
+        ("ddp", {"nnodes": 2, "nproc": 3}, (4, 2, 2), "nproc", "this machine has 2 ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_the_numbers_and_a_way_out(
+    monkeypatch, name, given, ranks, key, message
+):
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    for variable in variables:
+        monkeypatch.delenv(variable, raising=False)
+    started = isinstance(ranks, tuple)
+    for variable, value in zip(variables, (0, *ranks) if started else (), strict=False):
+        monkeypatch.setenv(variable, str(value))
+    with pytest.raises(SizeError) as error:
+        sizes(plugin(name, given), ranks[0] if started else ranks, started=started)
+    assert error.value.key == key
+    assert message in str(error.value)

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from runner import Booster, Evaluate, Trainer
 from runner.booster.plugin import SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
-from runner.config.duration import Duration
+from runner.config.notation import Duration
 from runner.data.stream import StreamLoader
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from runner import CheckpointSaver
 from runner.checkpoint import content, folder
 from runner.checkpoint.content import whole_model
-from runner.config.duration import Duration
+from runner.config.notation import Duration
 from runner.config.problem import Stopped
 from runner.optim.schedulers import CosineAnnealingLR
 from runner.parallel.sharded_files import Folder

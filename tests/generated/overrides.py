@@ -9,61 +9,52 @@ from runner.config.check import owned_keys
 from runner.config.folders import find
 
 GROUPS = sorted(folder.name for folder in find("conf").iterdir() if folder.is_dir())
-OPTIONS = sorted({file.stem for file in find("conf").rglob("*.yaml")})
-RECIPES = sorted(file.stem for file in find("recipes").glob("*.yaml"))
-KEYS = sorted(owned_keys())
+NAMES = sorted(file.stem for home in ("conf", "recipes") for file in find(home).rglob("*.yaml"))
 HYDRA = [
     *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name", "hydra.job.num"),
-    *("hydra.sweeper.params", "hydra.sweeper.n_trials", "hydra.sweeper.max_batch_size"),
-    *("hydra/sweeper", "hydra/launcher", "hydra.mode", "hydra.searchpath", "hydra.output_subdir"),
-    *("hydra.help.template", "hydra.verbose", "hydra.job.chdir", "hydra", "hydra/recipe"),
+    *("hydra.sweeper.params", "hydra.sweeper.n_trials", "hydra/sweeper", "hydra/launcher", "hydra"),
+    *("hydra.mode", "hydra.searchpath", "hydra.output_subdir", "hydra.job.chdir", "hydra/recipe"),
     *("model.width", "optimizer.lr", "optimizer.betas", "data.shape", "scheduler.eta_min"),
 ]
 ENDS = ["[0]", ".0", ".", "..a", "@x", "@_global_", "/x", "." + "a." * 50, "[", "]", "[a]", ":"]
 
 # Any character: controls, NUL, right-to-left marks, beyond the basic plane, lone surrogates.
-ANY_TEXT = st.text(st.characters(), max_size=12)
-PRINTED = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
-LONG = st.sampled_from(
-    ["x" * 300, "猫" * 100, "9" * 400, "9" * 5000, "[" * 2000, "a." * 500, "${" * 200 + "}" * 200]
+TEXT = st.text(st.characters(), max_size=12) | st.text(
+    st.characters(codec="ascii", min_codepoint=32), max_size=12
 )
+LONG = [
+    "x" * 300,
+    "猫" * 100,
+    "9" * 400,
+    "9" * 5000,
+    "[" * 2000,
+    "a." * 500,
+    "${" * 200 + "}" * 200,
+]
 ODD = Path(__file__).with_name("odd_values.txt").read_text(encoding="utf-8").splitlines()
-KNOWN, GROUP = st.sampled_from(KEYS), st.sampled_from(GROUPS)
-NAMES = st.sampled_from([*OPTIONS, *RECIPES])
+KNOWN, GROUP = st.sampled_from(sorted(owned_keys())), st.sampled_from(GROUPS)
 KEY = st.one_of(
-    *(KNOWN, KNOWN, GROUP, st.sampled_from(HYDRA), PRINTED, ANY_TEXT, LONG),
+    *(KNOWN, KNOWN, GROUP, st.sampled_from(HYDRA), TEXT, st.sampled_from(LONG)),
     st.builds(lambda key, at: key[:at] + key[at + 1 :], KNOWN, st.integers(0, 9)),
-    st.builds(
-        lambda group, sign, key: f"{group}{sign}{key}", GROUP, st.sampled_from(".@"), PRINTED
-    ),
-    st.builds(lambda key, rest: f"{key}{rest}", KNOWN, st.sampled_from(ENDS)),
-)
-NUMBERS = st.one_of(
-    st.integers(-3, 10).map(str), st.integers(-(10**30), 10**30).map(str), st.floats().map(str)
-)
-QUOTED = st.builds(
-    lambda quote, text, end: f"{quote}{text}{end}", st.sampled_from("'\""), ANY_TEXT, st.just("'")
+    st.builds("{}{}{}".format, GROUP, st.sampled_from(".@"), TEXT),
+    st.builds("{}{}".format, KNOWN, st.sampled_from(ENDS)),
 )
 PLAIN = st.one_of(
-    *(st.sampled_from(ODD), NUMBERS, NAMES, QUOTED, PRINTED, ANY_TEXT, LONG),
-    KNOWN.map(lambda key: f"${{{key}}}"),
+    *(st.sampled_from(ODD), st.sampled_from(NAMES), st.sampled_from(LONG), TEXT),
+    *(st.integers(-(10**30), 10**30).map(str), st.integers(-3, 9).map(str), st.floats().map(str)),
+    st.builds("{}{}{}".format, st.sampled_from("'\""), TEXT, st.just("'")),
+    KNOWN.map("${{{}}}".format),
 )
-FUNCTIONS = [
-    *("choice", "range", "interval", "glob", "sort", "shuffle", "tag", "int", "float", "str"),
-    *("bool", "extend_list", "nowhere", ""),
-]
+FUNCTIONS = ["choice", "range", "interval", "glob", "sort", "shuffle", "tag", "int", "nowhere", ""]
 
 
 def _inside(parts):
     several = st.lists(parts, max_size=3).map(",".join)
-    pairs = st.lists(st.builds(lambda k, v: f"{k}:{v}", PLAIN, parts), max_size=3).map(",".join)
+    pairs = st.lists(st.builds("{}:{}".format, PLAIN, parts), max_size=3).map(",".join)
     return st.one_of(
-        several,
-        several.map(lambda text: f"[{text}]"),
-        several.map(lambda text: f"[{text}"),
-        several.map(lambda text: f"range({text},step=0.5)"),
-        pairs.map(lambda text: f"{{{text}}}"),
-        st.builds(lambda name, text: f"{name}({text})", st.sampled_from(FUNCTIONS), several),
+        *(several, several.map("[{}]".format), several.map("[{}".format)),
+        *(pairs.map("{{{}}}".format), several.map("range({},step=0.5)".format)),
+        st.builds("{}({})".format, st.sampled_from(FUNCTIONS), several),
     )
 
 
@@ -71,9 +62,9 @@ VALUE = st.one_of(PLAIN, st.recursive(PLAIN, _inside, max_leaves=6))
 SIGNS = st.sampled_from(["", "", "", "", "+", "++", "~"])
 FLAGS = ["-m", "--multirun", "--cfg", "-c", "--info", "-x", "--", "-", "=", "", " "]
 OVERRIDE = st.one_of(
-    st.builds(lambda sign, key, value: f"{sign}{key}={value}", SIGNS, KEY, VALUE),
-    st.builds(lambda group, option: f"{group}={option}", GROUP, NAMES),
-    *(KEY.map(lambda key: f"~{key}"), KEY, st.sampled_from(FLAGS), PRINTED, ANY_TEXT),
+    st.builds("{}{}={}".format, SIGNS, KEY, VALUE),
+    st.builds("{}={}".format, GROUP, st.sampled_from(NAMES)),
+    *(KEY.map("~{}".format), KEY, st.sampled_from(FLAGS), TEXT),
 )
 
 # Most of what is typed is right: then what one odd override does is not hidden by others.

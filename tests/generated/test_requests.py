@@ -6,10 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from runner.cli import arguments
-from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
-from runner.run_folder.status import earlier_record
 from tests.generated.overrides import REQUEST
 
 EXAMPLES = os.environ.get("RUNNER_TESTS_EXAMPLES")
@@ -18,9 +16,7 @@ EXAMPLES = os.environ.get("RUNNER_TESTS_EXAMPLES")
 def asked(words):
     """What the command does before it imports torch."""
     try:
-        flags = arguments.read(words)
-        given = {"multirun": flags.multirun, "source": flags.source}
-        return request(flags.overrides, earlier=earlier_record, **given)
+        return arguments.checked(arguments.read(words))
     except RequestError as error:
         return error
 

@@ -60,7 +60,7 @@ def plain_of(name, plugin, *more):
     parts = 2 if plugin in ("ddp", "fsdp", "zero") else 1
     asked = [f"plugin={plugin}", "plugin.nproc=2", f"data.batch_size={8 // parts}"]
     asked += [f"model._target_={target}", *arguments, f"data._target_=tests.libraries.cases.{data}"]
-    [job] = request([*COMMON, *asked, *more], writes=False).jobs
+    [job] = request([*COMMON, *asked, *more]).jobs
     return job.plain
 
 

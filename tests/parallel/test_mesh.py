@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.booster import plugin
-from runner.config.sizes import MeshSizes, SizeError, sizes
+from runner.config.plugin_section import MeshSizes, SizeError, sizes
 from runner.parallel.mesh import position
 
 KINDS = {

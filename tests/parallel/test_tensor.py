@@ -29,7 +29,7 @@ class Scaled(nn.Embedding):
 
 
 def test_a_model_brings_its_own_plan_and_a_given_one_counts_instead():
-    assert PLACED.keys() | RUNS.keys() == STYLES.keys()
+    assert PLACED.keys() | RUNS.keys() == {*STYLES}
     styles = plan_of(gpt())
     assert styles["blocks.1.mlp.up"] == "colwise"
     assert styles["blocks.0.attention.out"] == "rowwise"

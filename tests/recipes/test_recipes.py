@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 
 from runner.compose import recipes
-from runner.compose.answers import help_text
-from runner.compose.request import request
+from runner.compose.request import help_text, request
 from runner.config.folders import find
 from tests.mode_names import NAMES
 from tests.process import python
@@ -63,7 +62,7 @@ def words_of(command):
 
 
 def jobs(*words):
-    return [job.config for job in request(words, writes=False).jobs]
+    return [job.config for job in request(words).jobs]
 
 
 def test_headers_say_what_a_recipe_is_where_it_is_from_and_how_to_run_it():

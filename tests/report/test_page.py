@@ -14,7 +14,7 @@ import pytest
 from plotly.offline import get_plotlyjs_version
 from scipy import stats
 
-from runner.cli.report import main
+from runner.cli.pages import report as main
 from runner.config.problem import RequestError
 from runner.report import read_run, write
 from tests.process import python
@@ -71,7 +71,7 @@ def test_the_same_page_is_written_again_and_is_small(tmp_path):
 
 
 def test_reading_needs_no_torch_and_no_plotly():
-    code = "import sys, runner.cli.report; print(*{name.split('.')[0] for name in sys.modules})"
+    code = "import sys, runner.cli.pages; print(*{name.split('.')[0] for name in sys.modules})"
     found = set(python("-c", code).stdout.split())
     assert "runner" in found
     assert not found & {"torch", "hydra", "wandb", "omegaconf", "plotly"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runner.compose.request import request
-from runner.config.duration import Duration
+from runner.config.notation import Duration
 from runner.train.job import make_trainer
 from tests.ranks import run_ranks
 
@@ -16,7 +16,7 @@ TWO_RANKS = [("zero", "adafactor"), ("fsdp", "muon"), ("zero", "muon")]
 
 
 def config(words):
-    [job] = request([*RUN, *words.split()], writes=False).jobs
+    [job] = request([*RUN, *words.split()]).jobs
     return job.config
 
 

@@ -155,7 +155,7 @@ def test_ranks_that_do_not_fit_the_sizes(assert_refused, monkeypatch):
 
 def config(words=""):
     small = ["train.max_duration=1ba", "tracker=none", "device=cpu"]
-    (job,) = request([*small, *words.split()], writes=False).jobs
+    (job,) = request([*small, *words.split()]).jobs
     return job.config
 
 

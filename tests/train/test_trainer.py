@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from runner import Booster, GradientClipping, Log, SkippedSteps, Trainer
 from runner.booster import NonFiniteGradient
-from runner.config.duration import Duration
+from runner.config.notation import Duration
 from runner.optim.schedulers import LinearWarmupCosineLR
 from runner.train.build import total_steps
 from runner.train.callbacks import Probe

@@ -25,7 +25,7 @@ def net(name):
 
 def plain_of(*words):
     """The configuration that ``words`` give, to hand to ranks."""
-    [job] = request(list(words), writes=False).jobs
+    [job] = request(list(words)).jobs
     return job.plain
 
 

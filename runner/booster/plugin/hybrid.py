@@ -18,8 +18,7 @@ from runner.booster.plugin import base
 from runner.clip import Layout
 from runner.clip.units import head_weights
 from runner.config.notation import first_few
-from runner.config.plugin_section import SCHEDULES, refused_microbatches
-from runner.config.sizes import MeshSizes, SizeError
+from runner.config.plugin_section import SCHEDULES, MeshSizes, SizeError, refused_microbatches
 from runner.parallel import gradient_sync as sync
 from runner.parallel import stages, tensor_styles
 from runner.parallel.hooks import Usage, require_no_post_accumulate

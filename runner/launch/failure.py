@@ -34,7 +34,7 @@ KNOBS = (
 # Modules of torch that a lost connection is raised in: by a collective, or in a backward pass
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
 # Modules that wait for a collective that runs beside them, in code of torch without a frame
-WAITS = ("runner.clip.transfer", "runner.parallel.overlap", "runner.parallel.pipeline")
+WAITS = ("runner.clip.transfer", "runner.parallel.gradient_sync", "runner.parallel.pipeline")
 _WORKER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 

@@ -21,6 +21,7 @@ from runner.data.order import PartitionedBatches
 from runner.data.random_state import RandomState, generators
 from runner.data.stream import StreamLoader, has_state
 from runner.data.workers import WorkerLoader
+from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 
 log = logging.getLogger(__name__)
@@ -279,7 +280,9 @@ class TrainState:
             # It refuses another number before it loads one.
             self.optimizer.load_state_dict(dict(state))
         self.progress = self._progress_of(state)
-        if "metrics" not in keep:
+        if "metrics" in keep:
+            self.meter.last = {keys.TRAIN_SAMPLES: self.progress.samples}
+        else:
             self.meter.load_state_dict(state["meter"])
         for name, part in self.parts.items():
             if name in state:

@@ -20,7 +20,7 @@ from runner.booster import saved
 from runner.booster.batch import batch_size, mapped, targets_of
 from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import OptimizerWrapper
-from runner.booster.optimizers import orthogonalized, require_known, require_safe
+from runner.booster.optimizers import orthogonalized, require_safe, unknown
 from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin
 from runner.booster.plugin.base import dtype_of
 from runner.booster.step_order import LossScale, Nonfinite
@@ -35,7 +35,7 @@ from runner.booster.wrapper import (
 )
 from runner.clip.functional import register
 from runner.clip.skip import SkipRule
-from runner.parallel.collectives import on_any_rank
+from runner.parallel.collectives import on_any_rank, raise_first
 from runner.parallel.gradient_sync import nothing
 
 
@@ -119,7 +119,7 @@ class Booster(saved.CheckpointIO):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         known = {id(parameter): name for name, parameter in given.items()}
         where = "Give boost (or Trainer) a model that owns it, or leave it out of the optimizer"
-        require_known(optimizers, known, where)
+        raise_first(unknown(optimizers, known, where), alone=True)
         unscaled = {known[id(parameter)] for parameter in orthogonalized(optimizers)}
         made = plugin.configure(model)
         wrapper = ModelWrapper(made.module, model, self.dtype, made.renamed, names, made.pipeline)

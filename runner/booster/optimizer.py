@@ -233,11 +233,13 @@ class OptimizerWrapper(StepOrder):
         self.step()
         return self.decision or decision
 
-    def step(self) -> bool:
+    def step(self, closure: None = None) -> bool:
         """Take the step, unless the gradients are not finite; return whether it was taken.
 
         True on an accelerator whose fused optimizer decides for itself, see :meth:`was_taken`.
         """
+        if closure is not None:
+            raise TypeError("step() takes no closure: run the backward passes before clipping")
         early = self.in_backward
         with torch.no_grad():
             finite = self._finish_gradients()

@@ -19,7 +19,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -27,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from runner.booster.plugin import ParallelModel, Plugin
 from runner.clip import Layout, Number
 from runner.clip.shard import is_sharded
+from runner.parallel.collectives import raise_first
 
 log = logging.getLogger(__name__)
 
@@ -57,26 +57,21 @@ def require_safe(optimizer: Optimizer, made: ParallelModel, plugin: Plugin) -> N
         log.warning(text, kind, where)
     if not names & (FROM_ALL | WHOLE):
         return
-    found = [""]
+    found = ""
     if _steps_some(made) and computes_from_all(optimizer):
         clips = any(group.get("max_grad_norm") for group in optimizer.param_groups)
         how = " (max_grad_norm=None turns that off: clip by the booster instead)" if clips else ""
-        found = [
+        found = (
             f"{kind} computes its steps from all parameters{how}, but under {where} each rank "
             "steps only some of them: choose TorchDDPPlugin (plugin=ddp) or another optimizer"
-        ]
+        )
     elif names & WHOLE and any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
-        found = [
+        found = (
             f"{kind} cannot step the parameters that {where} shards over ranks: choose "
             "LowLevelZeroPlugin(stage=1) (plugin=zero plugin.zero_stage=1) or TorchDDPPlugin "
             "(plugin=ddp), which step whole parameters, or another optimizer"
-        ]
-    if plugin.world_size > 1:
-        # Ranks may hold different experts or stages, and so find different problems.
-        here, found = found[0], [""] * plugin.world_size
-        dist.all_gather_object(found, here)
-    if problem := next(filter(None, found), ""):
-        raise ValueError(problem)
+        )
+    raise_first(found)  # Ranks may hold different experts or stages, and find different problems.
 
 
 def computes_from_all(optimizer: Optimizer, names: frozenset[str] = FROM_ALL) -> bool:
@@ -111,17 +106,18 @@ def _steps_some(made: ParallelModel) -> bool:
     return partitioned or made.pipeline is not None or len(layout.shards) < len(layout.names)
 
 
-def require_known(optimizers: Iterable[Optimizer], known: Collection[int], instead: str) -> None:
-    """Refuse a parameter that would be neither synchronised nor clipped; ``known``: ids."""
+def unknown(optimizers: Iterable[Optimizer], known: Collection[int], instead: str) -> str:
+    """Describe a parameter that would be neither synchronised nor clipped; ``known``: ids."""
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
-                    raise ValueError(
+                    return (
                         f"param_groups[{number}]['params'][{place}] of {type(optimizer).__name__}, "
                         f"of shape {list(parameter.shape)}, is no parameter of a boosted module: "
                         f"it would be neither synchronised nor clipped. {instead}"
                     )
+    return ""
 
 
 class BoostedGroups:
@@ -143,12 +139,12 @@ class BoostedGroups:
         if self._now() == self._seen:
             return False
         shards = {id(shard.param): shard for shard in self._layout.shards}
-        require_known(
-            self._optimizers,
-            shards.keys(),
+        instead = (
             "Boost the model that owns it, and add parameters that the boosted model has now: "
-            "model.unwrap().named_parameters()",
+            "model.unwrap().named_parameters()"
         )
+        # Another rank may hold the stage that still has the parameter.
+        raise_first(unknown(self._optimizers, shards.keys(), instead), self._layout.group is None)
         steps = self._steps
         for group in (group for each in self._optimizers for group in each.param_groups):
             group["params"] = [p for p in group["params"] if steps is None or id(p) in steps]

@@ -28,8 +28,7 @@ from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.wrapper import ModelWrapper
 from runner.config.notation import first_few
 from runner.parallel.collectives import on_first, several_ranks
-from runner.parallel.full_state_dict import gathered, load
-from runner.parallel.sharded_files import Folder, Stored, fill, write
+from runner.parallel.full_state_dict import Folder, Stored, fill, gathered, load, write
 from runner.parallel.sharding import reshard
 
 OPTIMIZER = "optimizer/"

@@ -152,8 +152,10 @@ class BoostedParameters:
                 )
             if p.dtype != dtype and not self._alone:
                 raise ValueError(f"{name} is {p.dtype}, but was {dtype} at boost: {_BEFORE}")
+        # Also one that was tied to that of another stage, which is None here.
+        moved = {id(h[key]) for h, key, value in self._slots if h.get(key, value) is not value}
         for name, p in named:
-            if p.requires_grad and id(p) not in self._known.keys() | unsharded:
+            if p.requires_grad and id(p) not in (self._known.keys() - moved) | unsharded:
                 raise ValueError(
                     f"{name} was added after boost, so it would be neither synchronised nor "
                     f"clipped: {_BEFORE}"

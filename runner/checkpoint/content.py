@@ -26,7 +26,7 @@ from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.notation import MINUTES, Duration, higher_is_better
 from runner.parallel.collectives import is_first, on_first, several_ranks
-from runner.parallel.sharded_files import Folder, fill, one_error, write, write_later
+from runner.parallel.full_state_dict import Folder, fill, one_error, write, write_later
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import replacing
 

@@ -74,8 +74,8 @@ def verify(words: Sequence[str]) -> int:
     typed = wanted.folder if "hydra.run.dir" in map(key_of, words) else None
     folder = new_folder("verification", FILE, "hydra.run.dir", typed)
     from runner.launch.failure import Failure
+    from runner.verify.comparison import last_line, lines
     from runner.verify.side_by_side import execute
-    from runner.verify.table import last_line, lines
 
     if not joins():
         print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from runner.data.random_state import RandomState, generator_for, generators
+from runner.data.order import RandomState, generator_for, generators
 
 IGNORED = -100
 """Targets with this value add nothing to the loss and are not counted as items: the default
@@ -190,12 +190,11 @@ def synthetic(
     inputs, targets = (_walks if of_tokens else _classes)(
         kind, samples + test_samples, generator, **sizes
     )
-    return Data(
-        train=TensorPairs(inputs[:samples], targets[:samples]),
-        test=TensorPairs(inputs[samples:], targets[samples:]),
-        items="tokens" if of_tokens else "samples",
-        tokens_per_sample=sizes["sequence_length"] if of_tokens else None,
-    )
+    train = TensorPairs(inputs[:samples], targets[:samples])
+    test = TensorPairs(inputs[samples:], targets[samples:])
+    if of_tokens:
+        return Data(train, test, "tokens", sizes["sequence_length"])
+    return Data(train, test, "samples")
 
 
 def _classes(

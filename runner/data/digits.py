@@ -33,11 +33,9 @@ def digits(test_fraction: float, seed: int) -> Data:
         table = np.loadtxt(lines, delimiter=",")
     images = torch.tensor(table[:, :-1] / BRIGHTEST, dtype=torch.float32).view(-1, 1, 8, 8)
     targets = table[:, -1].astype(np.int64)
-    train, test = (
-        TensorPairs(images[part], torch.from_numpy(targets[part]))
-        for part in _split(targets, test_fraction, seed)
-    )
-    return Data(train=train, test=test, items="samples")
+    parts = _split(targets, test_fraction, seed)
+    train, test = (TensorPairs(images[part], torch.from_numpy(targets[part])) for part in parts)
+    return Data(train, test, items="samples")
 
 
 def _split(targets: Integers, test_fraction: float, seed: int) -> tuple[Integers, Integers]:

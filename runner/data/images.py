@@ -17,7 +17,7 @@ from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
 
 from runner.data.dataset import Data, DataUnavailable, data_folder
-from runner.data.random_state import generator_for
+from runner.data.order import generator_for
 
 CIFAR_STATISTICS = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -76,11 +76,8 @@ def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
         ) from error
     plain = _tensor(CIFAR_STATISTICS)
     changed = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), plain])
-    return Data(
-        SeededImages(train, changed if augment else plain, seed),
-        SeededImages(test, plain, seed),
-        "samples",
-    )
+    seen = SeededImages(train, changed if augment else plain, seed)
+    return Data(seen, SeededImages(test, plain, seed), "samples")
 
 
 def _tensor(statistics: tuple[Sequence[float], Sequence[float]]) -> v2.Transform:
@@ -106,8 +103,5 @@ def image_folder(root: str | None, size: int, augment: bool, seed: int) -> Data:
     tensor = _tensor(STATISTICS)
     centre = v2.Compose([v2.Resize(round(size * LARGER)), v2.CenterCrop(size), tensor])
     cropped = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), tensor])
-    return Data(
-        SeededImages(train, cropped if augment else centre, seed),
-        SeededImages(test, centre, seed),
-        "samples",
-    )
+    seen = SeededImages(train, cropped if augment else centre, seed)
+    return Data(seen, SeededImages(test, centre, seed), "samples")

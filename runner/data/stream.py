@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from runner.data.dataset import collate_pairs
-from runner.data.random_state import RandomState, seed_all, seed_for
+from runner.data.order import RandomState, seed_all, seed_for
 from runner.data.workers import begin, shielded, start_method
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.data.dataset import IGNORED, Data, DataUnavailable
-from runner.data.random_state import generator_for
+from runner.data.order import generator_for
 
 BYTES = 256
 MASK = BYTES
@@ -79,12 +80,8 @@ def text(path: str | None, sequence_length: int, test_fraction: float, max_bytes
             f"data.test_fraction={test_fraction} and data.max_bytes={max_bytes}. {WAYS_FORWARD}."
         )
     cut = len(read) - held_out
-    return Data(
-        train=ByteWindows(read[:cut], sequence_length),
-        test=ByteWindows(read[cut:], sequence_length),
-        items="tokens",
-        tokens_per_sample=sequence_length,
-    )
+    train, test = (ByteWindows(part, sequence_length) for part in (read[:cut], read[cut:]))
+    return Data(train, test, items="tokens", tokens_per_sample=sequence_length)
 
 
 def _read(root: Path, standard_library: bool, limit: int) -> bytes:
@@ -172,13 +169,7 @@ def masked_text(
     """Load bytes for masked language modelling; every evaluation has the same masks."""
     if not 0 < masked_fraction <= 1:
         raise ValueError(f"masked_fraction {masked_fraction} must be above 0 and at most 1")
-    plain = text(path, sequence_length, test_fraction, max_bytes)
-    assert isinstance(plain.train, ByteWindows)
-    assert isinstance(plain.test, ByteWindows)
-    return Data(
-        train=MaskedWindows(plain.train, masked_fraction, seed),
-        test=MaskedWindows(plain.test, masked_fraction, seed),
-        items="tokens",
-        # Only bytes to predict count as tokens, and their number in a sample is random.
-        tokens_per_sample=None,
-    )
+    plain: Any = text(path, sequence_length, test_fraction, max_bytes)
+    train, test = (MaskedWindows(w, masked_fraction, seed) for w in (plain.train, plain.test))
+    # Only bytes to predict count as tokens, and their number in a sample is random.
+    return Data(train, test, items="tokens", tokens_per_sample=None)

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from runner.data.order import Indices
-from runner.data.random_state import seed_all, seed_for
+from runner.data.order import Indices, seed_all, seed_for
 
 T = TypeVar("T")
 

@@ -79,6 +79,8 @@ class Mixture(nn.Module):
         parts = zip(self.here, torch.split(rows, counts), strict=True)
         return torch.cat([self.experts[number](part) for number, part in parts]).to(rows.dtype)
 
+    # torch cannot trace an exchange whose sizes come from the host.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_spread(self, rows: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Apply the experts of all ranks to rows sorted by expert, ``counts`` [E] rows for each."""
         runs = partitioned(len(self.experts), group.size())
@@ -111,9 +113,7 @@ class Mixture(nn.Module):
 
 
 def partitioned(experts: int, ranks: int) -> list[range]:
-    """Return contiguous ranges of expert numbers, one per rank, whose sizes differ by at most
-    one.
-    """
+    """Return contiguous ranges of expert numbers, one per rank, of about equal sizes."""
     bounds = [experts * rank // ranks for rank in range(ranks + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]
 

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from runner.clip.transfer import start_gather
 
 T = TypeVar("T")
 
-BUCKET = 25 * 2**20
-"""Approximate size of a flat buffer in bytes."""
+BUCKET = 25 * 2**20  # approximate size of a flat buffer in bytes
 
 
 def span(length: int, shards: int, index: int) -> tuple[int, int]:
@@ -174,12 +175,35 @@ def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
+@torch.no_grad()
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def sharded(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return a DTensor of a tensor that all ranks of ``mesh`` have, without communication."""
+    replicated = [Replicate()] * mesh.ndim
+    replica = DTensor.from_local(whole.to(mesh.device_type), mesh, replicated, run_check=False)
+    return replica.redistribute(mesh, placements)
+
+
 def several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_first() -> bool:
     return not several_ranks() or dist.get_rank() == 0
+
+
+def raise_first(problem: str, alone: bool = False) -> None:
+    """Raise the first problem of any rank as a ValueError; every rank calls this unless alone."""
+    found = [problem]
+    if several_ranks() and not alone:
+        found = [""] * dist.get_world_size()
+        dist.all_gather_object(found, problem)
+    if first := next(filter(None, found), ""):
+        raise ValueError(first)
 
 
 def on_first(work: Callable[[], T]) -> T:

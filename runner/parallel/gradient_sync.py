@@ -1,11 +1,9 @@
 """Make gradients final once per step: sum or average what the ranks that share a parameter have.
 
-Not in each backward pass, because a window has several: gradients of tied copies, and partial
-gradients, would then be added to sums that already contain them. :class:`Averaging` begins in the
-last one of a window, as in DDP (Li et al. 2020, arXiv 2006.15704, section 3.2): the all-reduce of a
-bucket starts when autograd has accumulated its last gradient. Unlike in DDP, nothing is final
-before :meth:`Averaging.finish`: if a gradient was written to after its bucket was sent (by a second
-backward pass, or by the user), all are averaged again.
+Not in each backward pass: gradients of tied copies, and partial gradients, would then be added to
+sums that already contain them. :class:`Averaging` begins in the last one of a window, as in DDP (Li
+et al. 2020, arXiv 2006.15704, section 3.2), but nothing is final before :meth:`Averaging.finish`:
+if a later backward pass wrote to a gradient whose bucket was sent, all are averaged again.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
 from runner.parallel.collectives import all_reduce, broadcast, buckets, flat_of, on_any_rank
-from runner.parallel.hooks import register_post_accumulate
+from runner.parallel.hooks import register
 from runner.parallel.mesh import Axes, split_parameters, twin
 
 
@@ -78,10 +76,10 @@ class Averaging:
     """Averages the gradients of replicas, bucket by bucket from the backward pass on.
 
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
-    those of all buckets before it are complete; :meth:`finish` sends the others. Buckets have a
+    those of all buckets before it are complete; :meth:`finish` sends the others. They have a
     process group of their own, because ranks that use different parameters send them at different
-    places among their other collectives. A backward pass accumulates a gradient as often as
-    ``backwards`` says (1 if not given); those ``waiting`` are complete only after it. Both by ids.
+    places among other collectives. By ids: how many ``backwards`` accumulate a gradient in one
+    backward pass (1 if not given), and which are complete only after it (``waiting``).
     """
 
     held = False  # whether backward passes run under ``no_sync`` now, and send nothing
@@ -100,11 +98,11 @@ class Averaging:
         weak = ref(self)  # A hook lives as long as its parameter.
 
         def note(parameter: Tensor) -> None:
-            if (averaging := weak()) is not None and not averaging.held:
-                averaging._note(id(parameter))
+            if (averaging := weak()) is not None:
+                averaging._note(parameter)
 
         for parameter in self._parameters:
-            register_post_accumulate(note, parameter)
+            register(note, parameter, after=True)
 
     def _begin(self) -> None:
         """Begin a step: divide the trained parameters into buckets, none of which is sent."""
@@ -115,11 +113,14 @@ class Averaging:
         self._buckets = [list(islice(rest, length)) for length in self._open]
         self._bucket_of = {id(p): at for at, bucket in enumerate(self._buckets) for p in bucket}
         self._left = {id(p): self._backwards.get(id(p), 1) for p in order}
-        self._sent: list[tuple[list[Any], Tensor, dist.Work]] = []
+        self._sent: list[tuple[Tensor, dist.Work]] = []
+        self._then: dict[int, tuple[Tensor | None, int]] = {}  # what autograd wrote last
 
-    def _note(self, key: int) -> None:
-        if key not in self._left:
-            return  # It was frozen when the step began.
+    def _note(self, parameter: Tensor) -> None:
+        key = id(parameter)
+        self._then[key] = written(parameter)
+        if self.held or key not in self._left:
+            return  # Or it was frozen when the step began.
         self._left[key] -= 1
         if self._left[key] == 0:
             self._open[self._bucket_of[key]] -= 1
@@ -133,24 +134,29 @@ class Averaging:
         flat = flat_of([local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
-        self._sent.append(([_written(p) for p in bucket], flat, work))
+        self._sent.append((flat, work))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Average all gradients over ranks, as :func:`average`; every rank calls it once a step."""
-        changed = [p.requires_grad for p in self._parameters] != self._trained or any(
-            now[0] is not then[0] or now[1] != then[1]
-            for bucket, (before, *_) in zip(self._buckets, self._sent, strict=False)
-            for now, then in zip(map(_written, bucket), before, strict=True)
-        )
+        pairs = [(written(p), self._then[id(p)]) for p in self._parameters if id(p) in self._then]
+        changed = [p.requires_grad for p in self._parameters] != self._trained
+        changed = changed or min(self._left.values(), default=0) < 0
+        changed = changed or any(now[0] is not then[0] for now, then in pairs)
+        wrote = any(now[0] is then[0] and now[1] != then[1] for now, then in pairs)
         # Ranks agree on the host, so that no accelerator is waited for.
-        flags = [changed, *(p.grad is not None for p in self._parameters)]
+        flags = [changed, wrote, *(p.grad is not None for p in self._parameters)]
         if self._parameters:
             flags = on_any_rank(flags, self._early.group)
-        used = {id(p) for p, by_any in zip(self._parameters, flags[1:], strict=True) if by_any}
+        if flags[1]:
+            raise ValueError(
+                "gradients were changed in place before they were averaged over ranks: call "
+                "optimizer.unscale() before that, and clip by optimizer.clip_grad_by_norm, say"
+            )
+        used = {id(p) for p, by_any in zip(self._parameters, flags[2:], strict=True) if by_any}
         while len(self._sent) < len(self._buckets):
             self._send()
-        for bucket, (_, flat, work) in zip(self._buckets, self._sent, strict=True):
+        for bucket, (flat, work) in zip(self._buckets, self._sent, strict=True):
             work.wait()
             parts = torch.split(flat, [local(p).numel() for p in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
@@ -165,8 +171,9 @@ class Averaging:
         average(self._late)
 
 
-def _written(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
-    return parameter.grad, 0 if parameter.grad is None else local(parameter.grad)._version
+def written(parameter: Tensor) -> tuple[Tensor | None, int]:
+    gradient = parameter.grad  # a DTensor and its shard count by themselves
+    return gradient, 0 if gradient is None else gradient._version + local(gradient)._version
 
 
 @torch.no_grad()
@@ -185,14 +192,9 @@ def sum_partial(parameters: Iterable[DTensor]) -> None:
         all_reduce([local(p.grad) for p in members if p.grad is not None], group)
     for parameter in {id(p): p for members in waiting.values() for p in members}.values():
         assert isinstance(parameter.grad, DTensor)
-        parameter.grad = DTensor.from_local(
-            parameter.grad.to_local(),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        summed, where = parameter.grad.to_local(), (parameter.device_mesh, parameter.placements)
+        size: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+        parameter.grad = DTensor.from_local(summed, *where, run_check=False, **size)
 
 
 @dataclass(frozen=True)
@@ -315,12 +317,10 @@ class Partition:
                 broadcast(stepped, group, owner)
 
 
-def nothing() -> None:
-    """Do nothing."""
+def nothing() -> None: ...
 
 
 def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls all ``calls`` in order, without recording gradients."""
 
     @torch.no_grad()
     def call_all() -> None:
@@ -332,8 +332,5 @@ def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
 
 def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
     if next(model.parameters()).device.type == "cpu":
-        raise ValueError(
-            "sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm computes, but the model "
-            "is on a CPU: use sync_batchnorm=False"
-        )
+        raise ValueError("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm computes")
     nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
 """Gradient hooks on parameters that a plugin replaces, and which parameters took part in the loss.
 
-``fully_shard`` reduces the gradients of a block in one collective, in which unused parameters have
-zeros. With zeros instead of None the optimizer would change a parameter that no rank used, by
-momentum and weight decay: :class:`Usage` sets them back to None.
+``fully_shard`` reduces zeros for unused parameters, by which the optimizer would change what no
+rank used, by momentum and weight decay: :class:`Usage` sets them back to None.
 
 The last functions tell, in one process, when autograd has accumulated a gradient.
 """
@@ -24,8 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
-from runner.parallel.collectives import on_any_rank
-from runner.parallel.full_state_dict import full, sharded
+from runner.parallel.collectives import full, on_any_rank, sharded
 from runner.parallel.mesh import Axes, split_parameters
 
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
@@ -45,10 +43,7 @@ def require_no_post_accumulate(named: Iterable[tuple[str, Tensor]], why: str) ->
 
 
 def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
-    """Register the hooks of a parameter (its ``_backward_hooks``) on its replacement.
-
-    Hooks on a DTensor get the whole gradient as a plain tensor.
-    """
+    """Register ``_backward_hooks`` on a replacement; on a DTensor they get the whole gradient."""
     if not hooks:
         return
     placements = replacement.placements if isinstance(replacement, DTensor) else ()
@@ -87,15 +82,15 @@ class Apart:
         self._storages.clear()
 
 
-def register(hook: Callable[[Tensor], Any], parameter: Tensor, when: str = "hook") -> None:
-    """Register a gradient hook on ``parameter``, even if it is frozen and unfrozen later."""
+def register(hook: Callable[[Tensor], Any], parameter: Tensor, after: bool = False) -> None:
+    """Register a gradient hook on ``parameter``, even if it is frozen and unfrozen later.
+
+    ``after``: autograd has accumulated the gradient.
+    """
     required = parameter.requires_grad
-    getattr(parameter.requires_grad_(), f"register_{when}")(hook)
+    when = "register_post_accumulate_grad_hook" if after else "register_hook"
+    getattr(parameter.requires_grad_(), when)(hook)
     parameter.requires_grad_(required)
-
-
-def register_post_accumulate(hook: Callable[[Tensor], Any], parameter: Tensor) -> None:
-    register(hook, parameter, "post_accumulate_grad_hook")
 
 
 def computed_with(parameter: Tensor) -> Tensor:
@@ -174,6 +169,12 @@ class Usage:
                 f"{hooked[0]}: a hook was registered after boost, on a shard that no backward pass "
                 "reaches: register it on the model before boost, which carries it over"
             )
+        for name, p in parameters.items():
+            if (whole := computed_with(p)) is not p and whole.grad is not None:
+                raise ValueError(
+                    f"{name}: a gradient was assigned to the copy that a forward pass gathers, "
+                    "and would be lost: run loss.backward(), or choose plugin=ddp"
+                )
         used = on_any_rank([id(p) in self._used for p in parameters.values()], group)
         for parameter, by_any in zip(parameters.values(), used, strict=True):
             kept = self._kept.pop(id(parameter), None)
@@ -187,8 +188,7 @@ class Usage:
         self._apart.forget()
 
 
-Final = Callable[[Tensor], None]
-"""Called with a parameter whose ``.grad`` is final."""
+Final = Callable[[Tensor], None]  # called with a parameter whose .grad is final
 
 
 def watch_parameters(model: nn.Module, final: Final) -> None:
@@ -199,7 +199,7 @@ def watch_parameters(model: nn.Module, final: Final) -> None:
     """
     usual: list[int] = []  # of a gradient that shares its memory with no other
     single = nn.Parameter(torch.ones(2))
-    register_post_accumulate(lambda p: usual.append(_uses(p.grad)), single)
+    register(lambda p: usual.append(_uses(p.grad)), single, after=True)
     with torch.enable_grad():
         (single * 2.0).sum().backward()  # type: ignore[no-untyped-call]
 
@@ -212,7 +212,7 @@ def watch_parameters(model: nn.Module, final: Final) -> None:
         final(parameter)
 
     for parameter in model.parameters():
-        register_post_accumulate(note, parameter)
+        register(note, parameter, after=True)
 
 
 def _uses(tensor: Any) -> int:

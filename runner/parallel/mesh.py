@@ -1,9 +1,8 @@
 """The device mesh: which ranks share pipelines, data, experts and weights.
 
 Ranks that communicate most (tensor) are neighbours; ``ep`` neighbouring data-parallel ranks share
-one set of experts, of which each holds some. A mixture is any module with a ``ModuleList`` called
-``experts`` and a method ``spread(group)``, which keeps only the experts of this rank, and from then
-on exchanges tokens with the other ranks.
+one set of experts. A mixture is any module with a ``ModuleList`` called ``experts`` and a method
+``spread(group)``, which keeps the experts of this rank and exchanges tokens from then on.
 """
 
 from __future__ import annotations

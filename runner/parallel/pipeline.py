@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from runner.config.plugin_section import SCHEDULES
 from runner.parallel.collectives import on_any_rank
+from runner.parallel.gradient_sync import written
 from runner.parallel.hooks import Apart, register
 from runner.parallel.sharding import reshard
 from runner.parallel.stages import Stage, stage_to_rank
@@ -33,9 +34,7 @@ _SCHEDULES = {
 }
 _KEPT = 4  # schedules, one per shape of a batch; each has buffers for its microbatches
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
-_SHAPE = 10
-"""Length of the message that precedes a tensor outside of a schedule: index of the dtype,
-dimensions, padding."""
+_SHAPE = 10  # numbers before a tensor outside of a schedule: dtype, dimensions, padding
 
 
 @dataclass(eq=False)
@@ -54,6 +53,7 @@ class Pipeline:
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._loss_of: LossOf | None = None
         self._apart = Apart()
+        self._after: tuple[Tensor | None, int] = (None, 0)
         whole = [stage for stage in self.stages.values() if not isinstance(stage, FSDPModule)]
         for parameter in {id(p): p for stage in whole for p in stage.parameters()}.values():
             register(self._apart, parameter)
@@ -90,9 +90,24 @@ class Pipeline:
             self._loss_of = None
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        self._after = self._last_gradient()
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _last_gradient(self) -> tuple[Tensor | None, int]:
+        held = [p for s in self.stages.values() for p in s.parameters() if p.grad is not None]
+        return written(held[-1]) if held else (None, 0)
+
+    def require_unchanged(self) -> None:
+        """Refuse gradients that were changed in place since: by the norm of these stages, say."""
+        (then, before), (now, version) = self._after, self._last_gradient()
+        self._after = (None, 0)
+        if now is then and version != before:
+            raise ValueError(
+                "gradients were changed in place after the backward pass, and a rank of a pipeline "
+                "has those of its stages alone: use optimizer.clip_grad_by_norm, or register_hook"
+            )
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
@@ -140,10 +155,10 @@ class Pipeline:
         return nothing
 
     def _run_of(self, inputs: Tensor) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
-        """Return the schedule for batches of this shape, and earlier gradients to add to its own.
+        """Return the schedule for batches of this shape, and gradients that its first run drops.
 
-        In its first run a stage drops gradients of sharded parameters. Building one runs the model,
-        in which data-parallel ranks may communicate: all build one if any of them needs it.
+        Building one runs the model, in which data-parallel ranks may communicate: all do if any
+        needs it.
         """
         key = (tuple(inputs.shape), inputs.dtype)
         before: list[tuple[nn.Parameter, Tensor]] = []
@@ -162,8 +177,7 @@ class Pipeline:
     def _new_run(self, inputs: Tensor) -> Any:
         """Return a schedule, after a forward pass of one microbatch for the shapes of its stages.
 
-        torch would infer shapes from uninitialised inputs, which differ between ranks, so that
-        routers would send tokens to different experts.
+        torch would infer shapes from uninitialised inputs, which routers send to other experts.
         """
         # Imported here, because the import takes as long as that of the rest of this package.
         from torch.distributed import pipelining

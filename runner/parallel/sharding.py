@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,42 +19,30 @@ from torch.distributed.fsdp import (
 )
 from torch.utils._pytree import tree_leaves
 
-from runner.config.notation import first_few
-from runner.parallel.collectives import is_first
 from runner.parallel.hooks import Usage, held_tensors
 from runner.parallel.mesh import mixtures
 
-log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Sharding:
-    """Options of ``fully_shard``, as :class:`runner.booster.TorchFSDPPlugin` describes them."""
-
-    reshard_after_forward: bool = True
-    param_dtype: torch.dtype | None = None
-    cpu_offload: bool = False
-
-    def options(self) -> dict[str, Any]:
-        given: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
-        if self.param_dtype is not None:
-            given["mp_policy"] = MixedPrecisionPolicy(self.param_dtype, torch.float32)
-        if self.cpu_offload:
-            given["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        return given
+def fsdp_options(reshards: bool, param_dtype: torch.dtype | None, offload: bool) -> dict[str, Any]:
+    """Return options of ``fully_shard``, see :class:`runner.booster.TorchFSDPPlugin`."""
+    given: dict[str, Any] = {"reshard_after_forward": reshards}
+    if param_dtype is not None:
+        given["mp_policy"] = MixedPrecisionPolicy(param_dtype, torch.float32)
+    if offload:
+        given["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return given
 
 
 def shard_model(
     root: nn.Module,
     mesh: DeviceMesh,
-    sharding: Sharding,
+    options: Mapping[str, Any],
     usage: Usage,
     experts: DeviceMesh | None = None,
     ends: bool = True,
 ) -> None:
     """Shard each block (an element of a ModuleList, except experts), then the rest of ``root``."""
     _prepare(root)
-    options = sharding.options()
     hooks = {
         (module, key): parameter._backward_hooks
         for module in root.modules()
@@ -77,9 +64,9 @@ def shard_model(
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mesh=mesh, **options)
-    if ends and sharding.param_dtype is not None:
-        # Losses are computed in full precision.
-        options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
+    if ends and "mp_policy" in options:  # Losses are computed in full precision.
+        full = replace(options["mp_policy"], output_dtype=torch.float32)
+        options = {**options, "mp_policy": full}
     fully_shard(root, mesh=mesh, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -119,21 +106,13 @@ def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:
 
 def _prepare(root: nn.Module) -> None:
     """Refuse empty parameters, and convert channels-last weights: fully_shard supports neither."""
-    changed = []
     for name, parameter in root.named_parameters():
         if not parameter.numel():
             raise ValueError(
                 f"{name} has no elements, and fully_shard cannot reduce its gradient: leave it out "
                 "of the model, or choose TorchDDPPlugin (plugin=ddp) or zero_stage=1"
             )
-        if not parameter.is_contiguous():
-            changed.append(name)
-            parameter.data = parameter.data.contiguous()
-    if changed and is_first():
-        log.warning(
-            "made contiguous, because fully_shard keeps no other memory format (channels_last): %s",
-            first_few(changed),
-        )
+        parameter.data = parameter.data.contiguous()
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:

@@ -1,10 +1,8 @@
 """Split a model into pipeline stages, assign stages to ranks, and keep those of this rank.
 
-A model that can be split has a method ``pipeline()`` that lists its parts: for each part the names
-of its modules, and a function of one tensor. Or it is a :class:`torch.nn.Sequential`, or a model of
-transformers with a plan for pipelines: the modules before the layers, the list of layers, and those
-after it. A part of that runs the forward pass of the model in which the modules of all other parts
-return their input, so that masks and position embeddings are those of the model.
+README.md says which models can be split. A part of one of transformers runs the forward pass of the
+model in which the modules of all other parts return their input, so that masks and position
+embeddings are those of the model.
 """
 
 from __future__ import annotations
@@ -239,9 +237,8 @@ def keep_own(
 
 
 def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
-    """Give each stage its own copy of a parameter that several stages use; return new names.
-
-    Stages that share a module share the copies of its parameters.
+    """Give each stage its own copy of a parameter that several use, except in a module that they
+    share; return new names.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     renamed: dict[str, str] = {}
@@ -285,8 +282,7 @@ def copies_of(
 ) -> dict[str, list[int]]:
     """Return the pipeline rank of each copy of a parameter that has several, by its name.
 
-    ``renamed`` is from :func:`untie`, and ``homes`` is the pipeline rank of each stage. Stages that
-    are ``sharded``, each by itself, must not share a module on one rank.
+    ``homes``: the pipeline rank of each stage. Those that are ``sharded`` must not share a module.
     """
     copies: dict[str, dict[tuple[int, int], int]] = {}
     for number, (home, parts) in enumerate(zip(homes, stages, strict=True)):

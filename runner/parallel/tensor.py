@@ -23,16 +23,11 @@ from runner.parallel.collectives import copy_to, gather, scatter, span, split, s
 from runner.parallel.hooks import carry_over
 from runner.parallel.tensor_styles import style_of
 
-SEQUENCE = 1
-"""Dimension of positions in activations [B, T, width]."""
+SEQUENCE = 1  # dimension of positions in activations [B, T, width]
 
 
 class Entrance:
-    """Lets several layers share the collective by which the same input enters them.
-
-    Query, key and value projections: the sum of their gradients is reduced once, and a sharded
-    sequence is gathered once.
-    """
+    """Lets several layers (query, key, value) share the collective by which one input enters."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers

@@ -1,8 +1,7 @@
 """Plans for tensor parallelism: placements of each style, and a check of what a plan leaves out.
 
-Names and meaning of the styles: :data:`runner.config.plugin_section.STYLES`. If a replicated
-parameter is applied to the output of a sharded layer (a norm of single heads), each rank has only a
-part of its gradient. Without the check its replicas would silently diverge.
+If a replicated parameter is applied to the output of a sharded layer (a norm of single heads), each
+rank has only a part of its gradient. Without the check its replicas would silently diverge.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Style:
 
 
 _ROWS = {"weight": Shard(0), "bias": Shard(0)}
-UNPLANNED = Style()
-"""Replicated parameters: those of modules that no pattern matches, and of some styles."""
+UNPLANNED = Style()  # replicated parameters, also those of modules that no pattern matches
 
 PLACED: Mapping[str, Style] = {
     "colwise": Style(nn.Linear, _ROWS),
@@ -181,12 +179,8 @@ def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None
 
 
 TOLERANCE = (0.01, 0.05)
-"""Largest relative difference that rounding explains, also in half precision; parts of a sum differ
-by far more."""
-
-LEAST = 1e-3
-"""Fraction of the largest gradient norm below which a gradient may be rounding errors only, such as
-that of a key's bias."""
+"""Largest relative difference that rounding explains, also in half precision."""
+LEAST = 1e-3  # share of the largest norm below which a gradient may be rounding alone
 
 
 def replicated(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -201,10 +195,9 @@ def replicated(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class ReplicaCheck:
-    """Callable that compares gradients over ranks in the first step, with one collective.
+    """Compares final gradients over ranks in the first step; every rank calls it once a step.
 
-    Every rank calls it once per step, when gradients are final. A gradient that is zero on all
-    ranks (because a later layer starts at zero) is checked again in the next step.
+    What is zero on all ranks (because a later layer starts at zero) is checked again in the next.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:

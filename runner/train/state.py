@@ -17,8 +17,7 @@ from runner.booster import OptimizerWrapper, Plugin
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.notation import Duration, plural
-from runner.data.order import PartitionedBatches
-from runner.data.random_state import RandomState, generators
+from runner.data.order import PartitionedBatches, RandomState, generators
 from runner.data.stream import StreamLoader, has_state
 from runner.data.workers import WorkerLoader
 from runner.run_folder import keys

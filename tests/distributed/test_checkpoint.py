@@ -15,7 +15,7 @@ from runner.checkpoint.content import whole_model
 from runner.config.notation import Duration
 from runner.config.problem import Stopped
 from runner.optim.schedulers import CosineAnnealingLR
-from runner.parallel.sharded_files import Folder
+from runner.parallel.full_state_dict import Folder
 from tests.distributed.cases import FAMILIES, MODELS, Case, trainer
 from tests.distributed.training import Rows
 from tests.kept import same

@@ -65,12 +65,6 @@ def passes(*branches: int, synced: bool) -> Callable[[Side, int], None]:
     return way
 
 
-def changed_in_place(side: Side, step: int) -> None:
-    side.backward()
-    if step == 1 and dist.get_rank() == 1:
-        side.named["head.weight"].grad.mul_(3.0)  # type: ignore[union-attr]
-
-
 def replaced(side: Side, step: int) -> None:
     side.backward()
     if step % 2:
@@ -113,7 +107,7 @@ WAYS: dict[str, Callable[[Side, int], None]] = {
     "twice": passes(ANY, ANY, synced=True),
     "twice on other branches": passes(BY_RANK, RIGHT, synced=True),
     "plain": lambda side, step: side.backward(send=Tensor.backward),
-    **{way.__name__: way for way in (changed_in_place, replaced, dropped, frozen, not_finite)},
+    **{way.__name__: way for way in (replaced, dropped, frozen, not_finite)},
     "unfrozen": unfrozen_after_gradients_were_dropped,
 }
 PLUGINS = {"data": HybridParallelPlugin, "zero1": partial(LowLevelZeroPlugin, stage=1)}

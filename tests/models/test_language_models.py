@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.models.cnn import GatedConvLanguageModel
-from runner.models.compressive import CompressiveTransformer
 from runner.models.gpt import GPT, MaskedLanguageModel
 from runner.models.mixture import MixtureGPT
 from runner.models.recurrent import (
     AWDLSTM,
+    CompressiveTransformer,
     LSTMLanguageModel,
     RNNLanguageModel,
     WeightDroppedLSTM,

@@ -24,7 +24,7 @@ from runner.parallel import stages, tensor_styles
 from runner.parallel.hooks import Usage, require_no_post_accumulate
 from runner.parallel.mesh import Axes, grid, mixtures, of_experts, position, spread_experts
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.sharding import Sharding, reshard, shard_model
+from runner.parallel.sharding import fsdp_options, reshard, shard_model
 from runner.parallel.tensor import parallelize, partial_parameters
 
 SIZES = ("dp_size", "tp_size", "pp_size", "ep_size")
@@ -113,7 +113,7 @@ class HybridParallelPlugin(base.Plugin):
         # computes gradients, and would not find weights that are unsharded only then.
         split_backward = pp > 1 and SCHEDULES[schedule].splits_backward
         reshards = reshard_after_forward and zero_stage == 3 and not split_backward
-        self.sharding = Sharding(reshards, base.dtype_of(param_dtype), cpu_offload)
+        self.sharding = fsdp_options(reshards, base.dtype_of(param_dtype), cpu_offload)
         self.pp_rank, self._data_rank, tp_rank = position(self.rank, self.sizes)
         last = stages.stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
         self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
@@ -205,7 +205,8 @@ class HybridParallelPlugin(base.Plugin):
         waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.num_microbatches)
         pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
-        calls = usage.drops(model, axes, experts) if self.sharded else []
+        calls = [] if pipeline is None else [pipeline.require_unchanged]
+        calls += usage.drops(model, axes, experts) if self.sharded else []
         if sizes.tp > 1:
             split = [p for p in model.parameters() if isinstance(p, DTensor)]
             calls.append(partial(sync.sum_partial, split))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from inspect import get_annotations, isabstract
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -114,6 +114,8 @@ def option(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 _COMMON = frozenset(one.name for one in fields(Mode))
+# A loop of a user's own makes its mode in each step, and annotations are text that is compiled.
+_hints = cache(partial(get_type_hints, include_extras=True))
 
 
 def options_of(mode: type[Mode]) -> dict[str, tuple[Any, Any]]:
@@ -121,7 +123,7 @@ def options_of(mode: type[Mode]) -> dict[str, tuple[Any, Any]]:
     found = {}
     for one in fields(mode):
         if one.init and one.name not in _COMMON:
-            hint = get_type_hints(mode, include_extras=True)[one.name]
+            hint = _hints(mode)[one.name]  # type: ignore[arg-type]
             if declared := one.metadata.get("option"):
                 hint = Annotated[hint, declared]
             default = one.default if one.default_factory is MISSING else one.default_factory()

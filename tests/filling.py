@@ -20,11 +20,11 @@ def fill(folder: Path) -> None:
 
 
 class Filling(DigitsCNN):
-    """Fills the disk ``$FILLED``, if there is one, in pass ``at`` and frees it in ``until``."""
+    """Fills the disk ``$FILLED``, if there is one, in pass ``at``."""
 
-    def __init__(self, at: int = 0, until: int = 0, **options: int) -> None:
+    def __init__(self, at: int = 0, **options: int) -> None:
         super().__init__(**{"num_classes": 10, "width": 32} | options)
-        self.at, self.until, self.seen = at, until, 0
+        self.at, self.seen = at, 0
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         disk, first = os.environ.get("FILLED"), not int(os.environ.get("RANK", 0))
@@ -32,6 +32,4 @@ class Filling(DigitsCNN):
             self.seen += 1
             if self.seen == self.at:
                 fill(Path(disk))
-            if self.seen == self.until:
-                (Path(disk) / "filler").unlink()
         return super().forward(images)

@@ -5,11 +5,11 @@ import subprocess
 
 import pytest
 
+from runner.cli.main import main
 from runner.launch.supervise import write_page
 from runner.run_folder.status import Record
 from tests.filling import fill
 from tests.launch.ends import only_run, read, rows_of
-from tests.process import python
 
 # Only one worker gets mounts of its own.
 pytestmark = pytest.mark.xdist_group("disk")
@@ -36,18 +36,18 @@ def disk(tmp_path, own_mounts):
 
 
 @pytest.fixture
-def run(environment, disk):
+def run(outputs, disk, monkeypatch, capsys):
     """Run a command that writes to that disk, and return what it prints."""
+    monkeypatch.setenv("RUNNER_OUTPUTS", str(disk / "outputs"))
     filling = "model._target_=tests.filling.Filling"
-    environment |= {"RUNNER_OUTPUTS": str(disk / "outputs")}
 
-    def run(*words, at=0, until=0, code=0, fills=True):
-        words = ["device=cpu", *SMALL, filling, f"+model.at={at}", f"+model.until={until}", *words]
-        seen = environment | {"FILLED": str(disk) if fills else ""}
-        done = python("-m", "runner", *words, env=seen, code=code)
+    def run(*words, at=0, code=0, fills=True):
+        monkeypatch.setenv("FILLED", str(disk) if fills else "")
+        assert main(["device=cpu", *SMALL, filling, f"+model.at={at}", *words]) == code
+        printed = "".join(capsys.readouterr())
         for unwanted in ("Traceback", "Logging error", "Error executing job"):
-            assert unwanted not in done.stdout + done.stderr
-        return done.stdout + done.stderr
+            assert unwanted not in printed
+        return printed
 
     return run
 

@@ -1,9 +1,14 @@
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read, rows_of
 from tests.launch.test_secrets import Planted
 from tests.process import environment_at, wait_for
@@ -11,6 +16,33 @@ from tests.process import environment_at, wait_for
 SMALL = ["device=cpu", "data.batch_size=16", "log.flush=1"]
 SIX = [*SMALL, "train.max_duration=6ba"]
 PLAIN = ["-m", "plugin=single,ddp", "clip=norm", "clip.threshold=0.1,1", *SIX]
+
+
+class Net(DigitsCNN):
+    """Does what the file with its number says: ``raise``, ``kill``, ``nan``, or ``meet``.
+
+    Runs that meet wait for each other before their first step; ``kill`` is in the eighth.
+    """
+
+    def __init__(self, marks: str, number: int, **options: int) -> None:
+        super().__init__(**{"num_classes": 10, "width": 32} | options)
+        mark = Path(marks, str(number))
+        self.passes, self.here, self.fault = 0, mark, mark.read_text() if mark.exists() else ""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if not images.is_meta:
+            self.passes += self.training
+            if self.fault == "kill" and self.passes == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "raise":
+                raise ValueError("planted fault")
+            if self.fault == "meet":
+                self.here.with_suffix(".here").touch()
+                others = [one for one in self.here.parent.iterdir() if not one.suffix]
+                while not all(one.with_suffix(".here").exists() for one in others):
+                    time.sleep(0.02)
+        outputs = super().forward(images)
+        return outputs * float("nan") if self.fault == "nan" else outputs
 
 
 class Command:
@@ -26,7 +58,7 @@ class Command:
         """Overrides for networks with numbers of their own, and faults by number."""
         for one, fault in faults.items():
             (self.marks / one.strip("n")).write_text(fault)
-        return ["model._target_=tests.sweep.nets.Net", f"+model.marks={self.marks}", number]
+        return ["model._target_=tests.sweep.conftest.Net", f"+model.marks={self.marks}", number]
 
     def start(self, *words, before=("-m", "runner")):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

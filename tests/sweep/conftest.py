@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runner.cli.main import main
 from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read, rows_of
 from tests.launch.test_secrets import Planted
@@ -95,6 +96,17 @@ class Command:
 @pytest.fixture
 def command(environment):
     return Command(environment)
+
+
+@pytest.fixture
+def here(command, outputs, capsys):
+    """The same command in this process."""
+
+    def run(*words, code=0):
+        assert main(words) == code
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

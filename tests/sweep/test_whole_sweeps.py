@@ -73,7 +73,7 @@ def test_a_sweep_that_wandb_tracks_is_a_run_there_with_the_figures_of_the_page(p
     assert json.loads(str(summary["best/eval/loss"])) == pytest.approx(best)
 
 
-def test_joblib_runs_several_at_once_with_the_same_results(plain, command):
+def test_joblib_runs_several_at_once_with_the_same_results(plain, command, here):
     """Each run waits for another one before its first step."""
     command.environment["RUNNER_CORES"] = "2"
     net = command.net("+model.number=${hydra:job.num}", n0="meet", n1="meet")
@@ -83,15 +83,15 @@ def test_joblib_runs_several_at_once_with_the_same_results(plain, command):
         assert re.search(rf"^run {number} \(", printed, re.M)
         assert re.search(rf"^run {number}: finished after 6 steps", printed, re.M)
     assert results(command.folder) == results(plain.folder)
-    _, printed = command(*words, *net)
+    _, printed = here(*words, *net)
     assert "4 of 4 runs are done already: nothing to run" in printed
 
 
-def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(command):
+def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(command, here):
     """A run without a checkpoint starts again, and leaves its record in ``earlier``."""
     words = ["-m", *command.net("+model.number=0,1,2", n1="raise"), *QUIET, "checkpoint.keep=9"]
     words += ["train.max_duration=12ba", "checkpoint.interval=2ba"]
-    out, err = command(*words, "sweep.max_failures=0", code=1)
+    out, err = here(*words, "sweep.max_failures=0", code=1)
     assert begun(err) == [1, 2], err
     failures = [line for line in err.splitlines() if "planted fault" in line]
     assert failures == ["run 1 (2 of 3): +model.number=1   failed: ValueError: planted fault"]
@@ -107,7 +107,7 @@ def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(co
     assert before[1]["state"] == "running"
 
     (command.marks / "1").unlink()
-    _, err = command(*words)
+    _, err = here(*words)
     assert err.startswith("1 of 3 runs is done already: 2 to go\n")
     assert begun(err) == [2, 3], err
     assert command.states() == ["finished"] * 3
@@ -119,17 +119,15 @@ def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(co
     assert [row["train/step"] for row in rows_of(command.folder / "1")] == [*range(1, 13)]
 
 
-def test_an_interrupt_ends_a_sweep_at_once(command, monkeypatch, capsys):
+def test_an_interrupt_ends_a_sweep_at_once(command, here, monkeypatch):
     words = ["-m", "train.max_duration=6ba,100000ba", *QUIET]
     monkeypatch.setattr(status, "RELEASED", 0.1)
-    monkeypatch.setenv("RUNNER_OUTPUTS", command.environment["RUNNER_OUTPUTS"])
     started = command.start(*words)
     try:
         command.until(lambda: command.has_rows(1), started)
         page = (command.folder / "report.html").read_text()
         assert "still running when this page was written, with 1 run left" in page
-        assert main(words) == 2
-        assert "another process is using this folder" in capsys.readouterr().err
+        assert "another process is using this folder" in here(*words, code=2).err
         started.send_signal(signal.SIGINT)
         out, err = started.communicate(timeout=120)
     finally:
@@ -145,12 +143,12 @@ def test_an_interrupt_ends_a_sweep_at_once(command, monkeypatch, capsys):
     assert command.states() == ["finished", "interrupted"]
 
 
-def test_a_search_learns_from_runs_that_went_well(command, monkeypatch, capsys):
+def test_a_search_learns_from_runs_that_went_well(command, here):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *SHORT]
     words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))"]
     words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
-    out, err = command(*words, code=1)
+    out, err = here(*words, code=1)
     assert begun(err) == list(range(1, 6))
     runs = command.record()["runs"]
     assert command.states() == ["finished", "failed", *["finished"] * 3]
@@ -159,9 +157,7 @@ def test_a_search_learns_from_runs_that_went_well(command, monkeypatch, capsys):
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
     assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
-    monkeypatch.setenv("RUNNER_OUTPUTS", command.environment["RUNNER_OUTPUTS"])
-    assert main(words) == 1  # it came to its end
-    assert begun(capsys.readouterr().err) == []
+    assert begun(here(*words, code=1).err) == []  # it came to its end
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config", "compose"): 3229,
     ("cli",): 902,
-    ("launch",): 1200,
+    ("launch",): 1199,
     ("sweep",): 644,
     ("telemetry",): 1380,
     ("train",): 2430,
@@ -27,7 +27,7 @@ LINES = {
     ("data", "models"): 2100,
     ("report",): 2300,
     ("run_folder",): 600,
-    ("verify", "calibrate", "dashboard"): 1148,
+    ("verify", "calibrate", "dashboard"): 1147,
     ("bench",): 807,
 }
 """The most lines of each room. A change that makes a room smaller lowers its number."""

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.compose.composer import OPEN, Composed, Composer, exists, reason
 from runner.compose.record import Job, checked
 from runner.config.folders import outputs
-from runner.config.identity import request_hash, sweep_name
+from runner.config.identity import digest, sweep_name
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import SHORT
 
@@ -233,7 +233,8 @@ def _placed(
     lists = [one for one in overrides if one.is_sweep_override()]
     settings = [word for word in fixed if word.startswith(("hydra.sweeper", "hydra/sweeper"))]
     typed = [one.input_line or "" for one in lists]
-    identity = request_hash((job.hash for job in jobs), [*settings, *typed] if searches else [])
+    # The set of its jobs, in any order.
+    identity = digest([sorted(job.hash for job in jobs), sorted([*settings, *typed] * searches)])
     recipes = {job.config.recipe for job in jobs}
     recipe = recipes.pop() if len(recipes) == 1 else "none"
     section = jobs[0].config.sweep

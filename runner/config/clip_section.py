@@ -57,14 +57,12 @@ class Skip(Section):
 def skip_options(**given: Any) -> Skip:
     """Return the options of a rule with the defaults filled in; a ValueError names a wrong one."""
     made: Skip = read(Skip, given)
+    window, decay = made.window or WINDOW, made.decay or 0.99
     if made.rule == "sigma":
-        window = made.window or WINDOW
-        filled: dict[str, float] = {"k": 6.0, "window": window, "min_steps": max(2, window // 2)}
+        usual = {"k": 6.0, "window": window, "min_steps": max(2, window // 2)}
     else:
-        decay = made.decay or 0.99
-        filled = {"k": 20.0, "decay": decay, "min_steps": max(1, round(1 / (1 - decay)))}
-    unset = {name: value for name, value in filled.items() if getattr(made, name) is None}
-    return made.model_copy(update=unset)
+        usual = {"k": 20.0, "decay": decay, "min_steps": max(1, round(1 / (1 - decay)))}
+    return made.model_copy(update=usual | made.model_dump(exclude_none=True))
 
 
 class Clip(ModeOptions):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from runner.config.notation import Duration
@@ -90,11 +90,6 @@ def _longer(saved: Any, wanted: Any) -> bool:
     except ValueError:
         return False
     return before.unit == now.unit and before.value <= now.value
-
-
-def request_hash(hashes: Iterable[str], search: Sequence[str] = ()) -> str:
-    """Return 16 hexadecimal digits that identify a sweep: the set of its jobs, in any order."""
-    return digest([sorted(hashes), sorted(search)])
 
 
 def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:

@@ -1,6 +1,6 @@
 import pytest
 
-from runner.config.identity import config_hash, differences, masked, masked_words, request_hash
+from runner.config.identity import config_hash, differences, masked, masked_words
 
 CLIP = {"mode": "norm", "threshold": 0.25, "exclude": ["head.*"]}
 CONFIG = {
@@ -43,13 +43,6 @@ def test_keys_that_differ_are_named_with_both_values():
 def test_a_longer_run_may_continue(now, counts):
     found = differences({"train": {"max_duration": "60ba"}}, {"train": {"max_duration": now}})
     assert bool(found) == counts
-
-
-def test_a_request_is_its_jobs_in_whatever_order_and_a_search_its_words_too():
-    assert request_hash(["a", "b"]) == request_hash(["b", "a"])
-    words = ["hydra.sweeper.n_trials=8", "seed=choice(1,2)"]
-    assert request_hash(["a"], words) == request_hash(["a"], words[::-1])
-    assert request_hash(["a"], words) != request_hash(["a"])
 
 
 SECRET = "hf_token token access_token api_key apikey password WANDB_API_KEY client_secret"

@@ -1,7 +1,6 @@
 """Overrides as people mistype them, and as Hydra's grammar allows them."""
 
 from itertools import chain
-from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -31,7 +30,22 @@ LONG = [
     "a." * 500,
     "${" * 200 + "}" * 200,
 ]
-ODD = Path(__file__).with_name("odd_values.txt").read_text(encoding="utf-8").splitlines()
+ODD = [
+    *("1e999", "1e-320", "nan", "inf", "1_000", "0x1f", "010", "+1", "--1", "0.1.2", "true"),
+    *("false", "null", "auto", "???", "3ep", "0ep", "torch.optim.SGD", "runner.clip.ClipMode"),
+    *("nowhere.Mode", "a.b.c", ".", "%", "/dev/null/x", "file:///nowhere", "MULTIRUN", "''", '""'),
+    *("'\\'", "'\\\\'", '"a\'b"', "'${seed}'", "'a,b'", "' '", "\\", "${", "}", "${seed"),
+    *("${${seed}}", "\\${seed}", "${nowhere}", "${runner.id:}", "${runner.first:}"),
+    *("${runner.first:null,${seed}}", "${runner.outputs:}", "${runner.x:}", "${hydra:job.num}"),
+    *("${hydra:nowhere}", "${hydra.help.template}", "${oc.env:HOME}", "${oc.env:NOWHERE}"),
+    *("${oc.decode:'[1'}", "${now:%Y}", "${oc.select:nowhere,3}", "${oc.create:{a:1}}"),
+    *("${oc.dict.keys:clip}", "${clip}", "${.}", "${.threshold}", "${seed.x}", "a${seed}b"),
+    *("${sweep.name}", "${tracker.project}${seed}", "glob(*)", "glob([*],exclude=[a*])"),
+    *("range(0,1e9)", "range(0,1,1e-30)", "range(0,1,0)", "shuffle(range(0,1e9))"),
+    *("interval(0,1)", "choice(interval(0,1),2)", "tag(a,choice(1,2))"),
+    *("tag(log,interval(0.1,1))", "sort(b,a,3)"),
+]
+"""Values that Hydra, OmegaConf or YAML read in a way of their own."""
 KNOWN, GROUP = st.sampled_from(sorted(owned_keys())), st.sampled_from(GROUPS)
 KEY = st.one_of(
     *(KNOWN, KNOWN, GROUP, st.sampled_from(HYDRA), TEXT, st.sampled_from(LONG)),

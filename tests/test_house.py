@@ -13,7 +13,7 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3229,
+    ("config", "compose"): 3225,
     ("cli",): 902,
     ("launch",): 1199,
     ("sweep",): 644,

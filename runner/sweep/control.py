@@ -37,8 +37,7 @@ from runner.train import stop
 
 log = logging.getLogger("runner.wandb")
 
-# Seconds that runs have longer than `shutdown.timeout`, until the sweep ends without them
-_LATER = 5.0
+_LATER = 5.0  # seconds that runs have longer than `shutdown.timeout`, until the sweep ends
 _ASK = 10.0  # seconds between two questions to Slurm, which many users share
 
 

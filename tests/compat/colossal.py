@@ -11,12 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torchvision import transforms
 from torchvision.datasets import FakeData
-from torchvision.models.resnet import BasicBlock, ResNet
-from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 import runner
 from runner import (
@@ -55,9 +52,15 @@ def datasets(name):
 def build_model(name):
     torch.manual_seed(7)
     if name == "resnet":
+        from torchvision.models.resnet import BasicBlock, ResNet
+
         return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
     if name == "vit":
+        from timm.models.vision_transformer import VisionTransformer
+
         return VisionTransformer(32, 8, num_classes=10, embed_dim=32, depth=2, num_heads=2)
+    from transformers import BertConfig, BertForSequenceClassification
+
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_labels": 2}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -77,6 +80,12 @@ def loss_of(model, batch, criterion):
     if isinstance(batch, dict):
         return 30 * model(**batch)[0]  # under fp16 the first gradients overflow
     return criterion(model(batch[0].to(get_current_device())), batch[1])
+
+
+def warmed_up(optimizer, total):
+    from transformers import get_linear_schedule_with_warmup
+
+    return get_linear_schedule_with_warmup(optimizer, total // PLANNED, total)
 
 
 @torch.no_grad()
@@ -105,7 +114,7 @@ def train(name, plugin, at, epochs, resume=0):
     scheduler = {
         "resnet": lambda: CosineAnnealingLR(optimizer, total_steps=total),
         "vit": lambda: LinearWarmupLR(optimizer, total, total // PLANNED),
-        "bert": lambda: get_linear_schedule_with_warmup(optimizer, total // PLANNED, total),
+        "bert": lambda: warmed_up(optimizer, total),
     }[name]()
     model, optimizer, criterion, train_loader, scheduler = booster.boost(
         model, optimizer, nn.CrossEntropyLoss(), train_loader, lr_scheduler=scheduler

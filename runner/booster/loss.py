@@ -209,18 +209,16 @@ class WindowLoss:
 
         On this rank alone; True where it cannot be found out.
         """
-        samples = batch_size(batch)
-        if samples < 2 or len(outputs) != samples:
+        if batch_size(batch) < 2 or len(outputs) != batch_size(batch):
             return True
         sums: list[float] = []
         try:
+            probe = copy.copy(self)
+            probe._criterion = copy.deepcopy(self._criterion)  # so that its buffers do not change
             with torch.no_grad():
-                criterion = copy.deepcopy(self._criterion)  # so that its buffers do not change
                 for at in (slice(None), slice(1), slice(1, None)):
                     part = mapped(batch, itemgetter(at))
-                    here = self.items(part).items
-                    loss = criterion(*self._compared(outputs[at], part)) if here else 0.0
-                    sums.append(float(loss) * here)
+                    sums.append(float(probe.sum(outputs[at], part, self.items(part).items)))
         except Exception:
             return True  # The criterion does not take a part of a batch.
         rounding = _ROUNDING.get(outputs.dtype, 2e-2)  # Others have half precision.

@@ -132,11 +132,6 @@ class OptimizerWrapper(StepOrder):
         clipped = self.in_backward is not None and self.in_backward.began
         return clipped or super()._has_gradients()
 
-    def begin_clip(self) -> None:
-        """Synchronise and unscale the gradients before they are clipped."""
-        self.require_clippable()
-        self.unscale()
-
     @torch.no_grad()
     def clip(self, mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
         """Unscale, measure ‖G‖, agree whether it is finite, and clip by ``mode`` in place.

@@ -44,7 +44,6 @@ _VALUES, _SAFETENSORS = "optimizer.pt", ".safetensors"
 
 
 def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of a model on this rank, by their names in the whole model."""
     return {name: copies[0] for name, copies in model_slots(model, with_buffers).items()}
 
 
@@ -132,7 +131,7 @@ def optimizer_slots(
 def _owners(
     optimizer: OptimizerWrapper,
 ) -> Iterator[tuple[str, Optimizer, dict[str, Any], nn.Parameter]]:
-    """Yield each parameter that an optimizer of this rank steps, with the name of its state."""
+    """Yield what the optimizers of this rank step, with the name of its state."""
     names = {id(shard.param): shard.name for shard in optimizer.layout.shards}
     for number, each in enumerate(optimizer.optimizers):
         for group in each.param_groups:

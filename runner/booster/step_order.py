@@ -172,8 +172,8 @@ class StepOrder:
             if self.stage is StepState.EMPTY and self._is_new(before):
                 self.stage = StepState.ACCUMULATING
 
-    def require_clippable(self) -> None:
-        """Check that there are gradients, that they are final, and that they were not clipped."""
+    def begin_clip(self) -> None:
+        """Check that gradients may be clipped now; make them final and unscale them."""
         if self.stage is StepState.CLIPPED or self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
         # After a backward pass a rank of a split model may have no gradient. The other ranks wait
@@ -181,6 +181,7 @@ class StepOrder:
         waited_for = self.stage is StepState.READY and self.layout.group is not None
         if not waited_for and not self._has_gradients():
             raise StepOrderError(f"cannot clip now: {StepState.EMPTY.value}")
+        self.unscale()
 
     def require_step(self) -> bool:
         """Check that a step may be taken; return whether there are gradients to clip."""

@@ -37,10 +37,8 @@ def config(**changes):
 
 def rows(mode="norm", threshold=1.0, steps=400, seed=0, diverges_at=None, **options):
     """Rows of ``metrics.jsonl``, one a step; numbers that are not finite as Python has them."""
-    evaluations, layers, what_if = (
-        options.get(key, default)
-        for key, default in (("evaluations", 10), ("layers", ()), ("what_if", ()))
-    )
+    usual = {"evaluations": 10, "layers": (), "what_if": ()}
+    evaluations, layers, what_if = (usual | options).values()
     random = np.random.default_rng(seed)
     at = np.arange(1, steps + 1)
     norm = (0.35 + 1.8 * np.exp(-at / (0.25 * steps))) * np.exp(random.normal(0, 0.35, steps))
@@ -62,15 +60,11 @@ def rows(mode="norm", threshold=1.0, steps=400, seed=0, diverges_at=None, **opti
         norm[diverges_at:] = np.where(grow < 12, norm[diverges_at - 1] * 3.0**grow, np.nan)
         after[diverges_at:] = np.where(grow < 12, after[diverges_at:], np.nan)
     clipped = (norm > after).astype(int)
-    columns = {"train/step": at, "train/loss": loss, "train/samples": at * 32}
-    columns |= dict.fromkeys(("grad/norm", "grad/norm_mean", "grad/norm_max"), norm)
-    columns |= {"grad/norm_clipped": after, "grad/nonfinite": np.cumsum(~np.isfinite(norm))}
+    columns = {"train/step": at, "train/loss": loss, "grad/norm": norm, "grad/norm_clipped": after}
+    columns |= {"clip/ratio_total": np.cumsum(clipped) / at, "clip/coef": after / norm}
     columns |= dict.fromkeys(("clip/fraction", "clip/ratio"), clipped / 1)
-    columns |= {"clip/coef": after / norm, "clip/clipped": clipped}
-    columns |= {"clip/ratio_total": np.cumsum(clipped) / at}
-    always = {"train/lr": 0.05, "time/step_s": 0.004, "throughput/samples_per_s": 8000.0}
-    always |= {} if threshold is None else {"clip/threshold": threshold}
-    columns |= {key: np.full(steps, value) for key, value in always.items()}
+    columns |= {"grad/nonfinite": np.cumsum(~np.isfinite(norm))}
+    columns |= {} if threshold is None else {"clip/threshold": np.full(steps, threshold)}
     times = 1 if mode == "norm" else 4
     columns |= {f"clip/what_if/{x}": np.cumsum(norm > x * times) / at for x in what_if}
     of_layer = random.dirichlet(np.ones(max(len(layers), 1)), steps) ** 0.5 * norm[:, None]
@@ -90,16 +84,11 @@ def summary(made):
     norms = np.asarray([row["grad/norm"] for row in made])
     finite = norms[np.isfinite(norms)]
     points = zip(("p50", "p90", "p95", "p99"), np.percentile(finite, (50, 90, 95, 99)), strict=True)
+    final = {key: value for row in made for key, value in row.items() if key != "train/step"}
     best = {}
-    final = {}
-    for row in made:
-        final |= row
-        for key in ("train/loss", "eval/loss", "eval/accuracy"):
-            value = row.get(key, math.nan)
-            if not math.isnan(value):
-                better = max if key.endswith("accuracy") else min
-                best[key] = better(best.get(key, value), value)
-    final.pop("train/step")
+    for key, better in (("train/loss", min), ("eval/loss", min), ("eval/accuracy", max)):
+        known = [row[key] for row in made if not math.isnan(row.get(key, math.nan))]
+        best |= {key: better(known)} if known else {}
     norm = {name: float(point) for name, point in points}
     norm |= {"max": float(finite.max()), "mean": float(finite.mean())}
     whole = {"final": final, "best": best, "grad/norm": norm}

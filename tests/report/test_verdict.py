@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
     folder = sweep(tmp_path / "sweep", NORM[1:3], seeds=(0, 1), steps=40)
     found = find(read(folder))
     [note] = [one for one in remarks(found) if one.command]
-    command = note.command.split()
+    command = shlex.split(note.command)
     assert command[:4] == ["python", "-m", "runner", "-m"]
     asked = request(command[4:], multirun=True)
     assert asked.sweep is not None
@@ -129,16 +130,12 @@ def scored(means, seeds, random):
     ]
 
 
-def best(settings):
-    return int(np.argmin([np.mean(list(one.values())) for one in settings]))
-
-
 @pytest.mark.parametrize("chosen", [False, True])
 @pytest.mark.parametrize("seeds", [2, 3, 8])
 def test_pairs_agree_with_scipy(seeds, chosen):
     """Against the best, the level of an interval rises with the number of settings."""
     settings = scored([0.0, 0.1, 0.5, 3.0], seeds, np.random.default_rng(seeds))
-    first = best(settings) if chosen else 0
+    first = int(np.argmin([np.mean(list(one.values())) for one in settings])) if chosen else 0
     found = compare(settings, first, chosen=chosen)
     for position, one in found.items():
         pair = [list(settings[i].values()) for i in (position, first)]

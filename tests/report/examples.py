@@ -150,7 +150,7 @@ MIXED = [
     *(*NORM, ("value", 0.01), ("value", 0.1), ("none", None)),
     *(("adaptive", threshold) for threshold in (0.01, 0.04, 0.16)),
 ]
-CONVOLUTIONS = (f"stage{i}.block{j}.conv.weight" for i in range(4) for j in range(3))
+CONVOLUTIONS = (f"stage{i}.block{j}.conv.weight" for i in range(2) for j in range(2))
 LAYERS = (*CONVOLUTIONS, "head.weight", "head.bias")
 HOSTILE = "</script><script>window.broken=1</script><img src=x onerror='window.broken=1'>"
 

@@ -78,7 +78,6 @@ def _enter(beside: bool) -> None:
 
 
 def _run(config: DictConfig, place: str) -> float | None:
-    """Run the job and record it; see :func:`run_job`."""
     from runner.launch import supervise
     from runner.launch.resume import decide
 

@@ -62,7 +62,7 @@ MORE = {
     "zero_bubble": Kind(partial(PipelineParallelPlugin, schedule="zero_bubble"), 2, 1, 4),
 }
 """Plugins that only some conditions are run under: those of ``SOME``."""
-SOME = ("plain", "unfrozen", "hooks", "branches", "turns", "batch norm")
+SOME = ("plain", "unfrozen, frozen", "hooks", "branches", "turns", "batch norm")
 KINDS = PLUGINS | MORE
 REPLACED = ("fsdp", "zero2", "zero3", "tensor", "hybrid")  # Parameters become others.
 AVERAGED = ("ddp", "zero1", "moe")  # Gradients are final only when they are clipped.
@@ -187,15 +187,14 @@ INPUTS = {
 
 
 class Learned(nn.Module):
-    """A criterion with parameters."""
+    """A criterion with a parameter."""
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.7, dtype=torch.float64))
-        self.shift = nn.Parameter(torch.linspace(-1, 1, 6).double(), requires_grad=False)
 
     def forward(self, outputs, targets):
-        return mean_square(outputs * self.scale + self.shift, targets)
+        return mean_square(outputs * self.scale, targets)
 
 
 class Stated:
@@ -230,6 +229,14 @@ def two_optimizers(net):
     return [sgd(net[0]), AdamW(net[1:].parameters(), lr=0.01, weight_decay=0.1)]
 
 
+def lion_lars_lamb(net):
+    return [
+        Lion(net[0].parameters(), lr=0.01),
+        Lars(net[1:-1].parameters(), lr=0.5, momentum=0.9, weight_decay=0.1),
+        Lamb(net[-1].parameters(), lr=0.05, max_grad_norm=None),
+    ]
+
+
 def muon(net):
     matrices = [net[0].linear.weight, net[1].linear.weight]
     rest = [p for p in net.parameters() if p is not matrices[0] and p is not matrices[1]]
@@ -258,7 +265,7 @@ class Condition:
         change: called before each step with its number, the model and the optimizer.
         after: called between the backward pass and clipping.
         optimizer: makes the optimizer, or a list of several.
-        criterion: the loss, or its class.
+        criterion: the loss.
         passes: calls the backward passes of (model, inputs, targets, share of the loss, backward).
         refused: for names of plugins a pattern of the message.
         tolerances: for names of plugins the largest error of a weight, and the largest relative
@@ -300,12 +307,9 @@ def freeze(number, trained=False):
     return do
 
 
-def freeze_and_thaw(step, net, optimizer):
-    net[1].requires_grad_(not 3 <= step < 6)
-
-
-def thaw_last(net, optimizer):
-    optimizer.param_groups[-1]["params"][-1].requires_grad_(True)
+def thaw_and_freeze(step, net, optimizer):
+    net[0].requires_grad_(step >= 3)
+    net[1].requires_grad_(not 5 <= step < 8)
 
 
 def head_later(net, optimizer):
@@ -330,6 +334,7 @@ def tie(net, *_):
 
 def recompute(net):
     net[0].recomputes = net[1].recomputes = True
+    net[0].never = nn.Linear(3, 3).double()
 
 
 def further(value):
@@ -352,10 +357,6 @@ def norms():
 
 def turn(step, net, optimizer):
     net[1].then.turn = step % 2
-
-
-def unused(net):
-    net[0].never = nn.Linear(3, 3).double()
 
 
 def hooked(net):
@@ -399,10 +400,6 @@ def sparse(net):
     return nn.Sequential(Words(2, 4, sparse=True).double(), *net)
 
 
-def plain_backward(model, inputs, targets, share, backward):
-    (mean_square(model(inputs), targets) * share).backward()
-
-
 def twice(model, inputs, targets, share, backward):
     outputs = model(inputs)
     (outputs.square().mean() * share).backward(retain_graph=True)
@@ -442,18 +439,14 @@ IN_STAGES = {STAGES: "this model is cut into stages: call booster.execute_pipeli
 SHARDS = {REPLACED: " cannot step the parameters that"}
 PARTS = {SOME_STEPPED: " computes its steps from all parameters"}
 OPTIMIZERS = {
-    "lion": (partial(Lion, lr=0.01), {}),
-    "lars": (partial(Lars, lr=0.5, momentum=0.9, weight_decay=0.1), {}),
     "lamb": (partial(Lamb, lr=0.05), PARTS),
-    "lamb without its clipping": (partial(Lamb, lr=0.05, max_grad_norm=None), {}),
     "adafactor": (partial(Adafactor, lr=0.05), SHARDS),
     "adamp": (partial(AdamP, lr=0.05, weight_decay=0.1), SHARDS),
     "novograd": (partial(NvNovoGrad, lr=0.05), SHARDS),
 }
 ASKED = {
     "plain": Condition(),
-    "unfrozen": Condition(build=freeze(0), change=at(3, freeze(0, True))),
-    "frozen later": Condition(change=freeze_and_thaw),
+    "unfrozen, frozen": Condition(build=freeze(0), change=thaw_and_freeze),
     "frozen with a gradient": Condition(
         change=at(4, lambda net, _: net.requires_grad_(True)),
         after=at(3, lambda net, _: net.requires_grad_(False)),
@@ -486,7 +479,12 @@ ASKED = {
         change=at(3, freeze(0)),
         refused={STAGES: r"0\.linear\.weight is tied across pipeline stages, and frozen on some"},
     ),
-    "checkpoint": Condition(build=recompute),
+    "checkpoint, unused, one by one, ignored targets": Condition(
+        build=recompute,
+        optimizer=partial(sgd, foreach=False),
+        criterion=Ignoring(),
+        options=("classes",),
+    ),
     "batch norm": Condition(build=then(norms), options=("chunks",)),
     "compiled": Condition(options=("compiled",)),
     "average": Condition(
@@ -522,10 +520,7 @@ ASKED = {
         mode="adaptive",
         refused={SHARDED: r"1\.further has no elements, and fully_shard cannot reduce"},
     ),
-    "unused": Condition(build=unused),
-    "one by one": Condition(optimizer=partial(sgd, foreach=False)),
     "closure": Condition(refused={ALL: r"step\(\) takes no closure: run"}, options=("closure",)),
-    "ignored targets": Condition(criterion=Ignoring(), options=("classes",)),
     "two backward passes": Condition(passes=twice, refused=IN_STAGES),
     "inf": Condition(options=("fp16",)),
 }
@@ -562,14 +557,14 @@ FURTHER = {
         },
     ),
     "two optimizers": Condition(optimizer=two_optimizers),
+    "three optimizers": Condition(optimizer=lion_lars_lamb),
     "muon": Condition(optimizer=muon, mode="norm"),
     "muon, all scaled": Condition(optimizer=muon, mode="norm of all"),
     "muon, adaptive": Condition(optimizer=muon, mode="adaptive"),
     "learned criterion": Condition(
-        criterion=Learned, refused={ALL: r"the criterion has parameters \(scale\)"}
+        criterion=Learned(), refused={ALL: r"the criterion has parameters \(scale\)"}
     ),
     "one call": Condition(mode="norm", options=("one call",)),
-    "plain backward": Condition(passes=plain_backward, refused=IN_STAGES),
     "two backward passes of an object": Condition(
         lambda net: Boxed(*net),
         passes=twice_of_an_object,
@@ -586,7 +581,7 @@ FURTHER = {
     "divisor": Condition(
         criterion=weighted, refused={STAGES: r"the mean loss of a batch .* loss_items\(targets\)"}
     ),
-    "divisor stated": Condition(criterion=Stated),
+    "divisor stated": Condition(criterion=Stated()),
     **{
         title: Condition(optimizer=lambda net, make=make: make(net.parameters()), refused=refused)
         for title, (make, refused) in OPTIMIZERS.items()

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from runner import Booster, Evaluate, GradientClipping, Log, Trainer
-from runner.booster.plugin import PipelineParallelPlugin
 from tests.against_torch.conditions import PLUGINS, network
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
@@ -289,45 +288,3 @@ def test_steps_on_batches_of_any_structure_are_those_of_torch(plugin):
     pytest.importorskip("transformers")
     # Their causal loss is computed in float32.
     compare(plugin, ("bert_tags", "gpt2"), (3,), 1e-5)
-
-
-def by_stages(criteria):
-    """Losses and norms of ``booster.execute_pipeline``, also of a batch without samples."""
-    found = []
-    for kind in criteria:
-        booster, model = Booster(plugin=PipelineParallelPlugin(num_microbatches=3)), make(kind, "")
-        wrapped, optimizer, criterion, *_ = booster.boost(model, sgd(model), CRITERIA[kind]())
-        data, steps = Samples(kind, SAMPLES, 1), []
-        for number in range(STEPS):
-            at = slice(BATCH) if number % 2 == 0 else slice(BATCH, None)
-            batch = iter([data.of(at), *[data.of(slice(0))] * 2])
-            told = [
-                booster.execute_pipeline(batch, wrapped, criterion, each)["loss"]
-                for each in (optimizer, optimizer, None)
-            ]
-            norm = float(optimizer.clip_grad_by_norm(max_norm=THRESHOLD))
-            optimizer.step()
-            optimizer.zero_grad()
-            steps.append([None if loss is None else float(loss) for loss in (*told, norm)])
-        named = iter([{"x": data.x, "y": data.y}])
-        with pytest.raises(TypeError, match=r"a dict with the keys 'x', 'y'.*collate_fn"):
-            booster.execute_pipeline(named, wrapped, criterion, optimizer)
-        found.append((steps, booster.state_dict(wrapped)))
-    return found
-
-
-def test_execute_pipeline_counts_items_and_takes_a_batch_without_samples():
-    criteria = ["smoothing", "sum", "by_hand"]
-    first, last = run_ranks(by_stages, 2, criteria)
-    for kind, (_, weights), (found, _) in zip(criteria, first, last, strict=True):
-        wanted, steps, *_ = reference(kind, "single")
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(
-                weights[name], tensor.detach(), rtol=1e-9, atol=1e-11, msg=kind
-            )
-        for (loss, empty, unseen, norm), (expected, wanted_norm, _) in zip(
-            found, steps, strict=True
-        ):
-            assert loss == pytest.approx(expected, rel=1e-9), kind
-            assert (empty, unseen) == (0.0, 0.0)
-            assert norm == pytest.approx(wanted_norm, rel=1e-6), kind

@@ -28,7 +28,6 @@ from tests.against_torch.conditions import (
     PLUGINS,
     SOME,
     UNITS,
-    Learned,
     network,
 )
 from tests.ranks import run_ranks
@@ -58,38 +57,29 @@ def mode_of(name, title):
 
 
 def made(condition, name):
-    """The model, the criterion, the module that owns all parameters, and the optimizers."""
-    net, criterion = network(name), condition.criterion
+    """The model and the optimizers."""
+    net = network(name)
     built = condition.build(net)
     net = net if built is None else built
     optimizers = condition.optimizer(net)
-    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-    if isinstance(criterion, type):
-        criterion = criterion()
-    if not isinstance(criterion, nn.Module):
-        return net, criterion, net, optimizers
-    optimizers[0].add_param_group({"params": list(criterion.parameters())})
-    return net, criterion, nn.ModuleList([criterion, net]), optimizers
+    return net, optimizers if isinstance(optimizers, list) else [optimizers]
 
 
-def state(weights, criterion):
-    """The weights of a model and of its criterion."""
-    learned = criterion.state_dict() if isinstance(criterion, nn.Module) else {}
-    whole = weights | {f"criterion.{key}": value for key, value in learned.items()}
-    return {key.removeprefix("_orig_mod."): value.clone() for key, value in whole.items()}
+def own(weights):
+    return {key.removeprefix("_orig_mod."): value.clone() for key, value in weights.items()}
 
 
-def clip(owner, mode, unscaled=(), inputs=None):
+def clip(net, mode, unscaled=(), inputs=None):
     """Clip in plain PyTorch; return ‖G‖ and the share of units that were clipped.
 
     Args:
-        owner: module that has all parameters; its last linear layer is the head.
+        net: model, whose last linear layer is the head.
         mode: clipping mode.
         unscaled: parameters of Muon, which mode ``norm`` leaves as they are.
         inputs: dimensions that a unit spans, by the name of the parameter.
     """
-    head = [module for module in owner.modules() if isinstance(module, nn.Linear)][-1].weight
-    held = {n: p for n, p in owner.named_parameters() if p.grad is not None and p.numel()}
+    head = [module for module in net.modules() if isinstance(module, nn.Linear)][-1].weight
+    held = {n: p for n, p in net.named_parameters() if p.grad is not None and p.numel()}
     skipped = {id(p) for p in unscaled if mode == "norm"}
     limited = {name: p for name, p in held.items() if id(p) not in skipped}
     whole, part = (
@@ -120,8 +110,8 @@ def clip(owner, mode, unscaled=(), inputs=None):
 def in_plain_pytorch(name, title):
     """Norms, shares and weights of one process."""
     kind, condition, mode = KINDS[name], CONDITIONS[title], mode_of(name, title)
-    net, criterion, owner, optimizers = made(condition, name)
-    parameters, buffers = list(owner.parameters()), list(net.buffers())
+    net, optimizers = made(condition, name)
+    parameters, buffers = list(net.parameters()), list(net.buffers())
     unscaled = optimizers[0].param_groups[0]["params"] if title.startswith("muon") else []
     to_none, found = "zeros" not in condition.options, []
     average = AveragedModel(net) if "average" in condition.options else None
@@ -134,13 +124,13 @@ def in_plain_pytorch(name, title):
             if condition.passes is not None:
                 condition.passes(net, x, y, 1 / MICROS, torch.Tensor.backward)
             else:
-                (criterion(net(x), y) / (MICROS * chunks)).backward()
+                (condition.criterion(net(x), y) / (MICROS * chunks)).backward()
 
     def gradients(step):
         total = {p: torch.zeros_like(p) for p in parameters if p.grad is not None}
         before, first = [buffer.clone() for buffer in buffers], None
         for part in range(kind.parts):
-            owner.zero_grad()
+            net.zero_grad()
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
             for micro in range(MICROS):
@@ -155,7 +145,7 @@ def in_plain_pytorch(name, title):
             p.grad = total.get(p)
 
     def clip_now():
-        found.append(clip(owner, mode, unscaled, INPUTS if "units" in condition.options else None))
+        found.append(clip(net, mode, unscaled, INPUTS if "units" in condition.options else None))
 
     for step in range(condition.steps):
         condition.change(step, net, optimizers[0])
@@ -167,9 +157,9 @@ def in_plain_pytorch(name, title):
             each.step()
         if average is not None:
             average.update_parameters(net)
-        owner.zero_grad(set_to_none=to_none)
+        net.zero_grad(set_to_none=to_none)
     held = net if average is None else average.module
-    return {"found": found, "weights": state(held.state_dict(), criterion)}
+    return {"found": found, "weights": own(held.state_dict())}
 
 
 def same_step(name, title):
@@ -178,16 +168,14 @@ def same_step(name, title):
     plugin = KINDS[name].make()
     fp16 = LossScale(2.0**10) if "fp16" in condition.options else None
     booster = Booster("fp16" if fp16 else None, plugin=plugin, loss_scale=fp16)
-    net, criterion, _, optimizers = made(condition, name)
+    net, optimizers = made(condition, name)
     if "compiled" in condition.options:
         net = torch.compile(net, backend="eager")
-    if isinstance(criterion, Learned) and plugin.rank:
-        criterion.scale.data.fill_(99.0)  # Ranks are given the first one's.
     try:
         given = optimizers if len(optimizers) > 1 else optimizers[0]
-        model, optimizer, *_ = booster.boost(net, given, criterion)
+        model, optimizer, *_ = booster.boost(net, given, condition.criterion)
         average = AveragedModel(model) if "average" in condition.options else None
-        found = train(booster, model, optimizer, condition, criterion, mode, average)
+        found = train(booster, model, optimizer, condition, mode, average)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         return str(error)
     assert fp16 is None or fp16.scale == 2.0**9
@@ -197,8 +185,8 @@ def same_step(name, title):
     weights = here if average is not None else booster.state_dict(model)
     return {
         "found": found,
-        "weights": state(weights, criterion),
-        "bits": {key: bits(tensor) for key, tensor in state(here, criterion).items()},
+        "weights": own(weights),
+        "bits": {key: bits(tensor) for key, tensor in own(here).items()},
     }
 
 
@@ -210,7 +198,7 @@ def bits(tensor):
     return sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
-def train(booster, model, optimizer, condition, criterion, mode, average):
+def train(booster, model, optimizer, condition, mode, average):
     """Train under a plugin; return norms and shares."""
     net, first, found = model.unwrap(), optimizer.optimizers[0], []
     options = {"scales": "all"} if mode == "norm of all" else {}
@@ -221,10 +209,10 @@ def train(booster, model, optimizer, condition, criterion, mode, average):
     backward = partial(booster.backward, optimizer=optimizer)
 
     def share(outputs, targets):
-        return criterion(outputs, targets) / MICROS
+        return condition.criterion(outputs, targets) / MICROS
 
-    if hasattr(criterion, "loss_items"):
-        share.loss_items = criterion.loss_items
+    if hasattr(condition.criterion, "loss_items"):
+        share.loss_items = condition.criterion.loss_items
 
     def gradients(step):
         for micro in range(MICROS):

@@ -22,7 +22,7 @@ from runner.clip import Decision, build
 from runner.parallel.full_state_dict import gathered
 from tests.distributed.cases import PLUGINS as CASE_PLUGINS
 from tests.distributed.cases import unlike
-from tests.distributed.odd_models import BATCH, batch_for, make
+from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
 Clip = tuple[str, float | None, float]
@@ -113,16 +113,9 @@ class Loop:
 def one_step(model: str, plugin: str | None, clip: Clip, exclude: Any = "auto") -> dict[str, Any]:
     """Take one step; return what :meth:`Loop.stepped` does, and about the layout of this rank."""
     loop = Loop(plugin, make(model))
-    inputs, targets = batch_for(model)
-    if plugin is None and model == "forked":
-        # One process sees the parts one after the other, each with the branch that it takes.
-        for half in (slice(None, BATCH // 2), slice(BATCH // 2, None)):
-            loop.backward(inputs[half], targets[half], 0.5)
-    else:
-        loop.backward(inputs, targets)
+    loop.backward(*batch_for(model))
     shards = loop.layout.shards
     return {
-        "present": sum(shard.param.grad is not None for shard in shards),
         **loop.stepped(clip, exclude),
         "names": sorted(loop.layout.names),
         "heads": loop.layout.heads,

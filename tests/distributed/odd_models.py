@@ -51,14 +51,6 @@ class Forked(nn.Module):
         return logits
 
 
-def frozen(but: Callable[[str], bool]) -> nn.Module:
-    """A transformer of which only some parameters are trained."""
-    model = GPT(**SHAPE, tied=False, bias=True)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(but(name))
-    return model
-
-
 def unrouted() -> nn.Module:
     """A mixture whose last expert no token ever chooses."""
     model = cases.MODELS["moe"]()
@@ -71,7 +63,6 @@ def unrouted() -> nn.Module:
     return model
 
 
-SECOND_HALF = ("blocks.2", "blocks.3", "norm", "head")
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **cases.MODELS,
     "gpt": lambda: GPT(**SHAPE, tied=False, bias=True),
@@ -79,13 +70,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "few_words": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=False, bias=True),
     "few_words_tied": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=True, bias=True),
     "odd": Odd,
-    "forked": Forked,
     "unrouted": unrouted,
-    "first_frozen": lambda: frozen(lambda name: name.startswith(SECOND_HALF)),
-    "second_frozen": lambda: frozen(lambda name: not name.startswith(SECOND_HALF)),
-    "adapter": lambda: frozen(lambda name: name.startswith("blocks.1.mlp.up")),
 }
-NOT_OF_TOKENS = ("conv", "odd", "forked")
+NOT_OF_TOKENS = ("conv", "odd")
 
 
 def make(model: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -103,8 +90,4 @@ def batch_for(model: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
         return drawn[0], drawn[1]
     shape = (BATCH, 1, 8, 8) if model == "conv" else (BATCH, 5)
     inputs = torch.randn(shape, generator=generator).to(dtype)
-    if model == "forked":
-        # Of two data parts, the first takes the left branch and the second the right one.
-        inputs[:, 0] = inputs[:, 0].abs()
-        inputs[BATCH // 2 :, 0] *= -1
     return inputs, torch.randint(10, (BATCH,), generator=generator)

@@ -50,11 +50,8 @@ CUT = {
 """By plugin, steps that clip parameters alone whose units a shard boundary cuts."""
 
 HEADS = {"gpt": "head.weight", "tied": "embed.weight"}
-FROZEN = ("first_frozen", "second_frozen", "adapter")
 STARTS = {
     "data parallelism": [
-        *asked("forked", ("data", "zero1", "fsdp", "zero2"), EVERY),
-        *asked("adapter", ("fsdp", "zero1", "ddp", "data")),
         *asked("tied", ("fsdp", "zero1"), SOME, ("norm.weight",)),
         *asked("tied", ("fsdp",), (ALL_UNITS,)),
         *asked("unrouted", ("moe", "zero3"), SOME),
@@ -64,15 +61,12 @@ STARTS = {
     "split layers": [
         *asked("gpt", ("some_split",), EVERY),
         *asked("gpt", ("tensor", "sequence"), (NORM, ("value", 0.003, 2.0))),
-        *asked("adapter", ("tensor",)),
         *asked("tied", ("tensor", "sequence"), SOME, ("norm.weight",)),
         *asked("tied", ("tensor",), (ALL_UNITS,)),
         *asked("odd", ("tensor",), ODD, ("head.bias",)),
         *CUT["tensor"],
     ],
     "stages": [
-        *(step for model in FROZEN for step in asked(model, ("1f1b",), EVERY)),
-        *(step for model in FROZEN[:2] for step in asked(model, LINES[1:])),
         *asked("tied", LINES, SOME, ("norm.weight",)),
         *(step for model in HEADS for step in asked(model, LINES[::3], (ALL_UNITS,))),
         # Each stage has some of these names; each of them matches on every rank.
@@ -105,9 +99,6 @@ def test_steps_are_those_of_one_process(start):
         if model == "odd":
             assert all(result["metrics"][3] == 1.0 for result in results)
             assert world == 2 or any(result["empty"] for result in results)
-        if plugin == "1f1b" and model in FROZEN:
-            present = [result["present"] for result in results]
-            assert present.index(0) == (model != "first_frozen")
         if model == "unrouted":
             unused = [g for n, g in results[0]["gradients"].items() if ".experts.4." in n]
             assert unused

@@ -53,16 +53,10 @@ class Side:
             parameter.grad = None
 
 
-def passes(*branches: int, synced: bool) -> Callable[[Side, int], None]:
-    """One backward pass for each branch, all but the last one perhaps under ``no_sync``."""
-
-    def way(side: Side, step: int) -> None:
-        for number, branch in enumerate(branches):
-            last = number == len(branches) - 1
-            with nullcontext() if last or synced else side.no_sync():
-                side.backward(0.25 + 0.5 * last, branch)
-
-    return way
+def accumulated(side: Side, step: int) -> None:
+    with side.no_sync():
+        side.backward(0.25)
+    side.backward(0.75)
 
 
 def replaced(side: Side, step: int) -> None:
@@ -80,35 +74,15 @@ def dropped(side: Side, step: int) -> None:
     side.backward(branch=RIGHT)
 
 
-def frozen(side: Side, step: int) -> None:
-    side.named["enter.weight"].requires_grad_(step % 2 == 0)
-    side.backward()
-
-
-def unfrozen_after_gradients_were_dropped(side: Side, step: int) -> None:
-    if step == 1:
-        side.named["enter.weight"].requires_grad_(False)
-        side.backward()
-        side.drop()
-        side.named["enter.weight"].requires_grad_(True)
-    side.backward()
-
-
 def not_finite(side: Side, step: int) -> None:
     side.backward(math.nan if step == 1 and dist.get_rank() else 1.0)
 
 
 WAYS: dict[str, Callable[[Side, int], None]] = {
-    "once": passes(ANY, synced=True),
-    "accumulated": passes(ANY, ANY, synced=False),
-    "unused in the last microbatch": passes(LEFT, RIGHT, synced=False),
-    "one branch on each rank": passes(BY_RANK, synced=True),
-    "one branch on all ranks": passes(RIGHT, synced=True),
-    "twice": passes(ANY, ANY, synced=True),
-    "twice on other branches": passes(BY_RANK, RIGHT, synced=True),
+    "once": lambda side, step: side.backward(),
+    "by branch": lambda side, step: side.backward(branch=BY_RANK),
     "plain": lambda side, step: side.backward(send=Tensor.backward),
-    **{way.__name__: way for way in (replaced, dropped, frozen, not_finite)},
-    "unfrozen": unfrozen_after_gradients_were_dropped,
+    **{way.__name__: way for way in (accumulated, replaced, dropped, not_finite)},
 }
 PLUGINS = {"data": HybridParallelPlugin, "zero1": partial(LowLevelZeroPlugin, stage=1)}
 

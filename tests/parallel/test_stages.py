@@ -17,8 +17,6 @@ from runner.parallel.stages import (
     cut,
     keep,
     parts_of,
-    stage_to_rank,
-    stages_on,
     untie,
 )
 
@@ -135,29 +133,6 @@ def test_a_cut_that_cannot_be(make, stages, starts, says):
         cut(make(), stages, starts)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
-def test_every_stage_has_one_home(ranks, schedule):
-    held = [(stage, r) for r in range(ranks) for stage in stages_on(r, ranks, schedule)]
-    assert sorted(stage for stage, _ in held) == [*range(len(held))]
-    assert all(stage_to_rank(stage, ranks, schedule) == rank for stage, rank in held)
-    if schedule == "zero_bubble":  # its V begins and ends on the first rank
-        assert stages_on(0, ranks, schedule) == [0, 2 * ranks - 1]
-
-
-def test_a_tied_head_gets_a_copy_on_another_stage_alone():
-    renamed = {"head.weight": "embed.weight"}
-    for stages in (1, 2):
-        model = gpt(tied=True)
-        before, found = model.embed.weight, cut(model, stages)
-        assert untie(model, found) == renamed
-        assert model.embed.weight is before
-        assert torch.equal(model.head.weight, before)
-        assert (model.head.weight is before) is (stages == 1)
-        copies = {"embed.weight": [0, 1]} if stages == 2 else {}
-        assert copies_of(model, found, renamed, [*range(stages)]) == copies
-
-
 def test_a_block_that_many_stages_use_keeps_one_set_of_parameters():
     block = nn.Linear(3, 3, bias=False)
     model = nn.Sequential(nn.Linear(3, 3), block, block, nn.Tanh(), block, block, nn.Linear(3, 2))
@@ -173,27 +148,6 @@ def test_a_block_that_many_stages_use_keeps_one_set_of_parameters():
         copies_of(model, stages, renamed, [0, 1, 0, 1], sharded=True)
     keep(model, stages, [2])
     assert [name for name, _ in model.named_parameters()] == ["1.weight"]
-
-
-def test_a_weight_tied_to_that_of_a_block_of_many_stages_has_one_copy_a_stage():
-    block, near, far = (nn.Linear(3, 3, bias=False) for _ in range(3))
-    near.weight = far.weight = block.weight
-    model = nn.Sequential(near, block, near, nn.Tanh(), block, block, far)
-    stages = cut(model, 3, ["4", "6"])
-    renamed = untie(model, stages)
-    assert set(renamed.values()) == {"0.weight"}
-    assert near.weight is block.weight is not far.weight
-    assert torch.equal(far.weight, block.weight)
-    assert copies_of(model, stages, renamed, [0, 1, 2]) == {"0.weight": [0, 1, 2]}
-    # A copy that a later stage lists again stays that copy.
-    first, block = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-    block.weight = first.weight
-    model = nn.Sequential(first, block, nn.Tanh(), block, nn.Linear(3, 2))
-    stages = cut(model, 3, ["1", "3"])
-    renamed = untie(model, stages)
-    assert renamed == {"1.weight": "0.weight", "3.weight": "0.weight"}
-    assert first.weight is not block.weight
-    assert copies_of(model, stages, renamed, [0, 1, 2]) == {"0.weight": [0, 1, 2]}
 
 
 def test_what_other_stages_use_is_dropped_and_names_stay():

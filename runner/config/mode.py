@@ -107,14 +107,11 @@ class Mode:
 
 def option(default: Any, meaning: str, **limits: Any) -> Any:
     """Declare an option: its default, or what makes it, its meaning, and pydantic's limits."""
-    declared = {"option": Field(description=meaning, **limits)}
-    if callable(default):
-        return field(default_factory=default, metadata=declared)
-    return field(default=default, metadata=declared)
+    made = {"default_factory" if callable(default) else "default": default}
+    return field(**made, metadata={"option": Field(description=meaning, **limits)})
 
 
-_COMMON = frozenset(one.name for one in fields(Mode))
-# A loop of a user's own makes its mode in each step, and annotations are text that is compiled.
+# Annotations are text that is compiled, and a loop of a user's own makes its mode in each step.
 _hints = cache(partial(get_type_hints, include_extras=True))
 
 
@@ -122,7 +119,7 @@ def options_of(mode: type[Mode]) -> dict[str, tuple[Any, Any]]:
     """Return the options that a mode has besides those of all modes: annotation and default."""
     found = {}
     for one in fields(mode):
-        if one.init and one.name not in _COMMON:
+        if one.init and one.name not in ("threshold", "norm_type", "scales"):
             hint = _hints(mode)[one.name]  # type: ignore[arg-type]
             if declared := one.metadata.get("option"):
                 hint = Annotated[hint, declared]

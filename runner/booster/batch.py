@@ -25,9 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 TARGETS = ("labels", "targets", "target", "label", "y")
 """Names of the targets in a dictionary or a dataclass; the first one that is there counts."""
 
-_WHOLE = (
-    "or give the model a method loss(outputs, batch); forward and loss then get the whole batch"
-)
+_WHOLE = "or give the model a method loss(outputs, batch), which gets the whole batch, as forward"
 
 
 class BatchError(TypeError):
@@ -142,8 +140,7 @@ def batch_size(batch: Any) -> int:
         if leaf.ndim:
             return len(leaf)
     raise BatchError(
-        f"a batch has to hold a tensor [samples, ...]: there is none in this "
-        f"{type(batch).__name__}; let the DataLoader's collate_fn make one"
+        f"a batch has to hold a tensor [samples, ...]: this {type(batch).__name__} has none"
     )
 
 

@@ -197,9 +197,7 @@ class Booster(saved.CheckpointIO):
         """
         pipeline = model.pipeline
         if pipeline is None:
-            raise RuntimeError(
-                "the model is in one piece: give PipelineParallelPlugin two ranks or more"
-            )
+            raise RuntimeError("the model is in one piece: its plugin has no pipeline stages")
         known = self._window_loss
         if known is None or known[0] is not criterion:  # kept, so that it is checked only once
             known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)

@@ -1,9 +1,8 @@
 """The loss of a window: Σ item losses ÷ Σ items, over all its microbatches and ranks.
 
-Items are what the criterion's mean divides by: samples, targets that are not ignored, or the sum of
-their class weights. A mean of means would give a short microbatch, or one full of ignored targets,
-the weight of a full one. Therefore each microbatch contributes its *sum*, which is divided by the
-items of the whole window before the backward pass, and so before clipping.
+A mean of means would give a short microbatch, or one full of ignored targets, the weight of a full
+one. So each contributes its *sum*, which is divided by the items of the whole window before the
+backward pass, and so before clipping.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ _SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest relative difference, by dtype, that rounding explains between the loss of a batch and the
-sum over its parts."""
+"""Largest relative difference by rounding between the loss of a batch and that of its parts."""
 
 
 class Count(NamedTuple):
@@ -52,18 +50,14 @@ class Count(NamedTuple):
 class WindowLoss:
     """Sum a criterion over microbatches, and count the items that its mean divides by.
 
-    Cross entropy and negative log-likelihood, modules or functions, with class weights, label
-    smoothing or class probabilities, are summed exactly. Any other criterion returns a mean, which
-    is multiplied with the items: the samples, or the class targets that are not ignored. A
-    criterion (or a model with a ``loss``) whose mean divides by something else has a method
-    ``loss_items(targets)`` (a model: ``loss_items(batch)``) that returns this divisor. A criterion
-    with ``reduction="sum"`` is not divided by anything, as in plain PyTorch.
+    torch's cross entropy and negative log-likelihood are summed exactly. The mean of any other
+    criterion is multiplied with the items: the samples, or the class targets that are not ignored,
+    or what its method ``loss_items(targets)`` returns. Nothing divides ``reduction="sum"``.
 
-    Without a criterion, the loss is what the model says it is: its method ``loss(outputs, batch)``,
-    or a mean loss in its outputs, as those of transformers have. The items of such a mean are the
-    labels of the batch that are not ignored, but the first of each sequence where the model shifts
-    them, or what its method ``loss_items(batch)`` returns. Otherwise it is the cross entropy over
-    the last dimension of the outputs.
+    Without a criterion, the loss is the model's ``loss(outputs, batch)``, or a mean in its outputs,
+    as those of transformers have, whose items are the labels that are not ignored (without the
+    first of each sequence where the model shifts them), or what the model's ``loss_items(batch)``
+    returns; otherwise the cross entropy over the last dimension of the outputs.
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion | None = None) -> None:
@@ -205,10 +199,7 @@ class WindowLoss:
         return classified
 
     def adds_up(self, outputs: Tensor, batch: Any) -> bool:
-        """Return whether the summed loss of a batch is that of its first sample plus the rest's.
-
-        On this rank alone; True where it cannot be found out.
-        """
+        """Return whether the summed loss is that of the first sample plus the rest's, if known."""
         if batch_size(batch) < 2 or len(outputs) != batch_size(batch):
             return True
         sums: list[float] = []

@@ -4,10 +4,7 @@ SGD, Adam, Lion and others compute the step of an element from that element: eve
 LARS, Muon and LAMB with ``max_grad_norm=None`` read a whole parameter, by norms and products that
 torch computes over shards too. ``WHOLE`` do so by other operations: they are refused where
 parameters are sharded (``fsdp``, ``zero`` 2 and 3, ``tensor``). ``FROM_ALL`` read all parameters:
-they are refused also where a rank steps some of them (``zero`` 1, ``pipeline``, ``moe``). A class
-that is of neither torch nor timm is let through, with a warning.
-
-torch's fused optimizers clip and skip a step by themselves, and need matching strides.
+they are refused also where a rank steps some of them (``zero`` 1, ``pipeline``, ``moe``).
 """
 
 from __future__ import annotations
@@ -51,10 +48,7 @@ def require_safe(optimizer: Optimizer, made: ParallelModel, plugin: Plugin) -> N
         return
     names, kind, where = _names(optimizer), type(optimizer).__name__, type(plugin).__name__
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm") and not plugin.rank:
-        text = (
-            "whether the steps of %s are right under %s is unknown: python -m runner verify tells"
-        )
-        log.warning(text, kind, where)
+        log.warning("python -m runner verify tells if %s is right under %s", kind, where)
     if not names & (FROM_ALL | WHOLE):
         return
     found = ""
@@ -68,8 +62,7 @@ def require_safe(optimizer: Optimizer, made: ParallelModel, plugin: Plugin) -> N
     elif names & WHOLE and any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
         found = (
             f"{kind} cannot step the parameters that {where} shards over ranks: choose "
-            "LowLevelZeroPlugin(stage=1) (plugin=zero plugin.zero_stage=1) or TorchDDPPlugin "
-            "(plugin=ddp), which step whole parameters, or another optimizer"
+            "LowLevelZeroPlugin(stage=1), TorchDDPPlugin (plugin=ddp) or another optimizer"
         )
     raise_first(found)  # Ranks may hold different experts or stages, and find different problems.
 

@@ -1,10 +1,8 @@
 """The tensors of boosted models and optimizers by name, and files of them for any layout of ranks.
 
-A name is that in the whole model, whichever rank or stage holds the parameter. The state of an
-optimizer for the parameter ``net.weight`` is ``optimizer/0/net.weight/exp_avg`` and the like.
-
-Not by ``torch.distributed.checkpoint.state_dict``: to load an optimizer it takes a step of it
-first, and it knows neither the names of pipeline stages nor the parts of ZeRO stage 1.
+A name is that in the whole model; the state of an optimizer for ``net.weight`` is
+``optimizer/0/net.weight/exp_avg`` and the like. ``torch.distributed.checkpoint.state_dict`` would
+step an optimizer to load it, and knows neither pipeline stages nor the parts of ZeRO stage 1.
 """
 
 from __future__ import annotations
@@ -34,12 +32,8 @@ from runner.parallel.sharding import reshard
 OPTIMIZER = "optimizer/"
 """Prefix of the names of an optimizer's tensors."""
 
-_OF_LAYOUT = ("params", "param_names", "fused", "foreach")
-"""Entries of a parameter group that depend on where its parameters lie."""
-
-_RATES = ("initial_lr", "max_lr", "min_lr")
-"""Entries that torch's schedulers add for the rate."""
-
+_OF_LAYOUT = ("params", "param_names", "fused", "foreach")  # depend on where parameters lie
+_RATES = ("initial_lr", "max_lr", "min_lr")  # of torch's schedulers
 _VALUES, _SAFETENSORS = "optimizer.pt", ".safetensors"
 
 
@@ -85,10 +79,7 @@ def optimizer_slots(
     values: Mapping[str, Any],
     keep: Collection[str] = (),
 ) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
-    """Make tensors that the state of the optimizers can be loaded into; nothing is changed.
-
-    Returns them by name, and a function that makes them the state once they are filled.
-    """
+    """Return tensors to load the state of optimizers into, and what makes them the state then."""
     kinds = [type(each).__name__ for each in optimizer.optimizers]
     if (saved := values["kinds"]) != kinds:
         raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(kinds)}")

@@ -1,7 +1,6 @@
 """Where an optimizer step stands: which gradients there are, whether they are final, and finite.
 
-:class:`StepOrder` follows the backward passes of a step and refuses what would give a wrong result:
-clipping a gradient that still accumulates, clipping twice, clipping where there is no gradient.
+Refused is what would give a wrong result: to clip a gradient that still accumulates, or twice.
 """
 
 from __future__ import annotations

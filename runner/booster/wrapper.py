@@ -1,9 +1,7 @@
 """The wrapper of a boosted model; what a model has to be before it is boosted, and to stay after.
 
-A plugin distributes the parameters that a model has at boost. Parameters that are replaced, added,
-tied or converted later would be neither synchronised nor clipped, without an error. So each
-training forward pass compares the parameters with those at boost. Freezing and unfreezing
-parameters between steps is fine.
+Parameters that are replaced, added, tied or converted after boost would be neither synchronised nor
+clipped, so each training forward pass looks for them. Freezing and unfreezing is fine.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
 """The wrapper of each model that was boosted, by the user's model."""
 
-_BEFORE = "change the model before booster.boost, or build and boost it anew"
+_BEFORE = "change the model before booster.boost, or no gradient of it is synchronised and clipped"
 
 
 class ModelWrapper(nn.Module):
@@ -146,20 +144,14 @@ class BoostedParameters:
         unsharded = {id(computed_with(p)) for _, p in self._known.values()} - self._known.keys()
         for (name, p), (_, dtype) in zip(self._known.values(), self._dtypes, strict=True):
             if id(p) not in now and id(computed_with(p)) not in now:
-                raise ValueError(
-                    f"{name} was replaced, removed or tied to another parameter after boost, so "
-                    f"its optimizer steps a tensor that the model no longer uses: {_BEFORE}"
-                )
+                raise ValueError(f"{name} was replaced, removed or tied after boost: {_BEFORE}")
             if p.dtype != dtype and not self._alone:
                 raise ValueError(f"{name} is {p.dtype}, but was {dtype} at boost: {_BEFORE}")
         # Also one that was tied to that of another stage, which is None here.
         moved = {id(h[key]) for h, key, value in self._slots if h.get(key, value) is not value}
         for name, p in named:
             if p.requires_grad and id(p) not in (self._known.keys() - moved) | unsharded:
-                raise ValueError(
-                    f"{name} was added after boost, so it would be neither synchronised nor "
-                    f"clipped: {_BEFORE}"
-                )
+                raise ValueError(f"{name} was added after boost: {_BEFORE}")
         if not now & unsharded:
             self._record()
 
@@ -195,8 +187,7 @@ def require_new(model: nn.Module, *, rewrappable: bool) -> None:
     if (model in wrappers and not gone) or isinstance(model, ModelWrapper):
         raise ValueError(
             f"this {type(model).__name__} is boosted already: boost a model once, with all its "
-            "optimizers: booster.boost(model, [first, second], ...); to start anew, build the "
-            "model anew"
+            "optimizers, booster.boost(model, [first, second], ...), or build the model anew"
         )
 
 

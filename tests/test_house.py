@@ -19,7 +19,7 @@ LINES = {
     ("sweep",): 644,
     ("telemetry",): 1380,
     ("train",): 2430,
-    ("booster",): 2965,
+    ("booster",): 2924,
     ("parallel",): 2300,
     ("checkpoint",): 551,
     ("clip",): 3573,

@@ -13,14 +13,10 @@ from typing import Any
 from runner.cli import FAILED, command_parser, folder
 from runner.config.environment import joins
 from runner.config.folders import Refusal, read_yaml
-from runner.config.identity import masked_words
 from runner.config.notation import higher_is_better, plural
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files
-from runner.run_folder.strict_json import write_object
 from runner.telemetry.sinks.console import print_line
-
-_PLACE = "must name a file in a folder that exists"
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -37,12 +33,9 @@ def evaluate(words: Sequence[str]) -> int:
     parser = _parser(evaluate)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's configuration")
-    add("--output", type=Path, metavar="FILE", help="also write the result there, as JSON")
     add("--config-dir", "-cd", type=folder, metavar="FOLDER", help="options of your own")
     asked = parser.parse_intermixed_args(words)
     run = _folder_of_run(asked.run)
-    if asked.output is not None and not asked.output.absolute().parent.is_dir():
-        raise RequestError([Problem("--output", str(asked.output), _PLACE)])
     from runner.cli.arguments import check_jobs, on_ranks
     from runner.compose.record import recorded
     from runner.launch.failure import Failure
@@ -68,11 +61,6 @@ def evaluate(words: Sequence[str]) -> int:
     print_line(f"{checkpoint}{at}; plugin={job.config.plugin.name} on {ranks}")
     for key, value in found["metrics"].items():
         print_line(f"{key:<14} {value}")
-    if asked.output is not None:
-        about = {"run": str(run), "checkpoint": str(checkpoint), "step": step}
-        about["overrides"] = masked_words(asked.overrides)
-        write_object(asked.output, {**about, **found["metrics"]})
-        print_line(str(asked.output))
     return 0
 
 
@@ -94,7 +82,7 @@ def export(words: Sequence[str]) -> int:
     run = _folder_of_run(asked.run)
     file: Path = asked.output or run / "model.safetensors"
     if file.is_dir() or not file.parent.is_dir():
-        raise RequestError([Problem("--output", str(file), _PLACE)])
+        raise RequestError([Problem("--output", str(file), "must name a file in a folder")])
     if file.exists() and not asked.force:
         raise RequestError([Problem("--output", str(file), "exists; --force replaces it")])
     from runner.checkpoint.content import whole_model, write_model

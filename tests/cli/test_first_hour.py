@@ -27,7 +27,7 @@ MISTAKES = [
     (f"{LINEAR} model.in_features=3 model.out_features=2", ["does not take a sample of"]),
     ("loss=torch.nn.MSELoss", ["loss._target_=torch.nn.MSELoss", "does not take"]),
     ("plugin=tensor plugin.tp_size=2 plugin.nproc=3", ["plugin.nproc=3", "tp_size 2"]),
-    ("resume=/nope", ["resume=/nope", "there is no"]),
+    ("resume=/nope", ["resume=/nope", "there is no", "auto, never, or the path of a run"]),
     ("data=datasets", ["data.train.path", "no value given"]),
 ]
 

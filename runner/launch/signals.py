@@ -28,7 +28,7 @@ ECHO = 1.0  # seconds in which further signals count as the first: `timeout` sen
 ECHO_OF_LAUNCHER = 3.0
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
-LastWords = Callable[[int, str], None]  # takes the exit code and the reason, in a thread
+LastWords = Callable[[int, str], object]  # takes the exit code and the reason, in a thread
 
 
 class Terminated(SystemExit):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from signal import SIGINT
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 from runner.compose.jobs import Sweep, Where
@@ -62,12 +62,8 @@ def run_sweep(
             return _show(sweep.folder, SweepRecord.read(sweep.folder))
         _begin(request, sweep, entries, typed)
         code, interrupted = 1, False
-
-        def write_last(code: int, why: str) -> None:
-            _end(sweep.folder, code, True, search)
-
         try:
-            with signals.last_words(write_last):
+            with signals.last_words(lambda code, why: _end(sweep.folder, code, True, search)):
                 _launch(request, sweep, entries)
             code = 0
         except SystemExit as end:
@@ -181,7 +177,7 @@ def _followed(sweep: Path, timeout: float, passes_on: bool) -> Iterator[None]:
     """Tell how runs in other processes go; pass on a signal that asks this process to stop."""
     over, seen, told = threading.Event(), dict[int, str](), set[int]()
 
-    def look() -> None:
+    def look() -> SweepRecord:
         record = SweepRecord.read(sweep)
         for entry in record.entries:
             before, seen[entry.number] = seen.get(entry.number, "waiting"), entry.state
@@ -195,10 +191,21 @@ def _followed(sweep: Path, timeout: float, passes_on: bool) -> Iterator[None]:
                 told.add(pid)
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
+        return record
 
     def follow() -> None:
+        asked, missing = time.monotonic(), 0
         while not over.wait(0.2):
-            look()
+            states = {one.state for one in look().entries}
+            if not passes_on and time.monotonic() - asked > _ASK:
+                asked = time.monotonic()
+                with suppress(RequestError):
+                    left = _queued().intersection(_submitted(sweep))
+                    missing = 0 if left or states <= {"finished", "failed"} else missing + 1
+            if missing == 3:  # without sacct, submitit waits for these jobs for ever
+                print_line("clip-runner: Slurm has lost the jobs that are left", sys.stderr)
+                os.kill(os.getpid(), SIGTERM)
+                break
         look()
 
     thread = threading.Thread(target=follow, daemon=True, name="runs")

@@ -31,11 +31,7 @@ from runner.sweep import live
 from runner.sweep.resume import load_status
 from runner.telemetry.sinks.console import print_line
 
-_LONGEST_TAG = 64  # wandb's own limit
-
-# Shortest time between two pages of a sweep, for each run on the page: several times the time to
-# write it
-PAGE_SECONDS = 0.1
+PAGE_SECONDS = 0.1  # shortest time between two pages of a sweep, for each of its runs
 
 
 def run_job(config: DictConfig) -> float | None:
@@ -165,5 +161,5 @@ def grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the configuration with the sweep as group and tag, unless the user gave any."""
     tracker = dict(plain["tracker"])
     tracker["group"] = tracker.get("group") or name
-    tracker["tags"] = tracker.get("tags") or [name[:_LONGEST_TAG]]
+    tracker["tags"] = tracker.get("tags") or [name[:64]]  # wandb's own limit
     return {**plain, "tracker": tracker}

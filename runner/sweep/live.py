@@ -8,8 +8,6 @@ from statistics import mean
 from runner.config.notation import clock, percent, plural, rounded
 from runner.run_folder.status import Entry, SweepRecord, best
 
-_LONGEST_ERROR = 80
-
 
 def resumed(entries: Sequence[Entry]) -> str:
     """Return how many runs are done already; empty if none is."""
@@ -69,7 +67,7 @@ def table(record: SweepRecord) -> str:
         clipped = "" if entry.clip_ratio is None else percent(entry.clip_ratio)
         seconds = "" if entry.seconds is None else f"{entry.seconds:.1f}"
         about = (entry.label, entry.state, score, clipped, seconds)
-        rows.append((str(entry.number), *about, (entry.error or "")[:_LONGEST_ERROR]))
+        rows.append((str(entry.number), *about, (entry.error or "")[:80]))
     return columns(rows)
 
 

@@ -34,3 +34,17 @@ def test_jobs_that_are_queued_again_or_die_end_as_with_the_basic_launcher(tmp_pa
         assert "2 of 3 runs are done already: 1 to go" in printed
     command(*words, "sweep.name=plain", limit=400)
     assert results(folder) == results(command.sweeps / "plain")
+
+
+def test_a_sweep_whose_jobs_slurm_has_lost_ends(tmp_path, command):
+    """It has no accounting that would say so."""
+    words = ["-m", "seed=0,1", *SMALL, "tracker=none", "train.max_duration=100000ba"]
+    with running(tmp_path / "slurm", command.environment) as jobs:
+        command.environment = {**jobs.environment}
+        started = command.start(*words, "hydra/launcher=submitit_slurm")
+        wait_for(lambda: command.has_rows(0) and command.has_rows(1), 300)
+        jobs("scancel", "--me")
+        _, printed = started.communicate(timeout=400)
+    assert started.returncode == 143, printed
+    assert "Slurm has lost the jobs that are left" in printed
+    assert command.states() == ["interrupted"] * 2

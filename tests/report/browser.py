@@ -34,8 +34,6 @@ FLAGS = (
 
 
 class Browser:
-    """One Chromium with a profile of its own."""
-
     def __init__(self, profile):
         program = shutil.which("chromium") or shutil.which("chromium-browser")
         assert program, "needs a Chromium on the PATH (Debian: apt-get install chromium)"
@@ -52,7 +50,6 @@ class Browser:
         self.events: list[dict[str, Any]] = []
 
     def send(self, method, session=None, **parameters):
-        """Return the answer to one command; events that come before it are kept."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": parameters}
         message |= {"sessionId": session} if session else {}
@@ -103,7 +100,6 @@ class Page:
 
     @property
     def complaints(self):
-        """Exceptions, console output and log entries."""
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [str(event) for kind in kinds for event in self._seen(kind)]
 
@@ -141,7 +137,6 @@ class Page:
         return set(self.ask(DRAWN))
 
     def picture(self, height=None):
-        """Return a PNG of the page, or of its upper part."""
         height = height or self.ask("document.documentElement.scrollHeight")
         clip = {"x": 0, "y": 0, "width": self._width, "height": height, "scale": 1}
         shot = self.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)

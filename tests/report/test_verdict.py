@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from typing import Any
 
@@ -25,16 +26,18 @@ OPEN = {0.5: [0.10, 0.21, 0.28], 1.0: [0.12, 0.20, 0.30], None: [0.50, 0.62, 0.6
 
 
 def made(folder, losses, state="finished", **changes):
-    """A sweep of thresholds with the loss of each seed, or pairs; NaN for a run that diverged."""
+    """A sweep of thresholds (and rates) with the loss of each seed; NaN for one that diverged."""
     number = 0
-    for threshold, of_seeds in losses.items():
+    for setting, of_seeds in losses.items():
+        threshold, rate = setting if isinstance(setting, tuple) else (setting, 0.05)
         mode = "norm" if threshold else "none"
         for seed, loss in enumerate(of_seeds):
             seed, loss = loss if isinstance(loss, tuple) else (seed, loss)
             lost = 20 if loss != loss else None
             lines = rows(mode, threshold, 40, evaluations=0, diverges_at=lost)
             lines[-1] |= {"eval/loss": 0.01 if lost else loss, "eval/accuracy": loss}
-            of = config(clip__mode=mode, clip__threshold=threshold, seed=seed, **changes)
+            keys = {"clip__mode": mode, "clip__threshold": threshold, "optimizer__lr": rate}
+            of = config(**keys, seed=seed, **changes)
             words = (f"clip={mode}", f"clip.threshold={threshold}", f"seed={seed}")
             write_run(folder / str(number), lines, of, overrides=words, state=state)
             number += 1
@@ -77,6 +80,47 @@ def test_the_verdict(losses, said, winner, changes, tmp_path):
     text = " ".join([verdict(found), *(part for one in remarks(found) for part in one)])
     assert [part for part in said if part not in text] == [], text
     assert not (winner and "Undecided" in text)
+
+
+LOWEST = "best threshold, 0.1, is the lowest tried: a lower one may do better (try 0.05 and 0.025)."
+HIGHEST = (
+    "best threshold, 2, is the highest tried: a higher one may do better (try 4 and clip=none)."
+)
+RATE = "best optimizer.lr, 0.5, is the highest tried: a higher one may do better (try 1 and 2)."
+BOTH = [f"With optimizer.lr=0.5 the {LOWEST}", f"With clip.threshold=0.1 the {RATE}"]
+RATES = {(0.1, 0.02): [0.3], (0.1, 0.1): [0.2], (0.1, 0.5): [0.1]}
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ({0.1: [0.3], 0.5: [0.1], 2.0: [0.2]}, []),
+        ({0.1: [0.1], 0.5: [0.2], 2.0: [0.3]}, [f"The {LOWEST}"]),
+        ({0.1: [0.3], 0.5: [0.2], 2.0: [0.1]}, [f"The {HIGHEST}"]),
+        ({0.1: [0.3], 0.5: [0.2], 2.0: [0.1], None: [0.2]}, []),
+        ({0.5: [0.3], 2.0: [0.2], 90.0: [0.1]}, []),  # it clips nothing
+        (RATES, [f"The {RATE}"]),
+        (RATES | {(1.0, 0.02): [0.5], (1.0, 0.1): [0.4], (1.0, 0.5): [0.3]}, BOTH),
+        # Thresholds differ by less than their seeds, or by as much in each seed.
+        ({0.1: [0.30, 0.35, 0.28], 0.5: [0.31, 0.27, 0.36], 2.0: [0.32, 0.30, 0.33]}, []),
+        ({0.1: [0.30, 0.35, 0.40], 0.5: [0.31, 0.361, 0.41]}, [f"The {LOWEST}"]),
+        ({0.1: [0.2], 0.5: [0.1], 8.0: [NAN]}, []),
+    ],
+)
+def test_the_best_value_at_an_end_of_those_tried(losses, said, tmp_path):
+    texts = [one.text for one in remarks(made(tmp_path, losses))]
+    assert [text for text in texts if "may do better" in text] == said
+
+
+def test_what_runs_remark_is_said_once_and_few_steps_tell_no_end(tmp_path):
+    made(tmp_path, {0.1: [0.1], 0.5: [0.2], 2.0: [0.3]})
+    for file in tmp_path.glob("*/summary.json"):
+        own = [{"topic": "few", "text": "20 steps are too few"}, {"topic": "x", "text": "swept"}]
+        summary = {**json.loads(file.read_text()), "remarks": own, "guidance": [own[0]["text"]]}
+        file.write_text(json.dumps(summary))
+    texts = [one.text for one in remarks(find(read(tmp_path)))]
+    assert texts[0] == "norm 0.1 and 2 more settings: 20 steps are too few"
+    assert not re.search("may do better|swept", " ".join(texts))
 
 
 def test_a_run_cut_short_is_not_judged_beside_whole_ones(tmp_path):

@@ -21,7 +21,7 @@ LINES = {
     ("train",): 2430,
     ("booster",): 2924,
     ("parallel",): 2300,
-    ("checkpoint",): 551,
+    ("checkpoint",): 550,
     ("clip",): 3573,
     ("optim",): 398,
     ("data", "models"): 2100,

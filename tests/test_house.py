@@ -19,7 +19,7 @@ LINES = {
     ("sweep",): 644,
     ("telemetry",): 1380,
     ("train",): 2430,
-    ("booster",): 2924,
+    ("booster",): 2913,
     ("parallel",): 2300,
     ("checkpoint",): 550,
     ("clip",): 3573,

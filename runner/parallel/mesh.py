@@ -21,10 +21,7 @@ _made: dict[Any, tuple[Any, Any]] = {}
 
 
 def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a device mesh of all ranks, the same object for the same arguments.
-
-    A process that trains many models in turn would collect threads and sockets of process groups.
-    """
+    """Return a device mesh of all ranks, once for the same arguments: groups keep threads."""
     key = (device_type, shape, names)
     world, mesh = _made.get(key, (None, None))
     if mesh is None or world is not dist.group.WORLD:
@@ -35,10 +32,7 @@ def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
 
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another process group of the same ranks; all ranks call this, each with its group.
-
-    Ranks may issue its collectives at different places among those of other groups.
-    """
+    """Return another group of the same ranks; all ranks call this, each with its group."""
     key = tuple(dist.get_process_group_ranks(group))
     world, other = _made.get(key, (None, None))
     if other is None or world is not dist.group.WORLD:

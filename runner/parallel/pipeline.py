@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from runner.clip.shard import local
 from runner.config.plugin_section import SCHEDULES
 from runner.parallel.collectives import on_any_rank
 from runner.parallel.gradient_sync import written
@@ -53,7 +54,7 @@ class Pipeline:
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._loss_of: LossOf | None = None
         self._apart = Apart()
-        self._after: tuple[Tensor | None, int] = (None, 0)
+        self._after: tuple[Tensor | None, Any] = (None, 0)
         whole = [stage for stage in self.stages.values() if not isinstance(stage, FSDPModule)]
         for parameter in {id(p): p for stage in whole for p in stage.parameters()}.values():
             register(self._apart, parameter)
@@ -95,9 +96,16 @@ class Pipeline:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _last_gradient(self) -> tuple[Tensor | None, int]:
+    def _last_gradient(self) -> tuple[Tensor | None, Any]:
         held = [p for s in self.stages.values() for p in s.parameters() if p.grad is not None]
-        return written(held[-1]) if held else (None, 0)
+        gradient, version = written(held[-1]) if held else (None, 0)
+        if gradient is None or gradient.is_cuda:  # An accelerator is not waited for.
+            return gradient, version
+        # Operations on lists of DTensors are no new version.
+        return gradient, (
+            version,
+            [number.hex() for number in local(gradient).flatten()[:1].tolist()],
+        )
 
     def require_unchanged(self) -> None:
         """Refuse gradients that were changed in place since: by the norm of these stages, say."""

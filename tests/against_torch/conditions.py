@@ -541,11 +541,11 @@ FURTHER = {
         refused={SHARDED: r"1\.linear\.weight: a hook was registered after boost"},
     ),
     "torch's clipping": Condition(
-        after=lambda step, net, _: nn.utils.clip_grad_value_(net.parameters(), 0.003),
+        after=lambda step, net, _: nn.utils.clip_grad_norm_(net.parameters(), 0.05),
         mode="none",
         refused={
             AVERAGED: r"changed in place before they were averaged .* optimizer\.unscale",
-            ("pipeline",): "changed in place after the backward pass, and a rank of a pipeline",
+            STAGES: "changed in place after the backward pass, and a rank of a pipeline",
         },
     ),
     "gradients assigned": Condition(

@@ -63,6 +63,10 @@ def by_stages(make_model, options, samples):
     with pytest.raises(StopIteration):
         executed(data)
     assert executed(iter([batch]), return_loss=False) == {"loss": None, "outputs": None}
+    nothing = executed(iter([tuple(part[:0] for part in batch)]), loop.optimizer)
+    assert nothing["loss"] in (None, 0.0)
+    with pytest.raises(TypeError, match=r"a dict with the keys 'x', 'y'.*collate_fn"):
+        executed(iter([dict(zip("xy", batch, strict=True))]), loop.optimizer)
     return trained, norm, gradients, seen
 
 

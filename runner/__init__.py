@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
     from runner.telemetry.monitor import GradientMonitor
     from runner.telemetry.transformers_callback import ClippingCallback
-    from runner.train.skipped_steps import SkippedSteps
+    from runner.train.callbacks import SkippedSteps
     from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
 
 __version__ = "0.1.0"
@@ -55,7 +55,7 @@ _HOME = {
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
     "SkipRule": "runner.clip",
-    "SkippedSteps": "runner.train.skipped_steps",
+    "SkippedSteps": "runner.train.callbacks",
     "TensorParallelPlugin": "runner.booster",
     "TorchDDPPlugin": "runner.booster",
     "TorchFSDPPlugin": "runner.booster",

@@ -16,7 +16,7 @@ class Ramp(nn.Linear):
 
     def __init__(self):
         super().__init__(64, 10)
-        self.steps = torch.linspace(0, 1, 64).numpy()
+        self.steps = torch.ones(64).numpy()
 
     def forward(self, images):
         return super().forward(images.flatten(1))

@@ -135,7 +135,7 @@ def trained(task: Task, sinks: Sequence[Sink], plugin: Plugin | None = None) -> 
         f"{len(loader)}ba",
         optimizers=optimizer,
         booster=Booster(plugin=plugin),
-        log=Log(sinks, INTERVAL),
+        log=Log(sinks, INTERVAL, bar=False),
         algorithms=[GradientClipping("norm", THRESHOLD)],
         criterion=nn.CrossEntropyLoss(),
     )

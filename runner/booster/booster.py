@@ -55,6 +55,17 @@ class Booster(saved.CheckpointIO):
 
     Raises:
         ValueError: an unknown precision.
+
+    Example:
+        >>> booster = Booster(mixed_precision="bf16")
+        >>> model, optimizer, criterion, loader, scheduler = booster.boost(
+        ...     model, optimizer, criterion, loader, scheduler
+        ... )
+        >>> for inputs, targets in loader:
+        ...     booster.backward(criterion(model(inputs), targets), optimizer)
+        ...     optimizer.clip_grad_by_norm(max_norm=0.1)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
 
     def __init__(

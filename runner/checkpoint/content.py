@@ -167,8 +167,8 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # those about what other programs write
             rest = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the advice of torch's own message would run the code
-        message = f"{path} is no state of a training ({type(error).__name__})"
-        raise DamagedCheckpoint(message) from None
+        kind = type(error).__name__
+        raise DamagedCheckpoint(f"{path} is no state of a training ({kind})") from None
     if not isinstance(rest, dict) or not rest.keys() >= STATE_KEYS:
         raise DamagedCheckpoint(f"{path} is no state of a training")
     return rest

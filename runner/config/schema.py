@@ -119,8 +119,8 @@ class Checkpoint(Section):
 
 class Telemetry(Section):
     per_layer: bool = key("log the gradient norm of each parameter, to find the layer that spikes")
-    # With defaults: runs that were recorded earlier lack them.
     update_ratio: bool = key("log the norm of each update over that of the weights", False)
+    noise_scale: bool = key("log how large a batch pays", False)  # earlier runs lack both
     probe: t.Natural = key("print so many elements of the first parameter after each microbatch")
 
 

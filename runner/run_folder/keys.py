@@ -39,6 +39,7 @@ CLIP_PEAK = "clip/peak"
 CLIP_STREAK = "clip/longest_streak"
 # Norm of what a step added to the weights ÷ norm of the weights before the step
 UPDATE_RATIO = "update/ratio"
+NOISE_SCALE = "noise/scale"  # batch size at which noise and gradient are equally large, in samples
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"
 
@@ -52,8 +53,7 @@ LAYER_UPDATE = f"{UPDATE_RATIO}/"  # prefix of the update-to-weight ratio of one
 WHAT_IF = "clip/what_if/"
 # Facts about a clipping mode that is not one of this project's own (summary only)
 CLIP_MODE = "clip/mode"
-# Why a callback ended the training, such as early stopping (summary and status only)
-ENDED_EARLY = "ended_early"
+ENDED_EARLY = "ended_early"  # why a callback ended the training (summary and status only)
 WALL_SECONDS = "wall_s"  # wall time of the run (summary only)
 
 

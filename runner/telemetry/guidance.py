@@ -1,10 +1,9 @@
 """Give advice on the clipping threshold of a finished run.
 
-The bounds follow the Deep Learning Tuning Playbook of Google Research
-(https://github.com/google-research/tuning_playbook): a threshold that clips more than half of the
-updates is "extremely aggressive", and a lower learning rate does the same more simply; the 90th
-percentile of the unclipped norms is a good start. What clipping does to a step depends on the
-optimizer, see :mod:`runner.optim.effects`.
+By the Deep Learning Tuning Playbook (https://github.com/google-research/tuning_playbook), one that
+clips more than half of the updates is "extremely aggressive", a lower learning rate does the same
+more simply, and the 90th percentile of the unclipped norms is a good start. What clipping does to a
+step depends on the optimizer, see :mod:`runner.optim.effects`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from runner.run_folder import keys
 
 FEWEST = 50  # steps below which there is no advice on a threshold
 MOSTLY = 0.5  # share clipped above which a threshold does more than cut outliers
-
 Topic = Literal["nonfinite", "spikes", "few", "never", "limits", "cancels", "weighs", "nothing"]
 
 
@@ -43,10 +41,8 @@ class Setting:
     def remedy(self, peak: Mapping[str, float], do: str) -> str:
         """Name a threshold to ``do`` something; a run keeps only the largest unit of each step."""
         if self.mode.parts is not None:
-            return (
-                "python -m runner calibrate with the same overrides shows which threshold clips "
-                f"how large a share of the {self.mode.parts}."
-            )
+            found = "python -m runner calibrate with the same overrides shows which threshold clips"
+            return f"{found} how large a share of the {self.mode.parts}."
         start = f"about {rounded(peak['p90'])}, the 90th percentile of {self.stat}"
         if self.mode.tenth is not None:
             start = f"about {self.mode.tenth:g}"
@@ -69,18 +65,14 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
     if faults := skipped - setting.searches:
         done = "taken all the same" if setting.nonfinite == "ignore" else "skipped"
-        text = (
-            f"{faults} of {steps} steps had a gradient that was NaN or inf and "
-            f"{'was' if faults == 1 else 'were'} {done}; no threshold mends that: look at the "
-            "learning rate, the loss and the precision."
-        )
+        text = f"{faults} of {steps} steps had a gradient that was NaN or inf and "
+        text += f"{'was' if faults == 1 else 'were'} {done}; no threshold mends that: look at the "
+        text += "learning rate, the loss and the precision."
         found.append(Remark("nonfinite", text))
     if spikes := summary.get(keys.CLIP_SKIPPED):
         done = "was skipped as a spike" if spikes == 1 else "were skipped as spikes"
-        text = (
-            f"{spikes} of {steps} steps {done} (clip.skip): their samples changed no weights. If "
-            "they are many, raise clip.skip.k, or lower the learning rate."
-        )
+        text = f"{spikes} of {steps} steps {done} (clip.skip): their samples changed no weights. "
+        text += "If they are many, raise clip.skip.k, or lower the learning rate."
         found.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
         skipped += spikes
     peak, effect = summary[keys.CLIP_PEAK], setting.effect
@@ -125,9 +117,8 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
     updates = setting.mode.clips == "updates"
     if effect.scales or updates:
         if whole:
-            text += "A threshold that clips so many steps acts like a lower learning rate, not as "
-            text += f"a limit on spikes. {remedy[:-1]}, and lower optimizer.lr if training then "
-            text += "becomes unstable."
+            text += "This acts like a lower learning rate, not as a limit on spikes. "
+            text += f"{remedy[:-1]}, and lower optimizer.lr if training then becomes unstable."
         else:
             what = "updates" if updates else "gradients"
             text += f"It changes ordinary {what}, not only outliers. {remedy}"

@@ -1,14 +1,14 @@
 """Metrics of each step, kept on the device and written as rows in batches.
 
-A step leaves its metrics here as floats on a CPU, and as tensors on an accelerator, for which the
-host does not wait. Every ``flush_every`` steps they travel to the host in one transfer and become
-rows (one every ``interval`` steps), the same for every sink.
+A step leaves floats on a CPU, and tensors on an accelerator, for which the host does not wait.
+Every ``flush_every`` steps they travel to the host in one transfer and become rows.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.clip import Decision, Number, transfer
+from runner.clip import Decision, Layout, Number, ParamShard, transfer
+from runner.clip.norms import Powers, combined_norms, powers_of
 from runner.config.notation import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.strict_json import Row
-from runner.telemetry.gauges import Gauges
 from runner.telemetry.sinks import Sink
 
 
@@ -37,6 +37,7 @@ class StepMetrics(NamedTuple):
     tokens: int | None
     seconds: float
     layers: Tensor | None = None
+    first: tuple[Number, float, int] = (math.nan, 0.0, 0)  # see :meth:`estimates`
 
     def numbers(self) -> tuple[Number, ...]:
         """Return what travels to the host: :class:`StepValues`, and those of inner modes."""
@@ -44,7 +45,17 @@ class StepMetrics(NamedTuple):
         loss = math.nan if self.loss is None else self.loss
         own = (loss, *self.decision.metrics, math.nan if scaled is None else scaled)
         inner = (number for _, each in _inner(self.decision) for number in each.metrics)
-        return (*own, self.decision.spike, *inner)
+        return (*own, self.decision.spike, self.first[0], *inner)
+
+    def estimates(self, values: StepValues) -> tuple[float, float]:
+        """Return what this rank makes of tr(Σ) and |G|², NaN where it measured nothing.
+
+        Σ is the covariance of the gradient of a sample, G its mean. The squared norms of the first
+        microbatch, a share f of a step of S samples, and of the step give both without bias
+        (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1).
+        """
+        (_, f, samples), small, whole = self.first, values.first, values.norm**2
+        return (small - whole) * samples * f / (1 - f), (whole - f * small) / (1 - f)
 
     def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Row]:
         """Return the step's values, and metrics of inner modes, given its numbers."""
@@ -70,6 +81,81 @@ class StepValues(NamedTuple):
     threshold: float
     norm_scaled: float = math.nan
     spike: float = 0.0
+    first: float = math.nan  # squared norm of the gradient of this rank's first microbatch
+
+
+class Gauges:
+    """Measures norms of parameters, and of their updates, of which each rank has a share.
+
+    All of it lies in one vector of a step, which stays on the device. The vectors of many steps are
+    combined over ranks in one collective, when metrics travel to the host.
+    """
+
+    def __init__(self, layout: Layout, norm_type: float, per_layer: bool, updates: bool) -> None:
+        self._layout, self._norm_type = layout, norm_type
+        self.per_layer, self._updates = per_layer, updates
+        self._begun: list[Tensor] = []
+        self._shards: list[ParamShard] = []
+        self._weights: list[Tensor] = []
+
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether :meth:`over_ranks` needs the other ranks."""
+        return self._layout.group is not None
+
+    @torch.no_grad()
+    def begin(self, powers: Powers | None) -> None:
+        """Measure between clipping and the step, given what clipping has measured."""
+        self._begun = []
+        if self.per_layer:
+            assert powers is not None
+            assert powers.norm_type == self._norm_type
+            self._begun.append(powers.of_parameters(self._layout))
+        if self._updates:
+            trained = [s for s in self._layout.shards if s.param.requires_grad]
+            self._shards = [shard for shard in trained if shard.weight.numel()]
+            self._weights = [shard.weight.clone() for shard in self._shards]
+
+    @torch.no_grad()
+    def end(self) -> Tensor:
+        """Return this rank's share of all measurements, [values], on the device, after the step."""
+        found, self._begun = self._begun, []
+        if self._updates:
+            before = self._squares(self._weights)
+            # Updates are differences of weights, so whatever optimizer made them.
+            torch._foreach_sub_(self._weights, [shard.weight for shard in self._shards])
+            found += [self._squares(self._weights), before]
+            self._shards, self._weights = [], []
+        return torch.cat(found)
+
+    def over_ranks(self, shares: list[Tensor]) -> Tensor:
+        """Combine the shares of several steps, [steps, values]; one collective."""
+        stacked = torch.stack(shares)
+        every = self._layout.rows_of_ranks(stacked.flatten()).view(-1, *stacked.shape)
+        total = every.sum(0)
+        if self.per_layer:
+            layers = slice(len(self._layout.names))
+            total[:, layers] = combined_norms(every[..., layers], self._norm_type)
+        return total
+
+    def row(self, values: Sequence[float]) -> Row:
+        names, row = self._layout.names, Row()
+        parts = [values[at : at + len(names)] for at in range(0, len(values), len(names))]
+        if self.per_layer:
+            row = {keys.LAYER_NORM + name: n for name, n in zip(names, parts.pop(0), strict=True)}
+        if self._updates:
+            updates, weights = parts
+            each = zip(names, updates, weights, strict=True) if self.per_layer else ()
+            row |= {keys.LAYER_UPDATE + name: math.sqrt(u / w) for name, u, w in each if w > 0}
+            if (size := math.fsum(weights)) > 0:
+                row[keys.UPDATE_RATIO] = math.sqrt(math.fsum(updates) / size)
+        return row
+
+    def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return this rank's share of the squared norm of each parameter, [parameters]."""
+        powers = powers_of(self._shards, tensors, 2.0, each=True)[1]
+        assert powers is not None
+        return powers.of_parameters(self._layout)
 
 
 @dataclass
@@ -112,6 +198,7 @@ class Meter:
     layers: Gauges | None = None
     follow: Callable[[Sequence[tuple[int, StepValues]]], None] | None = None
     skips: bool = False  # whether a rule skips spikes, which rows then count
+    noise: deque[list[float]] | None = None  # :meth:`StepMetrics.estimates` of the last rows
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     _pending: list[StepMetrics] = field(default_factory=list)
@@ -135,10 +222,9 @@ class Meter:
             self.flush(evaluation)
 
     def flush(self, last: Mapping[str, float] | None = None, together: bool = True) -> None:
-        """Move all pending metrics to the host and write their rows.
+        """Move pending metrics to the host and write rows; ``last`` are more of the last step.
 
-        ``last`` are further metrics of the last step. A rank that breaks off flushes without
-        ``together``: its rows lack what the other ranks have a share of.
+        A rank that breaks off flushes without ``together``: its rows lack what others share.
         """
         pending = self._pending
         if not pending:
@@ -149,13 +235,19 @@ class Meter:
             gauged = self.layers.over_ranks(shares)
         rows, layers = _to_host([step.numbers() for step in pending], gauged)
         found = [step.on_host(row) for step, row in zip(pending, rows, strict=True)]
-        losses: list[Any] = [values.loss for values, _ in found]
+        means: list[Any] = [values.loss for values, _ in found]
+        if self.noise is not None:
+            pairs = zip(pending, found, strict=True)
+            means += chain.from_iterable(step.estimates(values) for step, (values, _) in pairs)
         if self.mean_over_data is not None:
-            losses = self.mean_over_data(losses) if together else [None] * len(losses)
+            means = self.mean_over_data(means) if together else [None] * len(means)
+        losses, noise = means[: len(pending)], iter(means[len(pending) :])
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
         for step, (values, inner), mean in zip(pending, found, losses, strict=True):
             loss = None if step.loss is None else mean
             self._count(step, values, loss)
+            if self.noise is not None and (pair := [next(noise), next(noise)])[0] is not None:
+                self.noise.extend([pair] if math.isfinite(sum(pair)) else [])
             measured = next(layers, None) if step.layers is not None else None
             further = last if step is pending[-1] else None
             if further is not None or self.row_due(step.step):
@@ -193,6 +285,7 @@ class Meter:
             "total": asdict(self._total),
             "norms": torch.from_numpy(np.array(self.norms)),
             "max_stats": torch.from_numpy(np.array(self.max_stats)),
+            "noise": list(self.noise or ()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,6 +294,8 @@ class Meter:
         self.norms = array("d", state["norms"].tolist())
         self.max_stats = array("d", state["max_stats"].tolist())
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
+        if self.noise is not None:
+            self.noise.extend(state.get("noise", ()))
 
     def _so_far(self) -> dict[str, float]:
         """Return what is counted over all steps: skips, and what ``what_if`` would have clipped."""
@@ -219,29 +314,24 @@ class Meter:
         for threshold in self._above:
             self._above[threshold] += values.max_stat > threshold
         if loss is not None:
-            self._best(keys.TRAIN_LOSS, loss)
+            self._note_best({keys.TRAIN_LOSS: loss})
 
     def write(self, row: Row, further: Mapping[str, float]) -> None:
         row |= further
-        for key, value in further.items():
-            self._best(key, value)
+        self._note_best(further)
         self.last = self.last | row
         for sink in self.sinks:
             sink.write(row)
 
     def _row(self, step: StepMetrics, loss: float | None, values: StepValues) -> Row:
-        window, total = self._window, self._total
+        window, total, samples = self._window, self._total, step.samples
+        known = {keys.TRAIN_LOSS: loss, keys.TRAIN_LR: step.lr, keys.TRAIN_SAMPLES: samples}
+        known |= {keys.TRAIN_TOKENS: step.tokens or None}
+        if samples is not None:
+            since = samples - int(self.last.get(keys.TRAIN_SAMPLES, 0))
+            known[keys.THROUGHPUT] = since / max(window.seconds, 1e-9)
         row: Row = {keys.TRAIN_STEP: step.step}
-        if loss is not None:
-            row[keys.TRAIN_LOSS] = loss
-        if step.lr is not None:
-            row[keys.TRAIN_LR] = step.lr
-        if step.samples is not None:
-            row[keys.TRAIN_SAMPLES] = step.samples
-            since = step.samples - int(self.last.get(keys.TRAIN_SAMPLES, 0))
-            row[keys.THROUGHPUT] = since / max(window.seconds, 1e-9)
-        if step.tokens:
-            row[keys.TRAIN_TOKENS] = step.tokens
+        row |= {key: value for key, value in known.items() if value is not None}
         row |= {
             keys.GRAD_NORM: values.norm,
             keys.GRAD_NORM_CLIPPED: values.norm_clipped,
@@ -254,16 +344,17 @@ class Meter:
             keys.CLIP_RATIO_TOTAL: total.clipped / total.steps,
             keys.TIME_STEP: window.seconds / window.steps,
         }
-        if not math.isnan(values.threshold):
-            row[keys.CLIP_THRESHOLD] = values.threshold
-        if not math.isnan(values.norm_scaled):
-            row[keys.GRAD_NORM_SCALED] = values.norm_scaled
+        some = {keys.CLIP_THRESHOLD: values.threshold, keys.GRAD_NORM_SCALED: values.norm_scaled}
+        row |= {key: value for key, value in some.items() if not math.isnan(value)}
+        if self.noise and (of_mean := math.fsum(square for _, square in self.noise)) > 0:
+            row[keys.NOISE_SCALE] = math.fsum(trace for trace, _ in self.noise) / of_mean
         return row | self._so_far()
 
-    def _best(self, key: str, value: float) -> None:
-        if not math.isnan(value):
-            better = max if higher_is_better(key) else min
-            self.best[key] = better(self.best.get(key, value), value)
+    def _note_best(self, found: Mapping[str, float]) -> None:
+        for key, value in found.items():
+            if not math.isnan(value):
+                better = max if higher_is_better(key) else min
+                self.best[key] = better(self.best.get(key, value), value)
 
 
 def _spread(values: array[float]) -> dict[str, float]:
@@ -272,8 +363,8 @@ def _spread(values: array[float]) -> dict[str, float]:
     finite = every[np.isfinite(every)]
     if not finite.size:
         return {}
-    points = np.percentile(finite, (50, 90, 95, 99))
-    spread = dict(zip(("p50", "p90", "p95", "p99"), map(float, points), strict=True))
+    points = np.percentile(finite, (50, 90, 95, 99)).tolist()
+    spread = dict(zip(("p50", "p90", "p95", "p99"), points, strict=True))
     return spread | {"max": float(finite.max()), "mean": float(finite.mean())}
 
 

@@ -36,13 +36,10 @@ class GradientMonitor:
             ``setup`` or Accelerate's ``prepare`` returned it.
         to: where rows go: the path of a file, which they are appended to, functions of one row
             such as ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, and sinks.
-        interval: steps between rows. ``clip/ratio``, ``grad/norm_mean``, ``grad/norm_max`` and
-            times of a row cover all steps since the row before.
-        flush: steps between transfers to the host; by default each step on the CPU of a single
-            rank, else 50.
+        interval: steps between rows. Means, maxima, ratios and times cover all steps in between.
+        flush: steps between transfers to the host; by default 1 on the CPU of a single rank, or 50.
         norm_type: p of the norms that :meth:`step` measures.
-        what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
-            that each would have clipped.
+        what_if: thresholds of which the share of steps that they would have clipped is logged.
 
     Attributes:
         steps: number of the last step.
@@ -105,10 +102,10 @@ class GradientMonitor:
                 Without it the gradients are measured here, and count as not clipped.
             threshold: the largest norm that was given to ``clip_grad_norm_``.
             loss: loss of this rank's samples.
-            lr: learning rate of the step.
-            samples: samples of the step, over all ranks.
-            tokens: tokens of the step, over all ranks.
-            number: number of the step; by default one more than that of the last one.
+            lr: learning rate.
+            samples: number of samples over all ranks.
+            tokens: number of tokens over all ranks.
+            number: of the step; by default one more than that of the last one.
 
         Raises:
             ValueError: a norm without its threshold.
@@ -121,18 +118,10 @@ class GradientMonitor:
         if loss is not None and self._world > 1:
             self._meter.mean_over_data = self._mean
         decision = self._decision(clipped, threshold)
-        now = time.perf_counter()
-        metrics = StepMetrics(
-            self.steps,
-            None if loss is None else _number(loss),
-            decision,
-            lr,
-            self._samples,
-            self._tokens,
-            now - self._before,
-        )
-        self._before = now
-        self._meter.push(metrics)
+        before, self._before = self._before, time.perf_counter()
+        counts = (self._samples, self._tokens, self._before - before)
+        own = None if loss is None else _number(loss)
+        self._meter.push(StepMetrics(self.steps, own, decision, lr, *counts))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the last step, such as ``{"eval/loss": 0.3}``; every rank calls it."""

@@ -1,8 +1,7 @@
-"""Build the objects of a run from its checked configuration.
+"""Build the objects of a run from its checked configuration, by the ``_target_`` of each.
 
-Model, data, optimizer and scheduler can be any class or function, named by ``_target_``. The
-functions here add the arguments that a configuration cannot hold: parameters, the optimizer,
-``total_steps`` and ``fused``.
+Arguments that a configuration cannot hold are added: parameters, the optimizer, ``total_steps`` and
+``fused``.
 """
 
 from __future__ import annotations
@@ -76,13 +75,10 @@ def make_data(config: DataSection) -> Data:
 
 @lru_cache(maxsize=2)
 def _data(section: str) -> Data:
-    config = DataSection.model_validate_json(section)
-    parts = {}
+    config, parts = DataSection.model_validate_json(section), {}
     for name, part in config.parts.items():
         try:
             parts[name] = maker(part)()
-        except DataUnavailable:
-            raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"data.{name}: {part.target} cannot be made: {reason}"
@@ -102,56 +98,46 @@ def make_criterion(config: LossSection) -> Criterion | None:
     if config.target is None:
         return None
     made = maker(config)
-    criterion: Criterion = made() if isinstance(made.func, type) else made
-    return criterion
+    return made() if isinstance(made.func, type) else made
 
 
 def make_optimizers(target: Target, model: nn.Module) -> list[Optimizer]:
     """Make the optimizers of a run, in their fused form where they have one."""
-    make = maker(target)
-    if takes_model(make):
+    make, several = maker(target), takes(maker(target), "model")
+    if several:
         given = {"model": model, "heads": head_weights(model)}
-        make = partial(make, **{key: value for key, value in given.items() if _takes(make, key)})
+        make = partial(make, **{key: value for key, value in given.items() if takes(make, key)})
     else:
         make = partial(make, list(model.parameters()))
     made = None
     try:
-        if _takes(make, "fused"):
+        if takes(make, "fused"):
             with suppress(RuntimeError):  # Not supported on this device or with these options.
                 made = make(fused=True)
         made = make() if made is None else made
     except NoHiddenMatrix as error:
         raise TargetError(str(error)) from error
-    listed = list(made) if takes_model(make) and isinstance(made, list | tuple) else [made]
+    listed = list(made) if several and isinstance(made, list | tuple) else [made]
     return [_require(Optimizer, each, target) for each in listed or [made]]
 
 
-def takes_model(make: partial[Any]) -> bool:
-    return "model" in _parameters(make)
+def takes(make: partial[Any], argument: str) -> bool:
+    """Return whether ``make`` can be given ``argument``, which the configuration did not."""
+    try:
+        return argument in inspect.signature(make.func).parameters.keys() - make.keywords.keys()
+    except ValueError:  # the signature of a compiled function may be unknown
+        return False
 
 
 def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> Any:
     """Make the scheduler of ``optimizer``, with ``steps`` as its ``total_steps`` if it has one."""
     make = maker(target)
-    if not _takes(make, "total_steps"):
+    if not takes(make, "total_steps"):
         return make(optimizer)
     if steps is None:
-        raise TargetError(
-            f"{target.target} needs the number of steps: give train.max_duration in ba or sp "
-            "(a stream has epochs of unknown length, other data may have no tokens)"
-        )
+        known = "give train.max_duration in ba or sp (a stream has epochs of unknown length)"
+        raise TargetError(f"{target.target} needs the number of steps: {known}")
     return make(optimizer, total_steps=steps)
-
-
-def _takes(make: partial[Any], argument: str) -> bool:
-    return argument in _parameters(make) - make.keywords.keys()
-
-
-def _parameters(make: partial[Any]) -> set[str]:
-    try:
-        return set(inspect.signature(make.func).parameters)
-    except ValueError:  # the signature of a compiled function may be unknown
-        return set()
 
 
 def make_callbacks(config: RunConfig) -> list[object]:

@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,7 @@ from runner.telemetry import guidance
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import print_line
 from runner.train import build
-from runner.train.callbacks import Probe
-from runner.train.skipped_steps import SkippedSteps
+from runner.train.callbacks import Probe, SkippedSteps
 from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
 
 log = logging.getLogger(__name__)
@@ -57,49 +56,44 @@ def execute(
 ) -> dict[str, Any]:
     """Train in this process, which is one of the ranks of the run."""
     started = time.perf_counter()
-    recorded = _recorded(folder)
+    recorded, file = None, None if folder is None else folder / files.CONFIG
+    if file is not None and file.is_file():  # masked where it is secret
+        recorded = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
     callbacks = [*build.make_callbacks(config), *_savers(config, folder, recorded)]
     if config.telemetry.probe:
         callbacks.append(Probe(config.telemetry.probe, print_line))
     trainer = make_trainer(config, sinks, callbacks=callbacks)
-    ranks, device = trainer.plugin.world_size, trainer.device
     if trainer.plugin.rank == 0:
-        log.info("layout: plugin=%s on %s", config.plugin.name, plural(ranks, "rank"))
-        log.info("device: %s (device=%s)", device, config.device)
-        log.info("precision: %s", config.precision.name)
-        log.info("parameters: %s", f"{trainer.parameters:,}")
         samples = length_of(build.make_data(config.data).train)
+        about = f"{trainer.device}, {plural(trainer.plugin.world_size, 'rank')} "
         counted = "a stream" if samples is None else f"{samples:,} samples"
-        about = f"{device}, {plural(ranks, 'rank')} (plugin={config.plugin.name}), {counted}, "
+        about += f"(plugin={config.plugin.name}), {counted}, "
         about += f"{trainer.parameters:,} parameters, {folder or 'no record'}"
+        log.info("training: %s", about)
         print_line(f"clip-runner: {about}", sys.stderr)
     if resume is not None:
-        saved = manifest_of(resume)
-        keep = _changed(saved.get("config"), recorded)
+        keep = _changed(manifest_of(resume).get("config"), recorded)
         if branching(config.resume.source) and folder and not resume.is_relative_to(folder):
             keep.add("metrics")  # those of a branch begin with it
         trainer.load(resume, verify=False, keep=keep)
-        if trainer.plugin.rank == 0:
-            _warn_of_another_layout(saved, recorded, ranks)
     summary = trainer.fit()
-    clip = config.clip
-    mode, layout = trainer.state.mode, trainer.optimizer.layout
-    some, info = mode.scales_some(layout), clip.info
+    clip, info = config.clip, config.clip.info
+    layout = trainer.optimizer.layout
+    some = trainer.state.mode.scales_some(layout)
     scaled = [one for one in layout.parameters.values() if one.scaled or not some]
     elements = sum(math.prod(one.shape) for one in scaled)
     effect = effect_of(trainer.optimizer.optimizers, clip.threshold, elements, some)
     searches = trainer.skipped_steps.searches
     setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
     known = clip.mode in MODES and info == MODES[clip.mode].info
-    own = {} if known else {keys.CLIP_MODE: asdict(info)}
     return {
         **summary,
-        **own,
+        **({} if known else {keys.CLIP_MODE: asdict(info)}),
         "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
         keys.WALL_SECONDS: time.perf_counter() - started,
         "parameters": trainer.parameters,
-        "world_size": ranks,
-        "device": str(device),
+        "world_size": trainer.plugin.world_size,
+        "device": str(trainer.device),
     }
 
 
@@ -113,18 +107,7 @@ def evaluate(
     found = on_first(lambda: checkpoint)
     assert found is not None
     load_weights(trainer, found)
-    held_out = trainer.eval_dataloader
-    metrics = {} if held_out is None else trainer.evaluation.run(held_out)
-    return {"metrics": metrics, "world_size": trainer.plugin.world_size}
-
-
-def _recorded(folder: Path | None) -> dict[str, Any] | None:
-    """Return the configuration as the folder of the run records it: masked where it is secret."""
-    file = None if folder is None else folder / files.CONFIG
-    if file is None or not file.is_file():
-        return None
-    plain: dict[str, Any] = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
-    return plain
+    return {"metrics": trainer.evaluate(), "world_size": trainer.plugin.world_size}
 
 
 def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
@@ -163,21 +146,6 @@ def _savers(
     return [saver]
 
 
-def _warn_of_another_layout(
-    saved: Mapping[str, Any], recorded: Mapping[str, Any] | None, ranks: int
-) -> None:
-    """Log what is not bit for bit in a run that continues under another layout of ranks."""
-    if not saved.get("config") or recorded is None:
-        return  # a checkpoint of the library, which does not tell
-    before, now = saved["config"]["plugin"], recorded["plugin"]
-    if (before, saved["world_size"]) != (now, ranks):
-        text = (
-            "the checkpoint was saved under plugin=%s on %s: weights, optimizer state and samples "
-        )
-        text += "are the same here; sums are rounded in another order, dropout draws other numbers"
-        log.warning(text, before.get("name"), plural(saved["world_size"], "rank"))
-
-
 def make_trainer(
     config: RunConfig,
     sinks: Sequence[Sink],
@@ -187,8 +155,7 @@ def make_trainer(
     evaluates: bool = True,
     callbacks: Sequence[object] = (),
 ) -> Trainer:
-    device = build.device_of(config.device)
-    plugin = build.make_plugin(config)
+    device, plugin = build.device_of(config.device), build.make_plugin(config)
     data = build.make_data(config.data)
     # All ranks draw the same weights; then each data-parallel rank drops other activations.
     torch.manual_seed(config.seed)
@@ -210,34 +177,31 @@ def make_trainer(
         seed=config.seed,
         pin_memory=device.type == "cuda",
     )
-    precision, clip, rule = config.precision, config.clip, config.clip.skip.options
-    loss_scale = None
-    if precision.name == "fp16":
-        loss_scale = LossScale(precision.initial_scale, precision.growth_interval)
+    shuffles = length_of(data.train) is not None
+    train = prepare(data.train, shuffle=shuffles, drop_last=config.data.drop_last)
     held_out = None if data.test is None or not evaluates else prepare(data.test)
-    clips = mode or build_mode(clip.kind, **clip.options)
-    in_backward = mode is None and clip.when == "backward"
+    precision, clip, rule = config.precision, config.clip, config.clip.skip.options
+    scale = None
+    if precision.name == "fp16":
+        scale = LossScale(precision.initial_scale, precision.growth_interval)
+    telemetry, each = config.telemetry, config.telemetry.per_layer
+    measured = Measurements(telemetry.update_ratio, telemetry.noise_scale)
     skip = None if rule is None or mode is not None else SkipRule(**rule)
+    clips = mode or build_mode(clip.kind, **clip.options)
+    early = mode is None and clip.when == "backward"
     return Trainer(
         model,
-        prepare(
-            data.train, shuffle=length_of(data.train) is not None, drop_last=config.data.drop_last
-        ),
+        train,
         max_duration or config.train.max_duration,
-        InBackward(clips, clip.step_in_backward) if in_backward else clips,
+        InBackward(clips, clip.step_in_backward) if early else clips,
         Evaluate(held_out, config.eval.metrics, config.eval.interval),
         optimizers,
         [build.make_scheduler(config.scheduler, each, steps) for each in optimizers],
         criterion,
-        booster=Booster(precision.name, plugin, loss_scale, clip.nonfinite, skip),
+        booster=Booster(precision.name, plugin, scale, clip.nonfinite, skip),
         accumulation_steps=config.accumulation.steps,
         log=Log(
-            sinks,
-            config.log.interval,
-            config.log.flush,
-            clip.what_if,
-            config.telemetry.per_layer,
-            Measurements(config.telemetry.update_ratio),
+            sinks, config.log.interval, config.log.flush, clip.what_if, each, measured, bar=False
         ),
         callbacks=[SkippedSteps(clip.max_skips), *callbacks],
     )

@@ -1,12 +1,15 @@
-"""Passes of a boosted model over the microbatches of a window, their items and gradient norms."""
+"""Passes of a boosted model over windows and held-out data, and their items over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,25 +20,27 @@ from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
 from runner.booster.batch import mapped
 from runner.booster.loss import Count, WindowLoss
 from runner.clip import Number, transfer
+from runner.clip.norms import powers_of
+from runner.config.section import Target
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
-from runner.train.state import Window, Windows, has_no_sample
+from runner.run_folder import keys
+from runner.train.build import maker
+from runner.train.state import Window, Windows, has_no_sample, held_out
 from runner.train.stop import beat
 
 SAME_SAMPLES = (
     "all {} data-parallel ranks read the same first batch, so every sample counts that many times: "
-    "make the loader by plugin.prepare_dataloader, or give it a DistributedSampler; let an "
-    "IterableDataset yield this rank's samples alone, equally many on each rank"
+    "use plugin.prepare_dataloader, a DistributedSampler, or a stream of this rank's samples alone"
 )
 OTHER_SAMPLES = (
     "the stream yields other samples on each rank, and every rank keeps its part of them, so that "
-    "samples are lost: if it divides itself over ranks, set shards_itself = True in its class; "
-    "else let it yield the same samples everywhere"
+    "samples are lost: set shards_itself = True in its class if it divides itself over ranks"
 )
+NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
 ENDED = (
-    "the data of some of the {} data-parallel ranks has ended before that of the others: make the "
-    "loader by plugin.prepare_dataloader, or let an IterableDataset yield the same number of "
-    "batches on each rank"
+    "the data of some of the {} data-parallel ranks has ended before that of the others: use "
+    "plugin.prepare_dataloader, or let an IterableDataset yield equally many batches on each rank"
 )
 
 
@@ -44,15 +49,6 @@ class Asked(NamedTuple):
 
     stop: int = 0  # number of a signal, or 0
     save: bool = False
-
-    def of_all(self, ranks_that_stop: float, ranks_that_save: float) -> Asked:
-        """Return what some rank asks for, the same on every rank."""
-        stop = 0
-        if ranks_that_stop:
-            number = torch.tensor(self.stop)
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-            stop = int(number)
-        return Asked(stop, ranks_that_save > 0)
 
 
 Sums = tuple[Count, Asked, bool]
@@ -65,46 +61,38 @@ def count(
     """Count a window on the host, and start to sum the counts over all data-parallel ranks.
 
     Returns the items of each microbatch of this rank, None for one that it has no sample of, and
-    what waits for the sums. What ranks ask of each other travels with the counts, so that it costs
-    no collective of its own.
+    what waits for the sums. What ranks ask travels with them, so that it costs no collective.
     """
     numbered, loader = enumerate(window.batches, window.first), windows.loader
     held = [None if has_no_sample(loader, at) else loss.items(batch) for at, batch in numbered]
     items = [None if one is None else one.items for one in held]
     here = [one for one in held if one is not None]
     own = Count(*(sum(values) for values in zip((0.0, 0, 0), *here, strict=True)))
-    size, length, last = plugin.data_size, len(window.batches), window.last
-    flags = [float(asked.stop > 0), float(asked.save)]
+    size, length = plugin.data_size, len(window.batches)
     if plugin.world_size == 1:
-        return items, lambda: (own, asked, last)
-    if size == 1:
-        asking = plugin.start_sum_over_ranks(flags)
-        return items, cache(lambda: (own, asked.of_all(*asking()), last))
-    alike = isinstance(windows.loader, StreamLoader) and windows.loader.mark
+        return items, lambda: (own, asked, window.last)
+    alike = isinstance(loader, StreamLoader) and loader.mark
     mark = 0
-    if first:
-        mark = alike or (0 if _is_partitioned(windows.loader) else checksum(window.batches[0]))
-    mine = [*own, last, length, length**2, mark, mark**2]
+    if first and size > 1:
+        mark = alike or (0 if _is_partitioned(loader) else checksum(window.batches[0]))
+    mine = [*own, window.last, length, length**2, mark, mark**2]
     # Every rank may ask, also one whose samples another rank counts.
     counted = mine if plugin.reports_metrics else [0.0] * len(mine)
-    summing = plugin.start_sum_over_ranks([*counted, *flags])
+    summing = plugin.start_sum_over_ranks([*counted, asked.stop > 0, asked.save])
 
     def wait() -> Sums:
         all_items, *others = summing()
-        all_samples, all_tokens, ended, lengths, squares, marks, squared_marks, *flagged = map(
-            int, others
-        )
+        samples, tokens, ended, lengths, squares, marks, squared_marks, *some = map(int, others)
         same = squared_marks * size == marks**2
-        if mark and alike and not same:
-            raise ValueError(OTHER_SAMPLES)
-        if mark and not alike and same:
-            raise ValueError(SAME_SAMPLES.format(size))
+        if mark and same != bool(alike):
+            raise ValueError(OTHER_SAMPLES if alike else SAME_SAMPLES.format(size))
         # A last window can have fewer batches here than on another rank.
-        some = 0 < ended < size and not windows.uneven
-        if some or squares * size != lengths**2:
+        if (0 < ended < size and not windows.uneven) or squares * size != lengths**2:
             raise ValueError(ENDED.format(size))
-        totals = Count(all_items, all_samples, all_tokens)
-        return totals, asked.of_all(*flagged), ended == size
+        stop = torch.tensor(asked.stop)
+        if some[0]:  # Some rank asks to stop; which signal did, all of them learn.
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+        return Count(all_items, samples, tokens), Asked(int(stop), some[1] > 0), ended == size
 
     return items, cache(wait)
 
@@ -112,9 +100,8 @@ def count(
 def _is_partitioned(loader: Any) -> bool:
     if isinstance(loader, StreamLoader):
         return loader.dataset.divided_by != "itself"
-    return isinstance(getattr(loader, "batch_sampler", None), PartitionedBatches) or isinstance(
-        getattr(loader, "sampler", None), DistributedSampler
-    )
+    parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    return any(isinstance(part, PartitionedBatches | DistributedSampler) for part in parts)
 
 
 @dataclass
@@ -138,10 +125,7 @@ class Passes:
         items: Callable[[], float],
         after_each: Callable[[int, int], None],
     ) -> Number:
-        """Run forward and backward passes of a window; return this rank's share of its loss.
-
-        ``after_each`` is called after all microbatches but the last, after which comes the step.
-        """
+        """Run forward and backward passes of a window; return this rank's share of its loss."""
 
         def weight() -> float:
             # Ranks average their gradients; the loss is divided by the items of all of them.
@@ -154,7 +138,7 @@ class Passes:
             # Ranks synchronise their gradients on the last microbatch only.
             with nullcontext() if last else self.booster.no_sync(self.model, self.optimizer):
                 loss = self._train(batch, own, weight)
-            if not last:
+            if not last:  # after that one comes the step
                 after_each(number, len(batches))
             total = loss if total is None else total + loss
         assert total is not None
@@ -172,11 +156,48 @@ class Passes:
             self.model, self.optimizer, self.loss, (host, batch), weight(), count is not None
         )
 
-    def predict(self, batch: Any) -> Any:
-        """Return the outputs of a batch on the device; None where another stage has them."""
-        if self.model.pipeline is not None:
-            return self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
-        return self.loss.forward(self._module, batch)
+    @torch.no_grad()
+    def evaluate(self, loader: Any, metrics: EvalMetrics) -> dict[str, float]:
+        """Compute the mean loss over the items of ``loader``, and the metrics; a collective."""
+        loss, plugin, pipeline = self.loss, self.booster.plugin, self.model.pipeline
+        self.model.eval()
+        losses: list[Number] = []
+        right: list[Number] = []
+        items, graded, ungraded, samples = 0.0, 0.0, False, False
+        for idle, host in held_out(loader, plugin):
+            beat()
+            batch, count = self.to_device(host), None if idle else loss.items(host).items
+            if count is not None:
+                items, graded, samples = items + count, graded + loss.graded(host), True
+            if pipeline is None:
+                outputs = loss.forward(self._module, batch)
+            else:
+                outputs = pipeline.evaluate(loss.call(batch).only_tensor())
+            if outputs is None:
+                continue  # The last stage, on another rank, has the outputs and the loss.
+            losses.append(transfer.read(loss.sum(outputs, batch, count)))
+            metrics.update(outputs, batch, idle)
+            correct = loss.correct(outputs, batch)
+            ungraded = ungraded or correct is None
+            if correct is not None and not idle:
+                right.append(correct)
+        here = [transfer.add(losses), items, transfer.add(right), graded, ungraded, samples]
+        total, items, correct, graded, unknown, ranks = plugin.sum_over_data(here)
+        self.model.train()
+        if not items:
+            return {}
+        found = {keys.EVAL_LOSS: total / items}
+        if graded and not unknown:
+            found[keys.EVAL_ACCURACY] = correct / graded
+        return found | metrics.compute(plugin, int(ranks))
+
+    @torch.no_grad()
+    def square_of_gradients(self) -> Number:
+        """Return ‖G‖² of what backward passes have added up on this rank, unscaled."""
+        shards = [one for one in self.optimizer.layout.shards if one.param.grad is not None]
+        gradients = [cast(Tensor, one.param.grad) for one in shards]
+        scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.scale
+        return powers_of(shards, gradients, 2.0)[0] / scale**2
 
     def to_device(self, batch: Any) -> Any:
         if self.device.type == "cpu":
@@ -184,3 +205,151 @@ class Passes:
         if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
             return move(self.device)
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
+
+
+MISSING = 'needs torchmetrics: pip install "clip-runner[metrics]"; class accuracy works without it'
+NOTHING = (
+    "cannot be computed: the targets are no classes of these outputs, nor numbers of their shape; "
+    "use eval.metrics=[]"
+)
+_FULL = {"f1": "F1Score", "auroc": "AUROC", "mse": "MeanSquaredError"}
+_FULL |= {"mae": "MeanAbsoluteError", "r2": "R2Score"}
+Wanted = str | Mapping[str, Any]  # a metric
+
+
+class MetricError(ValueError):
+    """A metric does not exist, or does not fit what the model and the data give."""
+
+    def __init__(self, asked: Wanted, message: str) -> None:
+        super().__init__(message)
+        self.asked = asked
+
+
+class EvalMetrics:
+    """Updates metrics with the batches of one evaluation after the other.
+
+    A metric is given by its name (``f1``, ``auroc``, ``mse``) or as a mapping with the ``_target_``
+    of a :class:`torchmetrics.Metric`. A name stands for one of ``torchmetrics.regression`` where
+    outputs and targets are numbers of one shape; else for ``Multiclass...`` of probabilities [N, C]
+    and classes [N] that are not ignored (the mean over classes; ``accuracy`` is the share of
+    correct ones), or, under binary cross entropy, for ``Binary...`` or ``Multilabel...`` of
+    probabilities [N, L] and labels [N, L] of 0 and 1.
+    """
+
+    def __init__(self, asked: Sequence[Wanted], loss: WindowLoss) -> None:
+        self._asked, self._loss = {name_of(one): one for one in asked}, loss
+        self._made: dict[str, Any] = {}
+        self._group: dist.ProcessGroup | None = None
+
+    def update(self, outputs: Any, batch: Any, idle: bool = False) -> None:
+        """Add a batch; one without a sample of this rank only tells what is compared."""
+        if not self._asked:
+            return
+        kind, size, predictions, targets = self._compared(outputs, batch)
+        for name, one in self._asked.items():
+            if (name, kind) == ("accuracy", "classes"):
+                continue  # the evaluation counts it
+            with _naming(one):
+                if name not in self._made:
+                    self._made[name] = _made(one, kind, size).to(predictions.device)
+                if not idle:
+                    self._made[name].update(predictions, targets)
+
+    def compute(self, plugin: Plugin, ranks: int) -> dict[str, float]:
+        """Return the metrics over all ranks, so many of which had a batch, and begin anew."""
+        if not self._asked:
+            return {}
+        if ranks < plugin.data_size:
+            one = next(iter(self._asked.values()))
+            raise MetricError(one, f"needs held-out data of at least {plugin.data_size} batches")
+        if plugin.world_size > 1 and self._group is None:
+            # Metrics sum over the ranks that report: one of each data-parallel replica.
+            flags = [False] * plugin.world_size
+            dist.all_gather_object(flags, plugin.reports_metrics)
+            reporting = [rank for rank, reports in enumerate(flags) if reports]
+            self._group = cast(dist.ProcessGroup, dist.new_group(reporting))
+        made, self._made = self._made, {}
+        here = {}
+        for name, metric in made.items() if plugin.reports_metrics else ():
+            metric.process_group = self._group
+            here[name] = self._value(name, metric)
+        # The first of the ranks that have a value tells those that have none, of other stages.
+        first = plugin.reports_metrics and plugin.data_rank == 0
+        pairs = [(name in here, here.get(name, 0.0)) for name in self._asked if first]
+        told = [float(value) for pair in pairs for value in pair] or [0.0] * 2 * len(self._asked)
+        if plugin.world_size > 1:
+            told = plugin.sum_over_ranks(told)
+        found = zip(self._asked, told[::2], told[1::2], strict=True)
+        return {f"{keys.EVAL}{name}": value for name, has, value in found if has}
+
+    def try_on(self, outputs: Tensor, batch: Any) -> None:
+        """Try each metric on a batch, in this process alone."""
+        made_up = torch.linspace(0.1, 0.9, outputs.numel()).reshape(outputs.shape)
+        self.update(made_up.to(outputs.dtype), batch)
+        for name, metric in self._made.items():
+            metric.sync_on_compute = False
+            self._value(name, metric)
+
+    def _compared(self, outputs: Any, batch: Any) -> tuple[str, int, Tensor, Tensor]:
+        """Return what is compared, the number of outputs, predictions and targets."""
+        if (classified := self._loss.classified(outputs, batch)) is not None:
+            logits, classes = (classified[0].flatten(0, -2), classified[1].flatten())
+            counted = classes != self._loss.ignored
+            return "classes", logits.shape[-1], logits[counted].softmax(-1), classes[counted]
+        pair = self._loss.paired(outputs, batch)
+        if pair is None:
+            raise MetricError(next(iter(self._asked.values())), NOTHING)
+        outputs, targets = pair
+        size = outputs.shape[-1] if outputs.ndim > 1 else 1
+        if not self._loss.binary:
+            return "numbers", size, outputs, targets
+        flat = outputs.reshape(-1, size) if size > 1 else outputs.flatten()
+        # torchmetrics would take a batch of logits that are all from 0 to 1 for probabilities.
+        flat = flat.sigmoid() if self._loss.binary == "logits" else flat
+        return "labels", size, flat, targets.reshape(flat.shape).long()
+
+    def _value(self, name: str, metric: Any) -> float:
+        # They warn of a class without samples, say.
+        with _naming(self._asked[name]), warnings.catch_warnings(action="ignore"):
+            return float(metric.compute())
+
+
+@contextmanager
+def _naming(asked: Wanted) -> Iterator[None]:
+    try:
+        yield
+    except MetricError:
+        raise
+    except ModuleNotFoundError:
+        raise MetricError(asked, MISSING) from None
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MetricError(asked, f"does not fit: {type(error).__name__}: {reason}") from error
+
+
+def name_of(asked: Wanted) -> str:
+    """Return the name of a metric: as given, or that of its class in small letters."""
+    if isinstance(asked, str):
+        return asked
+    kind = str(asked["_target_"]).rpartition(".")[2]
+    return str(asked.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower())
+
+
+def _made(asked: Wanted, kind: str, size: int) -> Any:
+    if not isinstance(asked, str):
+        given = {key: value for key, value in asked.items() if key not in ("_target_", "name")}
+        return maker(Target.of(asked["_target_"], given))()
+    from torchmetrics import classification, regression
+
+    full = _FULL.get(asked) or "".join(part.capitalize() for part in asked.split("_"))
+    several = "Binary" if size == 1 else "Multilabel"
+    prefix = {"classes": "Multiclass", "labels": several, "numbers": ""}[kind]
+    place = regression if kind == "numbers" else classification
+    make = getattr(place, prefix + full, None)
+    if make is None:
+        raise MetricError(asked, f"is no metric of {place.__name__} for {kind} ({prefix}{full})")
+    takes = inspect.signature(make).parameters
+    sized: dict[str, Any] = {one: size for one in ("num_classes", "num_labels") if one in takes}
+    if "average" in takes and kind != "numbers":
+        sized["average"] = "micro" if asked == "accuracy" else "macro"
+    return make(**sized)

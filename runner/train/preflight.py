@@ -1,8 +1,7 @@
 """Check a configuration with torch before its run creates anything.
 
-A run starts only if the device supports the precision, the ranks fit on the machine, every
-``_target_`` can be made, and two samples of the data go through the model. The model is made on
-torch's meta device, where it takes no memory.
+Every ``_target_`` is made, the model on torch's meta device, where it takes no memory; two samples
+of the data go through it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -37,36 +37,32 @@ from runner.config.problem import (
     or_list,
     unknown_key,
 )
-from runner.config.schema import OWN_DATA, DataSection, RunConfig
+from runner.config.schema import DataSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
 from runner.run_folder import keys
-from runner.telemetry import sinks
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build
+from runner.train.build import TargetError
 from runner.train.callbacks import Callbacks
-from runner.train.evaluation import EvalMetrics, MetricError, name_of
+from runner.train.passes import NO_NOISE_SCALE, EvalMetrics, MetricError, name_of
 
 T = TypeVar("T")
+INSTALL = 'pip install "clip-runner[tensorboard]"'
 
 
 def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> None:
-    """Raise a RequestError that names everything that is wrong; what is made is dropped.
-
-    ``compared``: the run is one of a sweep; ``here``: it runs on this machine.
-    """
+    """Raise a RequestError of all that is wrong with a run, one of a sweep if it is compared."""
     problems = list(_machine(config)) if here else []
-    if config.data.target == OWN_DATA and "train" not in config.data.parts:
-        needed = "must be the full name of a class or function that makes the data set"
-        problems.append(Problem("data.train._target_", None, f"{needed}, such as mine.Points"))
-        data = None
-    else:
-        data = _made("data", config.data, _make_data, problems)
+    spread = config.plugin.name not in ("single", "ddp") or config.accumulation.steps < 2
+    if config.telemetry.noise_scale and (spread or config.clip.norm_type != 2.0):
+        problems.append(Problem("telemetry.noise_scale", True, NO_NOISE_SCALE))
+    data = _made("data", config.data, _make_data, problems)
     model = _made("model", config.model, _make_model, problems)
     criterion = _made("loss", config.loss, build.make_criterion, problems)
     if data is not None:
-        problems += [*_durations(config, data), *_logged_keys(config, model, data, compared)]
+        problems += [*_durations(config, data), *_logged_keys(config, data, compared)]
     if model is not None:
         problems += _plugin(config, model, None if data is None else data.tokens_per_sample)
         if data is not None and (criterion is not None or config.loss.target is None):
@@ -87,10 +83,14 @@ def _made(section: str, target: Any, make: Callable[[Any], T], problems: list[Pr
         if isinstance(error, TypeError) and (found := [*_misfits(section, target)]):
             problems += found
             return None
-        explains = isinstance(error, build.TargetError | DataUnavailable)
+        explains = isinstance(error, TargetError | DataUnavailable)
         message = str(error) if explains else f"refused its arguments: {_first_line(error)}"
         problems.append(Problem(f"{section}._target_", target.target, message))
         return None
+
+
+def _make_callback(target: Target) -> Callbacks:
+    return Callbacks([build.maker(target)()], SinglePlugin())
 
 
 def _misfits(section: str, target: Target) -> Iterator[Problem]:
@@ -115,9 +115,6 @@ def _first_line(error: Exception) -> str:
 
 def _machine(config: RunConfig) -> Iterator[Problem]:
     joined, precision = joined_ranks(), config.precision.name
-    if joined and joined > 1 and config.plugin.name == "single":
-        several = f"is one process, but {joined} ranks were started; plugin=ddp spreads over them"
-        yield Problem("plugin", "single", several)
     gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.device == "cuda" and not gpu:
         yield Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto")
@@ -128,30 +125,26 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     if config.plugin.sync_batchnorm and not gpu:
         cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
         yield Problem("plugin.sync_batchnorm", True, cannot)
-    if config.tracker.uses("tensorboard") and not sinks.has_tensorboard():
+    if config.tracker.uses("tensorboard") and find_spec("tensorboard") is None:
         key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
-        yield Problem(key, "tensorboard", f"is not installed: {sinks.INSTALL}")
-    ranks = build.ranks_of(config)
+        yield Problem(key, "tensorboard", f"is not installed: {INSTALL}")
     if (error := _misfit(config)) is not None:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
         yield Problem(f"plugin.{error.key}", value, str(error))
+    ranks = build.ranks_of(config)
     limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
     if ranks > limit and joined is None and config.plugin.nnodes in (None, 1):
         per = "one rank a GPU" if gpu else "four ranks a core"
         yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")
 
 
-def _make_callback(target: Target) -> Callbacks:
-    return Callbacks([build.maker(target)()], SinglePlugin())
-
-
 def _misfit(config: RunConfig) -> SizeError | None:
-    joined = joined_ranks()
-    if joined is not None and config.plugin.name != "single":
-        try:
+    """Return why the ranks that a launcher started do not fit the sizes of the plugin."""
+    try:
+        if (joined := joined_ranks()) is not None:
             sizes(config.plugin, joined, started=True)
-        except SizeError as error:
-            return error
+    except SizeError as error:
+        return error
     return None
 
 
@@ -160,35 +153,34 @@ def _make_data(section: DataSection) -> Data:
     for dataset in (data.train, data.test):
         if dataset is not None and not isinstance(dataset, IterableDataset | Sized):
             needed = "a data set has no length, and is no IterableDataset"
-            raise build.TargetError(f"{section.target}: {needed}")
+            raise TargetError(f"{section.target}: {needed}")
     return data
 
 
 def _make_model(target: Target) -> nn.Module | None:
     """Make a model on the meta device; None if that device does not support it."""
     try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself shows them
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = build.maker(target)()
     except Exception as error:
         if _about_meta(error):
             return None
         raise
     if not isinstance(model, nn.Module):
-        raise build.TargetError(f"makes a {type(model).__name__}, not a torch.nn.Module")
+        raise TargetError(f"makes a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
 def _about_meta(error: Exception) -> bool:
     """Return whether an error comes from the meta device, which lacks some operations."""
-    # Only some are of a type of their own: item() raises a RuntimeError, numpy() a TypeError.
+    # item() raises a RuntimeError, numpy() a TypeError.
     return isinstance(error, NotImplementedError) or bool(re.search(r"\bmeta\b", str(error), re.I))
 
 
 def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
     ends = {"train.max_duration": config.train.max_duration, "eval.interval": config.eval.interval}
-    for key, duration in ends.items():
-        if data.tokens_per_sample is None and duration.unit == "tok":
+    for key, duration in ends.items() if data.tokens_per_sample is None else ():
+        if duration.unit == "tok":
             message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
             yield Problem(key, str(duration), message)
     samples = length_of(data.train)
@@ -203,12 +195,11 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
     if _misfit(config) is None:
         for key, value, message in kind.problems(model, build.ranks_of(config), options):
             yield Problem(f"plugin.{key}", value, message)
-    if config.plugin.sequence_parallel and tokens is not None:
-        with suppress(SizeError):  # _misfit or the plugin reports it
-            parts = sizes(config.plugin, build.ranks_of(config)).tp
-            if tokens % parts:
-                message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
-                yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
+    with suppress(SizeError):  # _misfit or the plugin reports it
+        parts = sizes(config.plugin, build.ranks_of(config)).tp
+        if config.plugin.sequence_parallel and (tokens or 0) % parts:
+            message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
+            yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
 
 
 def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
@@ -227,50 +218,45 @@ def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
 def _optimizer_and_scheduler(
     config: RunConfig, data: Data | None, model: nn.Module | None, problems: list[Problem]
 ) -> None:
-    """Check that both can be made, over a parameter of one element."""
-    parameter = nn.Parameter(torch.zeros(1))
+    """Check that both can be made."""
+    over, clip = model or nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))), config.clip
     steps = 1 if data is None else build.steps_of(config, data)
 
     def make_optimizer(target: Target) -> torch.optim.Optimizer:
-        whole = build.takes_model(build.maker(target))
-        stand_in = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
-        over = (model or stand_in) if whole else nn.ParameterList([parameter])
         made = build.make_optimizers(target, over)
         for each in made:
             _require_plain_step(target, each)
-            if config.clip.step_in_backward and (why := why_not_in_parts(each)):
-                raise build.TargetError(why)
-        if config.clip.described.info.needs_optimizer and config.clip.own_target is None:
+            if clip.step_in_backward and (why := why_not_in_parts(each)):
+                raise TargetError(why)
+        if clip.described.info.needs_optimizer and clip.own_target is None:
             try:
-                build_mode(config.clip.kind, **config.clip.options).require_optimizers(made[:1])
+                build_mode(clip.kind, **clip.options).require_optimizers(made[:1])
             except OptimizerMisfit as error:
-                raise build.TargetError(str(error)) from error
+                raise TargetError(str(error)) from error
         return made[0]
 
     def make_scheduler(target: Target) -> None:
         _require_plain_step(target, build.make_scheduler(target, optimizer, steps))
 
     made = _made("optimizer", config.optimizer, make_optimizer, problems)
-    optimizer = made or torch.optim.SGD([parameter], lr=0.1)
+    optimizer = made or torch.optim.SGD(over.parameters(), lr=0.1)
     _made("scheduler", config.scheduler, make_scheduler, problems)
 
 
 def _require_plain_step(target: Target, made: Any) -> None:
-    for name, parameter in inspect.signature(made.step).parameters.items():
-        needed = parameter.default is parameter.empty
-        if needed and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            raise build.TargetError(f"{target.target} cannot be used: its step asks for {name}")
+    for name, one in inspect.signature(made.step).parameters.items():
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD:
+            raise TargetError(f"{target.target} cannot be used: its step asks for {name}")
 
 
 def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> list[Problem]:
     """Check that two samples go through model and criterion, and that metrics take the outputs."""
     if length_of(data.train) == 0:
         return []
-    key, samples = "model._target_", None
-    target: str | None = config.model.target
+    place: tuple[str, str | None] = ("model._target_", config.model.target)
+    samples = None
     try:
-        sample = first_sample(data.train)
-        samples = collate_pairs([sample, sample])
+        samples = collate_pairs([first_sample(data.train)] * 2)
         loss = WindowLoss(model, criterion)
         loss.items(samples)
         batch = mapped(samples, lambda t: t.to("meta"))
@@ -279,14 +265,13 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> lis
                 message = "has parameters, which would not be trained: give them to the model"
                 return [Problem("loss._target_", config.loss.target, message)]
             criterion.to("meta")
-        with torch.device("meta"), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself shows them
+        with torch.device("meta"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
             outputs = loss.forward(model, batch)
             if not loss.takes_batch and returned_loss(outputs) is None:
-                key, target = "loss._target_", config.loss.target
+                place = ("loss._target_", config.loss.target)
                 if criterion is None and _are_numbers(targets_of(samples)):
-                    message = "must name a criterion, such as torch.nn.MSELoss: the targets are "
-                    return [Problem(key, None, f"{message}numbers, not classes")]
+                    named = "must name a criterion, such as torch.nn.MSELoss"
+                    return [Problem(*place, f"{named}: the targets are numbers, not classes")]
             loss.sum(outputs, batch, items=1)
         if config.eval.metrics:
             EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
@@ -299,37 +284,31 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> lis
             shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(samples) if leaf.ndim]
             given = ", ".join(f"[{', '.join(shape)}]" for shape in shapes)
             message = f"does not take a sample of {config.data.target} ({given}): "
-            return [Problem(key, target, message + _first_line(error))]
+            return [Problem(*place, message + _first_line(error))]
     return []
 
 
 def _are_numbers(targets: Any) -> bool:
+    """Return whether targets are neither classes nor their probabilities."""
     if targets is None or not targets.is_floating_point():
         return False
-    sums = targets.sum(-1)
-    return targets.shape[-1] == 1 or not bool(
-        (targets >= 0).all() and (sums - 1).abs().max() < 1e-3
-    )
+    chances = (targets >= 0).all() and (targets.sum(-1) - 1).abs().max() < 1e-3
+    return targets.shape[-1] == 1 or not bool(chances)
 
 
-def _logged_keys(
-    config: RunConfig, model: nn.Module | None, data: Data, compared: bool
-) -> Iterator[Problem]:
+def _logged_keys(config: RunConfig, data: Data, compared: bool) -> Iterator[Problem]:
     """Check that the run logs the objective of its sweep, and what early stopping watches."""
     names = logged(config, data)
     key, watched = config.sweep.objective, config.early_stopping.metric
-    layers = [] if model is None else [f"{keys.LAYER_NORM}{n}" for n, _ in model.named_parameters()]
-    known = key in names or (config.telemetry.per_layer and key in layers)
+    known = key in names or (config.telemetry.per_layer and key.startswith(keys.LAYER_NORM))
     # The objective of a single run without held-out data is the default one, which nobody chose.
     if not known and (compared or data.test is not None or not key.startswith(keys.EVAL)):
-        held_out = "" if data.test is not None else "; the data has no held-out samples"
-        near = did_you_mean(key, names)
-        message = f"is not logged by this run{near}{held_out} (it logs {', '.join(names)})"
-        yield Problem("sweep.objective", key, message)
+        message = f"is not logged by this run{did_you_mean(key, names)}"
+        yield Problem("sweep.objective", key, f"{message} (it logs {', '.join(names)})")
     evaluated = [name for name in names if name.startswith(keys.EVAL)]
     if config.early_stopping.patience is not None and watched not in evaluated:
-        near, listed = did_you_mean(watched, evaluated), or_list(evaluated or ["none"])
-        message = f"is no metric of evaluations{near} (they have {listed})"
+        message = f"is no metric of evaluations{did_you_mean(watched, evaluated)} "
+        message += f"(they have {or_list(evaluated or ['none'])})"
         yield Problem("early_stopping.metric", watched, message)
 
 
@@ -337,9 +316,9 @@ def logged(config: RunConfig, data: Data) -> list[str]:
     """Return the metrics that a run logs, apart from norms of layers."""
     evaluation = [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
     evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
-    evaluation = [] if data.test is None else list(dict.fromkeys(evaluation))
     meter = Meter(what_if=config.clip.what_if)
     decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
     update = [keys.UPDATE_RATIO] if config.telemetry.update_ratio else []
-    return [*evaluation, *meter.summary()["final"], *update, keys.WALL_SECONDS]
+    found = [*meter.summary()["final"], *update, keys.WALL_SECONDS]
+    return found if data.test is None else [*dict.fromkeys(evaluation), *found]

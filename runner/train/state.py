@@ -18,19 +18,16 @@ from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.notation import Duration, plural
 from runner.data.order import PartitionedBatches, RandomState, generators
-from runner.data.stream import StreamLoader, has_state
+from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 
 log = logging.getLogger(__name__)
 
+# Modules whose samplers know exactly how many samples they yield. A user's own may estimate it.
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
-"""Modules whose samplers know exactly how many samples they yield. A user's own may estimate it."""
-
-
-_COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}
-"""The count of :class:`Progress` that a unit of durations is measured by."""
+_COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}  # by unit of durations
 
 
 class Progress(NamedTuple):
@@ -79,8 +76,6 @@ class Windows:
         order = getattr(loader, "batch_sampler", None)
         self._order = order if isinstance(order, PartitionedBatches) else None
         self._stream = loader if isinstance(loader, StreamLoader) else None
-        self._skips = self._stream is not None or self._order is not None
-        self._stateful: Any = loader if has_state(loader) and not self._skips else None
         self._generators = generators(loader)
         self._random: dict[str, RandomState] = {}
         self._position: dict[str, Any] | None = None
@@ -106,61 +101,57 @@ class Windows:
         return order.parts(microbatch)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Window]:
+        """Read an epoch from microbatch ``first`` on, where the state was taken.
+
+        A loader of unknown length is read one window ahead, to know which one is the last.
+        """
+        steps, length = self._steps, self._length()
         for part in ("batch_sampler", "sampler", "dataset"):
             of = getattr(self.loader, part, None)
             if callable(set_epoch := getattr(of, "set_epoch", None)):
                 set_epoch(epoch)
-        now = RandomState.now(self._generators)
+        now, upcoming = RandomState.now(self._generators), list[Any]()
         if first:
             # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.
             self._random["epoch"].restore(self._generators)
+            batches = self._from(epoch, first)
         else:
-            self._random = {"epoch": now}
-        continues = first and self._stateful is not None and self._position is not None
-        if first and self._order is not None:
+            self._random, batches = {"epoch": now}, iter(self.loader)
+        if length is None:
+            if first:
+                self._random["ahead"].restore(self._generators)
+            upcoming = list(islice(batches, steps))
+        if first:
+            now.restore(self._generators)
+        for at in range(first, length or 0, steps):
+            yield Window(at, list(islice(batches, steps)), last=at + steps >= (length or 0))
+        while length is None and (upcoming or self.uneven):
+            self._random["ahead"] = RandomState.now(self._generators)
+            window, upcoming = upcoming, list(islice(batches, steps))
+            end = first + len(window)
+            if self._stream is not None:
+                self._position = self._stream.position(end)
+                if self._stream.uneven:
+                    missing = range(end, first + steps)
+                    window = [*window, *map(self._stream.stand_in, missing)]
+                    end = first + steps
+            yield Window(first, window, last=not upcoming)
+            first = end
+
+    def _from(self, epoch: int, first: int) -> Iterator[Any]:
+        """Begin an epoch at a microbatch; a loader without an order of ours reads those before."""
+        if self._order is not None:
             self._order.set_start(first)
-        elif first and self._stream is not None:
+        elif self._stream is not None:
             assert self._position is not None
             self._stream.set_start(first, self._position)
             if not any("state" in of for of in self._position["workers"].values()):
                 text = "the stream has no state_dict: the first %d microbatches of epoch %d "
                 log.info(text + "are read again and left out", first, epoch)
-        elif continues:
-            self._stateful.load_state_dict(self._position)
         batches = iter(self.loader)
-        if not (continues or self._skips):
+        if self._order is None and self._stream is None:
             next(islice(batches, first, first), None)
-        length = self._length()
-        if length is None:
-            yield from self._one_ahead(batches, first, now)
-            return
-        if first:
-            now.restore(self._generators)
-        for at in range(first, length, self._steps):
-            window = list(islice(batches, self._steps))
-            yield Window(at, window, last=at + self._steps >= length)
-
-    def _one_ahead(self, batches: Iterator[Any], first: int, now: RandomState) -> Iterator[Window]:
-        """Read windows from a loader of unknown length: one ahead, to know which is the last."""
-        if first:
-            self._random["ahead"].restore(self._generators)
-        upcoming = list(islice(batches, self._steps))
-        if first:
-            now.restore(self._generators)
-        while upcoming or self.uneven:
-            self._random["ahead"] = RandomState.now(self._generators)
-            if self._stateful is not None:
-                self._position = copy.deepcopy(self._stateful.state_dict())
-            window, upcoming = upcoming, list(islice(batches, self._steps))
-            end = first + len(window)
-            if self._stream is not None:
-                self._position = self._stream.position(end)
-                if self._stream.uneven:
-                    missing = range(end, first + self._steps)
-                    window = [*window, *map(self._stream.stand_in, missing)]
-                    end = first + self._steps
-            yield Window(first, window, last=not upcoming)
-            first = end
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random states of this process: now, and those to read an epoch again."""
@@ -189,19 +180,16 @@ class Windows:
 
 
 def has_no_sample(loader: Any, microbatch: int) -> bool:
-    if isinstance(loader, StreamLoader):
-        return loader.weightless(microbatch)
-    order = getattr(loader, "batch_sampler", None)
-    return isinstance(order, PartitionedBatches) and order.weightless(microbatch)
+    known = loader if isinstance(loader, StreamLoader) else getattr(loader, "batch_sampler", None)
+    return isinstance(known, StreamLoader | PartitionedBatches) and known.weightless(microbatch)
 
 
 def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:
     """Read held-out data once; all ranks read the same number of microbatches."""
-    batches, uneven = iter(loader), isinstance(loader, StreamLoader) and loader.uneven
+    batches, ended = iter(loader), object()
     for number in count():
-        ended: list[Any] = []
-        batch = next(batches, ended)
-        if uneven:
+        batch: Any = next(batches, ended)
+        if isinstance(loader, StreamLoader) and loader.uneven:
             reading = plugin.sum_over_ranks([float(batch is not ended)])[0]
             if reading and batch is ended:
                 batch = loader.stand_in(number)
@@ -231,9 +219,7 @@ class TrainState:
         self.schedulers_behind = False
 
     def read(self, end: Duration) -> Iterator[Window]:
-        """Read windows of microbatches, epoch after epoch, until ``progress`` has reached
-        ``end``.
-        """
+        """Read windows, epoch after epoch, until ``progress`` has reached ``end``."""
         while not self.progress.reached(end):
             empty, epoch = True, self.progress.epoch
             for window in self.windows.epoch(epoch, self.progress.batch):
@@ -265,18 +251,15 @@ class TrainState:
 
     def require(self, state: Mapping[str, Any]) -> None:
         if (given := len(state["schedulers"])) != len(self.schedulers):
-            raise ValueError(
-                f"the training state is that of {plural(given, 'scheduler')}, this run has "
-                f"{len(self.schedulers)}"
-            )
+            message = f"the training state is that of {plural(given, 'scheduler')}, "
+            raise ValueError(f"{message}this run has {len(self.schedulers)}")
         self.windows.require(self._random_of(state))
         self._progress_of(state)
 
     def load_state_dict(self, state: Mapping[str, Any], keep: Collection[str] = ()) -> None:
         """Continue from a state that :meth:`state_dict` returned, in a run of the same setting."""
         self.require(state)
-        if "optimizer" in state:
-            # It refuses another number before it loads one.
+        if "optimizer" in state:  # It refuses another number before it loads one.
             self.optimizer.load_state_dict(dict(state))
         self.progress = self._progress_of(state)
         if "metrics" in keep:
@@ -291,8 +274,8 @@ class TrainState:
             self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, each in zip(self.schedulers, state["schedulers"], strict=True):
             if "lr" in keep and "last_epoch" in each and hasattr(scheduler, "last_epoch"):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch advises to step the optimizer first
+                # torch advises to step the optimizer first.
+                with warnings.catch_warnings(action="ignore"):
                     for _ in range(scheduler.last_epoch, each["last_epoch"]):
                         scheduler.step()
             else:
@@ -302,12 +285,8 @@ class TrainState:
         if f"rank{self.rank}" not in state["random"]:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + self.progress.step)
 
-    def _random_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        states: dict[str, dict[str, Any]] = state["random"]
-        found = states.get(f"rank{self.rank}") or states.get("rank0")
-        if found is None:
-            raise ValueError(f"the training state has no random state of rank{self.rank}")
-        return found
+    def _random_of(self, state: Mapping[str, Any]) -> Any:
+        return state["random"].get(f"rank{self.rank}") or state["random"]["rank0"]
 
     def _progress_of(self, state: Mapping[str, Any]) -> Progress:
         progress, theirs = Progress(**state["progress"]), state["microbatch"]
@@ -316,9 +295,8 @@ class TrainState:
             return progress
         if samples % own:
             raise ValueError(
-                f"the training state ends after {samples} samples of an epoch, inside a "
-                f"microbatch of {own} samples over all ranks: choose data.batch_size so that a "
-                f"microbatch has {theirs}"
+                f"the training state ends after {samples} samples of an epoch, inside a microbatch "
+                f"of {own} over all ranks: choose data.batch_size so that it has {theirs}"
             )
         return progress._replace(batch=samples // own)
 

@@ -1,12 +1,11 @@
 """What signals and watchers know of the training of this process, without torch.
 
 A request to stop is noted when a signal arrives, and read by the training loop between two steps.
-``begun`` counts the microbatches that this rank has begun: a rank that begins none hangs.
 """
 
 from __future__ import annotations
 
-begun = 0
+begun = 0  # microbatches that this rank has begun: one that begins none hangs
 _number = 0
 _polled = False
 
@@ -36,6 +35,5 @@ def is_polled() -> bool:
 def reset() -> int:
     """End the time in which signals are noted only; return the number of one that was noted."""
     global _number, _polled
-    _polled = False
-    number, _number = _number, 0
+    number, _number, _polled = _number, 0, False
     return number

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,22 +21,19 @@ from runner.booster import Booster
 from runner.booster.loss import Criterion, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
-from runner.clip import ClipMode, GradientClipping, build
+from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.config.notation import Duration
 from runner.config.problem import Stopped
 from runner.config.schema import NO_UPDATE_RATIO
 from runner.run_folder import keys
-from runner.telemetry.gauges import Gauges
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Gauges, Meter, StepMetrics
 from runner.telemetry.sinks import Sink
-from runner.train.callbacks import Callbacks
-from runner.train.evaluation import Evaluation
-from runner.train.passes import Asked, Passes, count
-from runner.train.skipped_steps import SkippedSteps
+from runner.telemetry.sinks.console import TerminalSink, is_watched
+from runner.train.build import total_steps
+from runner.train.callbacks import Callbacks, SkippedSteps
+from runner.train.passes import NO_NOISE_SCALE, Asked, EvalMetrics, Passes, count
 from runner.train.state import Progress, TrainState, Window, Windows
 from runner.train.stop import requested
-
-T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -44,11 +43,14 @@ class Measurements:
     """Optional measurements; none by default. The values are those of rows (``log.interval``).
 
     Attributes:
-        update_ratio: log ‖ΔW‖ ÷ ‖W‖, with W the weights before a step and ΔW what the step added.
-            Where layer norms are logged, that of each parameter too. Takes a copy of the weights.
+        update_ratio: log ‖ΔW‖ ÷ ‖W‖, with W the weights before a step and ΔW what the step added;
+            that of each parameter too with layer norms. Takes a copy of the weights.
+        noise_scale: log ``noise/scale``, tr(Σ) ÷ ‖G‖² over the last 100 rows: the samples of a step
+            up to which accumulating more pays. Needs microbatches, under SinglePlugin or DDP.
     """
 
     update_ratio: bool = False
+    noise_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class Log:
         sinks: where rows go. Give them on the first rank only.
         interval: steps between rows.
         flush: steps between transfers of metrics to the host.
-        what_if: thresholds for which ``clip/what_if/<λ>`` is logged: the share of the steps so far
-            that each would have clipped, in the units of the clipping mode.
+        what_if: thresholds of which the share of steps that they would have clipped is logged.
         per_layer: also log each parameter's gradient norm.
         measurements: what else is measured, see :class:`runner.Measurements`.
+        bar: whether :meth:`Trainer.fit` shows a bar where standard error is a terminal.
     """
 
     sinks: Sequence[Sink] = ()
@@ -71,6 +73,7 @@ class Log:
     what_if: Sequence[float] = ()
     per_layer: bool = False
     measurements: Measurements = field(default_factory=Measurements)
+    bar: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,7 @@ class Evaluate:
 
     Args:
         dataloader: the held-out data, see ``train_dataloader`` of the Trainer; None for none.
-        metrics: further metrics, see :mod:`runner.train.evaluation`: ``["f1"]``, or mappings with a
-            ``_target_``.
+        metrics: further metrics, see :class:`runner.train.passes.EvalMetrics`: ``["f1"]``.
         interval: a duration between evaluations; there is always one at the end.
     """
 
@@ -113,8 +115,7 @@ class Trainer:
             called with whole batches; otherwise with a batch's inputs, and ``criterion`` compares
             outputs and targets.
         train_dataloader: yields microbatches: pairs (inputs, targets), longer tuples, dictionaries
-            or dataclasses, see :mod:`runner.booster.batch`; anything that holds a tensor
-            [samples, ...] where the model has a ``loss``.
+            or dataclasses, see :mod:`runner.booster.batch`.
         max_duration: ``3ep``, ``500ba`` (optimizer steps), ``100000sp``, ``1000000tok``.
         algorithms: :class:`runner.GradientClipping`, a clipping mode, or :class:`runner.InBackward`
             of one of them; one at most.
@@ -124,29 +125,25 @@ class Trainer:
             with a learning rate of 0.1 by default. ``train/lr`` is the rate of the first one.
         schedulers: one or several; stepped once after each optimizer step that was taken.
         criterion: loss of (outputs, targets); mean cross entropy by default. The mean is taken over
-            the items of all microbatches and ranks (class weights count), see
-            :class:`runner.booster.loss.WindowLoss`. ``reduction="sum"`` is not divided. The
-            trainable parameters of a module are synchronised and clipped with those of the model.
+            the items of all microbatches and ranks, see :class:`runner.booster.loss.WindowLoss`.
+            Trainable parameters of a module are synchronised and clipped with those of the model.
         booster: the plugin, the precision and what happens to steps that are not finite or a spike;
             by default one process in full precision that skips steps that are not finite.
         accumulation_steps: microbatches of one optimizer step.
         log: what is recorded, and where; see :class:`runner.Log`.
-        callbacks: objects that are called after steps, after evaluations and at the end, see
-            :class:`runner.train.callbacks.Callback`; every rank has the same. At most one
-            :class:`runner.CheckpointSaver` saves checkpoints while the training runs, and the
-            final weights. :class:`runner.SkippedSteps` says how many skipped steps end the run.
+        callbacks: what is called between steps, see :data:`runner.train.callbacks.HOOKS`; the
+            same on every rank. At most one :class:`runner.CheckpointSaver` saves checkpoints, and
+            one :class:`runner.SkippedSteps` says how many skipped steps end the run.
 
     Attributes:
-        state: everything besides the weights that a run must have to continue exactly: counts,
-            metrics, position in the data, clipping mode, optimizers, schedulers, random states.
+        state: everything besides the weights that a run must have to continue exactly.
         model: the boosted model.
         optimizer: the boosted optimizers.
         stop: returns the number of the signal that asked this process to stop, 0 for none. If a
             rank is asked to, all of them stop after the next step, and after a checkpoint.
 
     Raises:
-        ValueError: more than one clipping algorithm, a malformed duration, or a measurement that is
-            not possible.
+        ValueError: two clipping algorithms, a malformed duration, or an impossible measurement.
     """
 
     def __init__(
@@ -166,9 +163,8 @@ class Trainer:
         callbacks: Sequence[object] = (),
     ) -> None:
         self.booster = Booster() if booster is None else booster
-        self.plugin = self.booster.plugin
+        self.plugin, self.criterion = self.booster.plugin, criterion
         self.device = next(model.parameters()).device
-        self.criterion = criterion
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.train_dataloader = train_dataloader
         self.max_duration = Duration.parse(str(max_duration))
@@ -181,49 +177,59 @@ class Trainer:
             text = "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
             _logger.warning(text + "the same as one batch of their size", accumulation_steps)
         self.loss = WindowLoss(model, criterion)
-        self.model, self.optimizer, *_ = self.booster.boost(
-            model, optimizers or torch.optim.SGD(model.parameters(), lr=0.1), criterion
-        )
+        optimizers = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizers, criterion)
         if self.model.pipeline is not None and self.loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
         self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
-        self.evaluation = Evaluation(self.passes, asked.metrics)
+        self._metrics = EvalMetrics(asked.metrics, self.loss)
+        windows = Windows(train_dataloader, accumulation_steps)
+        self.saver = next((one for one in callbacks if isinstance(one, CheckpointSaver)), None)
+        skipped = next((one for one in callbacks if isinstance(one, SkippedSteps)), None)
+        self.skipped_steps = (skipped or SkippedSteps()).of(self.booster, self.optimizer, windows)
+        others = [one for one in callbacks if one is not self.saver and one is not skipped]
+        self.callbacks = Callbacks(others, self.plugin)
+        self._log, self._accumulated = log or Log(), accumulation_steps
+        mode = self._bind(algorithms, self._log)
+        several = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+        self.state = TrainState(
+            self._meter(self._log, mode),
+            mode,
+            self.optimizer,
+            windows,
+            [each for each in several if each is not None],
+            self.plugin.rank,
+            {"skips": self.skipped_steps, "callbacks": self.callbacks},
+        )
 
-        given_algorithms = [algorithms] if isinstance(algorithms, Algorithm) else algorithms
-        if len(given_algorithms) > 1:
-            raise ValueError(f"one clipping algorithm at most, not {len(given_algorithms)}")
-        algorithm = given_algorithms[0] if given_algorithms else build("none")
+    def _bind(self, given: Sequence[Algorithm] | Algorithm, log: Log) -> ClipMode:
+        several = [given] if isinstance(given, Algorithm) else given
+        if len(several) > 1:
+            raise ValueError(f"one clipping algorithm at most, not {len(several)}")
+        algorithm = several[0] if several else build("none")
         clips = algorithm.algorithm if isinstance(algorithm, InBackward) else algorithm
         mode = clips.mode() if isinstance(clips, GradientClipping) else clips
-        log = log or Log()
-        meter = self._meter(log, mode)
-        if isinstance(algorithm, InBackward):
-            if algorithm.step and log.measurements.update_ratio:
-                raise ValueError(f"update_ratio {NO_UPDATE_RATIO}")
-            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer)
-        else:
+        if not isinstance(algorithm, InBackward):
             self.optimizer.bind(mode)
-        windows = Windows(train_dataloader, accumulation_steps)
-        self.saver, skipped = _one(CheckpointSaver, callbacks), _one(SkippedSteps, callbacks)
-        self.skipped_steps = (skipped or SkippedSteps()).of(self.booster, self.optimizer, windows)
-        meter.follow = self.skipped_steps.follow
-        known = (CheckpointSaver, SkippedSteps)
-        others = [each for each in callbacks if not isinstance(each, known)]
-        self.callbacks = Callbacks(others, self.plugin)
-        several = schedulers if isinstance(schedulers, Sequence) else [schedulers]
-        listed = [each for each in several if each is not None]
-        parts = {"skips": self.skipped_steps, "callbacks": self.callbacks}
-        rank = self.plugin.rank
-        self.state = TrainState(meter, mode, self.optimizer, windows, listed, rank, parts)
+        elif algorithm.step and log.measurements.update_ratio:
+            raise ValueError(f"update_ratio {NO_UPDATE_RATIO}")
+        else:
+            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer)
+        return mode
 
     def _meter(self, log: Log, mode: ClipMode) -> Meter:
         meter = Meter(log.sinks, log.interval, log.flush, what_if=log.what_if)
-        meter.skips, updates = self.booster.skip is not None, log.measurements.update_ratio
+        meter.skips, meter.follow = self.booster.skip is not None, self.skipped_steps.follow
+        updates, size = log.measurements.update_ratio, self.plugin.data_size
+        if log.measurements.noise_scale:
+            apart = self.optimizer.layout.group is not None or size < self.plugin.world_size
+            if apart or self._accumulated < 2 or mode.norm_type != 2.0:
+                raise ValueError(f"noise_scale {NO_NOISE_SCALE}")
+            meter.noise = deque(maxlen=100)
         if log.per_layer or updates:
             meter.layers = Gauges(self.optimizer.layout, mode.norm_type, log.per_layer, updates)
-        self._gauges = meter.layers
-        if self.plugin.data_size > 1 or self.model.pipeline is not None:
-            size, total = self.plugin.data_size, self.plugin.sum_over_data
+        if size > 1 or self.model.pipeline is not None:
+            total = self.plugin.sum_over_data
             meter.mean_over_data = lambda values: [value / size for value in total(values)]
         return meter
 
@@ -242,6 +248,8 @@ class Trainer:
             CallbackError: a callback raised an exception.
         """
         state, callbacks = self.state, self.callbacks
+        shown = self._terminal()
+        state.meter.sinks = [*self._log.sinks, *shown]
         try:
             if self.saver is not None:
                 self.saver.begin(self, state.progress.step)
@@ -261,12 +269,27 @@ class Trainer:
                 summary[keys.ENDED_EARLY] = callbacks.ended
             callbacks.call("on_end", self, summary)
         except BaseException:
-            # What led up to the end is the most wanted part of the record; a full disk must not
-            # hide what ended the run.
+            # What led up to the end is wanted most; a full disk must not hide what ended the run.
             with suppress(Exception):
                 state.meter.flush(together=False)
+            for sink in shown:
+                sink.close(None, 1)
             raise
+        for sink in shown:
+            sink.close(summary, 0)
         return summary
+
+    def _terminal(self) -> list[TerminalSink]:
+        """Return the bar of the command, if somebody watches a script."""
+        if not self._log.bar or self.plugin.rank > 0 or not is_watched(sys.stderr):
+            return []
+        if transfer.can_read(self.device):
+            self.state.meter.flush_every = 1
+        end, steps = self.max_duration, None
+        with suppress(TypeError):  # a stream has no length
+            epoch: int = len(self.train_dataloader)  # type: ignore[arg-type]
+            steps = None if end.unit == "sp" else total_steps(end, epoch, self._accumulated, None)
+        return [TerminalSink(steps, self._log.interval, "training")]
 
     def _step(self, window: Window) -> None:
         """Take one optimizer step; ``state.progress`` then stands behind it."""
@@ -279,15 +302,20 @@ class Trainer:
             state.step_schedulers()  # the backward pass steps with the rate of now
 
         # Microbatches
-        loss = self.passes.accumulate(
-            window.batches, items, lambda: sums()[0].items, self._after_microbatch
-        )
+        squares: list[Number] = []  # of the gradient of the first microbatch
+
+        def after_each(number: int, of: int) -> None:
+            if number == 1 < of and meter.noise is not None and meter.row_due(before.step + 1):
+                squares.append(self.passes.square_of_gradients())
+            self.callbacks.call("on_microbatch", self, number, of)
+
+        loss = self.passes.accumulate(window.batches, items, lambda: sums()[0].items, after_each)
         total, asked, last = sums()
         at = before.after(len(window.batches), total.samples, total.tokens, last)
         evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
 
         # Clip and step
-        gauges = self._gauges if evaluates or meter.row_due(at.step) else None
+        gauges = meter.layers if evaluates or meter.row_due(at.step) else None
         state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
         each = gauges is not None and gauges.per_layer
         decision = self.skipped_steps.clip(state.mode, before, window, loss, each)
@@ -299,13 +327,16 @@ class Trainer:
         layers = None if gauges is None else gauges.end()
         state.schedulers_behind = True
         self.optimizer.zero_grad()
-        self._after_microbatch(len(window.batches), len(window.batches))
+        after_each(len(items), len(items))
 
         # Record and evaluate
         state.progress = at
         now = time.perf_counter()
         counted = (at.samples, at.tokens, now - self._started)
-        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers)
+        share, size = (items[0] or 0.0) / (total.items or 1.0), self.plugin.data_size
+        known = [one / (share * size) ** 2 for one in squares if 0 < share < 1]
+        alone = [(square, share, total.samples) for square in known]
+        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers, *alone)
         self.callbacks.call("on_step", self, metrics)
         evaluates = evaluates or self.callbacks.ended is not None
         evaluation = self.evaluate() if evaluates else None
@@ -320,42 +351,31 @@ class Trainer:
     def _save_or_stop(self, asked: Asked, before: Progress) -> None:
         at, saver, meter = self.state.progress, self.saver, self.state.meter
         stops = asked.stop != 0 and not at.reached(self.max_duration)
-        if saver is not None:
-            interval = saver.duration
-            if stops or asked.save or (interval is not None and at.completed(interval, before)):
-                meter.flush()
-                saver.save(self, at.step, meter.last)
-            if stops:
-                saver.wait()
-        if stops:
+        interval = None if saver is None else saver.duration
+        if stops or asked.save or (interval is not None and at.completed(interval, before)):
             meter.flush()
+            if saver is not None:
+                saver.save(self, at.step, meter.last)
+        if stops:
+            if saver is not None:
+                saver.wait()
             raise Stopped(asked.stop)
 
-    def _after_microbatch(self, number: int, of: int) -> None:
-        self.callbacks.call("on_microbatch", self, number, of)
-
     def evaluate(self) -> dict[str, float]:
-        """Compute loss and metrics of the held-out data; every rank has to call this.
-
-        Returns:
-            ``eval/loss``, the mean over the items; ``eval/accuracy`` if the targets are classes;
-            and the further metrics of :class:`runner.Evaluate`. Empty without held-out data.
-        """
-        return {} if self.eval_dataloader is None else self.evaluation.run(self.eval_dataloader)
+        """Return loss and metrics of the held-out data, ``{}`` if there is none; a collective."""
+        loader = self.eval_dataloader
+        return {} if loader is None else self.passes.evaluate(loader, self._metrics)
 
     def end_early(self, reason: str) -> None:
         """End the training after this step, for callbacks; the log and the record say why."""
         self.callbacks.ask(reason)
 
     def save(self, checkpoints: Path | str, about: Mapping[str, Any] | None = None) -> Path:
-        """Save a checkpoint between two steps; every rank has to call this.
+        """Save a checkpoint between two steps, and return its folder; every rank calls this.
 
         Args:
             checkpoints: folder of all checkpoints of the run, on a disk that all ranks share.
             about: what the manifest says of the checkpoint.
-
-        Returns:
-            The checkpoint, a folder named after the step. :meth:`load` continues from it.
 
         Raises:
             OSError: it cannot be written, on every rank. Earlier checkpoints are unchanged.
@@ -367,21 +387,13 @@ class Trainer:
 
         Args:
             path: folder of the checkpoint.
-            verify: whether to read all files first and compare their checksums with the manifest.
+            verify: whether to compare the checksums of all files with the manifest first.
             keep: settings that stay those of this trainer: ``lr``, whose schedules then go on at
                 the same step, other settings of the optimizers' groups, such as ``weight_decay``,
                 ``threshold``, ``mode`` (its history too), and ``metrics`` so far.
 
         Raises:
-            DamagedCheckpoint: the checkpoint is not whole.
-            ValueError: it is that of another model, or of other optimizers. In both cases nothing
-                was loaded.
+            ValueError: the checkpoint is not whole (DamagedCheckpoint), or that of another model or
+                of other optimizers. Nothing was loaded then.
         """
         checkpoint.load(self, Path(path), verify, keep)
-
-
-def _one(kind: type[T], callbacks: Sequence[object]) -> T | None:
-    found = [each for each in callbacks if isinstance(each, kind)]
-    if len(found) > 1:
-        raise ValueError(f"one {kind.__name__} at most, not {len(found)}")
-    return found[0] if found else None

@@ -166,7 +166,7 @@ def _trainer(
         criterion=criterion,
         booster=Booster(plugin=plugin, nonfinite="error"),
         accumulation_steps=config.accumulation.steps,
-        log=Log(sinks),
+        log=Log(sinks, bar=False),
     )
 
 

@@ -33,6 +33,7 @@ def body():
         one_step(plugin)
         for plugin in (
             LowLevelZeroPlugin(stage=1),
+            LowLevelZeroPlugin(stage=1, max_norm=0.1),
             LowLevelZeroPlugin(stage=2, max_norm=0.1),
             HybridParallelPlugin(tp_size=1, pp_size=1, max_norm=0.1, precision="bf16"),
             HybridParallelPlugin(precision="fp16", initial_scale=2**4),
@@ -41,10 +42,11 @@ def body():
 
 
 def test_precision_scale_and_max_norm_come_from_the_plugin():
-    free, sharded, half, scaled = run_ranks(body, 2)[0]
+    free, first, second, half, scaled = run_ranks(body, 2)[0]
     assert free[2] > 1.0
     # The bias takes its share of the norm, the same in each.
-    assert 0.05 < sharded[2] < 0.1
+    assert 0.05 < first[2] < 0.1
+    assert abs(first[2] - second[2]) < 1e-6
     assert half[0] is torch.bfloat16
     assert 0.05 < half[2] < 0.1
     assert scaled[:2] == (torch.float16, 2.0**4)

@@ -14,8 +14,7 @@ from tests.ranks import run_ranks
 from tests.telemetry import by_hand
 
 STEPS = 6
-ALL = Measurements(update_ratio=True)
-MEASURED = "update/"
+MEASURED = ("update/", "noise/")
 ASKED = {
     ("ddp", Case("tied", "value", 3, steps=STEPS, rate=0.3)): by_hand.by_value(0.003),
     ("fsdp", Case("tied", "per_parameter", 3, steps=STEPS, rate=0.3)): by_hand.by_tensor(0.02),
@@ -52,8 +51,11 @@ def trained(
     return {"rows": rows.rows, "summary": summary, "read": read, "calls": counter.calls.total()}
 
 
-def assert_by_hand(ranks: list[dict[str, Any]], case: Case, clip: Any) -> None:
-    """That rows and summaries are those of plain PyTorch over the same microbatches."""
+def assert_by_hand(ranks: list[dict[str, Any]], case: Case, clip: Any, whole: bool) -> None:
+    """That rows and summaries are those of plain PyTorch over the same microbatches.
+
+    Ranks that have the ``whole`` gradient of their samples measure its noise scale too.
+    """
     torch.manual_seed(0)
     model = MODELS[case.model]().to(case.dtype)
     together = zip(*(rank["read"] for rank in ranks), strict=True)
@@ -62,6 +64,8 @@ def assert_by_hand(ranks: list[dict[str, Any]], case: Case, clip: Any) -> None:
     rows, summary = ranks[0]["rows"], ranks[0]["summary"]
     for row, expected in zip(rows, wanted, strict=True):
         measured = {key: value for key, value in row.items() if key.startswith(MEASURED)}
+        if not whole:
+            expected.pop("noise/scale", None)
         assert measured == pytest.approx({k: expected[k] for k in expected if "/" in k}, rel=1e-7)
         assert row["grad/norm"] == pytest.approx(expected["norm"], rel=1e-9)
     assert summary["clip/longest_streak"] == run["clip/longest_streak"]
@@ -71,7 +75,8 @@ def measure(folder: str) -> list[list[dict[str, Any]]]:
     """Of each, a training, the same one with a stop in the middle, and one without measurements."""
     found = []
     for plugin, case in ASKED:
-        kinds = [(ALL, None), (ALL, f"{folder}/{plugin}"), (Measurements(), None)]
+        every = Measurements(update_ratio=True, noise_scale=plugin == "ddp")
+        kinds = [(every, None), (every, f"{folder}/{plugin}"), (Measurements(), None)]
         found.append([trained(plugin, case, *each) for each in kinds])
     return found
 
@@ -82,9 +87,9 @@ def without_evaluation(result: dict[str, Any]) -> dict[str, Any]:
 
 def test_two_ranks_measure_what_plain_pytorch_does(tmp_path):
     ranks = run_ranks(measure, 2, str(tmp_path))
-    for number, ((_, case), clip) in enumerate(ASKED.items()):
+    for number, ((plugin, case), clip) in enumerate(ASKED.items()):
         wholes = [rank[number][0] for rank in ranks]
-        assert_by_hand(wholes, case, clip)
+        assert_by_hand(wholes, case, clip, plugin == "ddp")
         assert not uneven(wholes)
         for whole, continued, plain in (rank[number] for rank in ranks):
             assert not uneven([without_evaluation(each) for each in (whole, continued)])

@@ -36,9 +36,9 @@ def test_the_record_of_a_run(single):
     log = (folder / "runner.log").read_text()
     for wanted in (
         f"torch {torch.__version__.partition('+')[0]}",
-        "layout: plugin=single on 1 rank\n",
+        "cpu, 1 rank (plugin=single), 1,437 samples, ",
         "wandb: offline",
-        f"parameters: {summary['parameters']:,}\n",
+        f" {summary['parameters']:,} parameters, {folder}\n",
         "last row: train/step 12 ",
         f"finished with exit code 0; results are in {folder}\n",
     ):

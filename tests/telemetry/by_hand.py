@@ -32,7 +32,7 @@ def mean(cells):
     return total, {k: sum((n / total) * g[k] for n, g in cells) for k in cells[0][1]}
 
 
-def square(gradient):
+def square_of(gradient):
     return math.fsum(float(g.double().square().sum()) for g in gradient.values())
 
 
@@ -41,11 +41,21 @@ def by_value(limit):
 
 
 def by_norm(limit):
-    return lambda g: {k: v * min(1.0, limit / math.sqrt(square(g))) for k, v in g.items()}
+    return lambda g: {k: v * min(1.0, limit / math.sqrt(square_of(g))) for k, v in g.items()}
 
 
 def by_tensor(limit):
     return lambda g: {k: v * min(1.0, limit / max(float(v.norm()), 1e-300)) for k, v in g.items()}
+
+
+def noise(firsts, items, samples, norm):
+    """tr(Σ) and |G|² as equations A.2 and A.3 of McCandlish et al. 2018 have them, rank by rank."""
+    found, big = [], samples
+    for own, gradient in firsts:
+        small, square = samples * own / items, square_of(gradient)
+        signal = (big * norm**2 - small * square) / (big - small)
+        found.append(((square - norm**2) / (1 / small - 1 / big), signal))
+    return [math.fsum(each) / len(found) for each in zip(*found, strict=True)]
 
 
 def train(model, steps, clip, rate):
@@ -55,19 +65,24 @@ def train(model, steps, clip, rate):
     """
     model = copy.deepcopy(model)
     rows: list[dict[str, float]] = []
+    noises: list[list[float]] = []
     for ranks in steps:
-        cells = [cell(model, batch) for batch in itertools.chain.from_iterable(ranks)]
-        _, before = mean(cells)
+        each = [[cell(model, batch) for batch in batches] for batches in ranks]
+        items, before = mean([*itertools.chain.from_iterable(each)])
         after = clip(before)
         changed = any(bool((after[name] != before[name]).any()) for name in after)
-        row: dict[str, float] = {"clipped": float(changed), "norm": math.sqrt(square(before))}
+        row: dict[str, float] = {"clipped": float(changed), "norm": math.sqrt(square_of(before))}
+        samples = sum(len(inputs) for batches in ranks for inputs, _ in batches)
+        noises.append(noise([own[0] for own in each], items, samples, row["norm"]))
+        of_noise, of_mean = map(math.fsum, zip(*noises, strict=True))
+        row |= {"noise/scale": of_noise / of_mean} if of_mean > 0 else {}
         trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
         weights = {k: p.detach().clone() for k, p in trained.items()}
         with torch.no_grad():
             for k, gradient in after.items():
                 trained[k] -= rate * gradient
         change = {k: p.detach() - weights[k] for k, p in trained.items()}
-        row["update/ratio"] = math.sqrt(square(change) / square(weights))
+        row["update/ratio"] = math.sqrt(square_of(change) / square_of(weights))
         for k, each in change.items():
             if weights[k].any():  # a bias that starts at zero has no ratio
                 row[f"update/ratio/{k}"] = float(each.norm() / weights[k].norm())

@@ -212,72 +212,64 @@ class Net(nn.Module):
         return self.last(self.frozen(self.first(inputs).tanh()).tanh())
 
 
-def network(dtype=torch.float64):
+def network():
     torch.manual_seed(3)
-    return Net().to(dtype)
+    return Net().double()
 
 
-def batches(count, dtype=torch.float64, bad=()):
+def batches(bad=None):
     drawn = torch.Generator().manual_seed(4)
-    for number in range(count):
-        inputs = torch.randn(4, 6, generator=drawn, dtype=torch.float64).to(dtype)
-        if number in bad:
+    for number in range(12):
+        inputs = torch.randn(4, 6, generator=drawn, dtype=torch.float64)
+        targets = inputs[:, :3].argmax(1)
+        if number == bad:
             inputs[1, 2] = math.inf
-        yield inputs, inputs[:, :3].nan_to_num(posinf=0.0).argmax(1)
+        yield inputs, targets
 
 
-def trained(options, *, mode=("value", 0.02), count=12, bad=(), model=None, **further):
-    """Rows and summary of a training; ``norm_type`` is an option of the mode."""
-    rows, made = Rows(), network() if model is None else model
-    power = {"norm_type": further.pop("norm_type")} if "norm_type" in further else {}
-    settings = {"optimizers": torch.optim.SGD(made.parameters(), lr=0.5), "accumulation_steps": 2}
-    trainer = trainer_of(
-        made,
-        list(batches(count, next(made.parameters()).dtype, bad)),
-        f"{count // 2}ba",
-        build(mode[0], threshold=mode[1], **power),
-        measurements=options,
-        sinks=[rows],
-        **settings | further,
-    )
-    return rows.rows, trainer.fit()
-
-
-ALL = Measurements(update_ratio=True)
-MODES = {
-    "value": by_hand.by_value(0.02),
-    "per_parameter": by_hand.by_tensor(0.02),
-    "norm": by_hand.by_norm(0.02),
-}
+ALL = Measurements(update_ratio=True, noise_scale=True)
+MODES = {"value": by_hand.by_value(0.02), "per_parameter": by_hand.by_tensor(0.02)}
 
 
 @pytest.mark.parametrize(
     ("mode", "device", "bad"),
-    [("value", False, 5), ("value", True, 5), ("per_parameter", True, None), ("norm", True, None)],
+    [("value", False, 5), ("value", True, 5), ("per_parameter", True, None)],
 )
 def test_every_measurement_with_frozen_and_unused_parameters_and_a_bad_step(mode, device, bad):
     """On an accelerator the host waits for no measurement, only to explain a bad step."""
-    model, options = network(), {"mode": (mode, 0.02), "bad": [bad], "per_layer": True}
-    fused = torch.optim.SGD(model.parameters(), lr=0.5, fused=device)
+    made, options = network(), {"measurements": ALL, "per_layer": True, "sinks": [Rows()]}
+    options |= {"optimizers": torch.optim.SGD(made.parameters(), lr=0.5, fused=device)}
+    clips = build(mode, threshold=0.02)
+    trainer = trainer_of(made, [*batches(bad)], "6ba", clips, accumulation_steps=2, **options)
     with kept_on_device() if device else nullcontext(), Waits() as waits:
-        rows, summary = trained(ALL, model=model, optimizers=fused, **options)
+        summary = trainer.fit()
     assert not (device and bad is None and waits.found)
-    read = list(batches(12))
-    steps = [[read[at : at + 2]] for at in range(0, 12, 2)]
+    read, rows = list(batches()), options["sinks"][0].rows
     good = [number for number in range(6) if bad is None or number != bad // 2]
-    wanted, run = by_hand.train(network(), [steps[number] for number in good], MODES[mode], 0.5)
+    steps = [[read[2 * number : 2 * number + 2]] for number in good]
+    wanted, run = by_hand.train(network(), steps, MODES[mode], 0.5)
+    unused = {"update/ratio/unused.weight": 0.0, "update/ratio/unused.bias": 0.0}
     for number, expected in zip(good, wanted, strict=True):
-        row = rows[number]
-        keys = [key for key in expected if "/" in key]
-        assert {key: row.get(key) for key in keys} == pytest.approx(
-            {key: expected[key] for key in keys}, rel=1e-7
-        )
-        unused = {"update/ratio/unused.weight", "update/ratio/unused.bias"}
-        updated = {key for key in row if key.startswith("update/ratio/")}
-        assert updated == unused | {key for key in keys if key.startswith("update/ratio/")}
-        assert {row[key] for key in unused} == {0.0}
+        found = {k: v for k, v in rows[number].items() if k.startswith(("update/", "noise/"))}
+        measured = {key: value for key, value in expected.items() if "/" in key}
+        assert found == pytest.approx(measured | unused, rel=1e-7)
     if bad is not None:
         assert not math.isfinite(rows[bad // 2]["grad/norm"])
         assert rows[bad // 2]["update/ratio"] == 0.0
-    if bad is None:
+    else:
         assert summary["clip/longest_streak"] == run["clip/longest_streak"]
+
+
+def test_the_noise_scale_is_that_of_a_known_distribution():
+    """Gradients are samples with unit variance in each of 60 elements, and a mean of 0.5."""
+    torch.manual_seed(0)
+    drawn = torch.randn(4 * 8 * 100, 60, dtype=torch.float64) + 0.5
+    model = nn.Linear(60, 1, bias=False).double()
+    options = {"criterion": lambda outputs, targets: outputs.mean(), "accumulation_steps": 4}
+    options |= {"optimizers": torch.optim.SGD(model.parameters(), lr=0.0), "sinks": [Rows()]}
+    loader = [(part, torch.zeros(len(part))) for part in drawn.split(8)]
+    options["measurements"] = Measurements(noise_scale=True)
+    trainer_of(model, loader, "100ba", **options).fit()
+    assert options["sinks"][0].rows[-1]["noise/scale"] == pytest.approx(60 / (60 * 0.25), rel=0.05)
+    with pytest.raises(ValueError, match="noise_scale needs two or more microbatches"):
+        trainer_of(model, loader, **options | {"accumulation_steps": 1})

@@ -40,12 +40,11 @@ class LoopbackWandb:
 
     Args:
         fault: None, an HTTP status such as 401 or 500, or "hang" (accept, never answer).
-        answered: how many requests are answered properly before `fault` sets in.
         only: the fault hits only paths that contain this text.
     """
 
-    def __init__(self, fault=None, *, answered=0, only=""):
-        self.fault, self.answered, self.only = fault, answered, only
+    def __init__(self, fault=None, *, only=""):
+        self.fault, self.only = fault, only
         self.runs: dict[str, ArrivedRun] = {}
         self.requests: list[str] = []
         self.bodies: list[bytes] = []
@@ -70,12 +69,7 @@ class LoopbackWandb:
     def _fault_for(self, path):
         with self._lock:
             self.requests.append(path)
-            if self.only not in path:
-                return None
-            if self.answered > 0:
-                self.answered -= 1
-                return None
-            return self.fault
+            return self.fault if self.only in path else None
 
     def _graphql(self, body):
         query, given = body.get("query", ""), body.get("variables") or {}

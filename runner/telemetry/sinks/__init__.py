@@ -8,15 +8,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from runner.config.identity import masked_words
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import Row
-
-INSTALL = 'pip install "clip-runner[tensorboard]"'
 
 log = logging.getLogger("runner")
 
@@ -40,7 +37,7 @@ def ending(exit_code: int) -> str:
 
 
 class RunLog:
-    """Logs how a run was started, its first row, its evaluations, its last row, and its end."""
+    """Logs how a run was started, its evaluations, its last row, and its end."""
 
     def __init__(
         self, folder: Path, overrides: Sequence[str], made_with: Mapping[str, str]
@@ -55,9 +52,7 @@ class RunLog:
             log.info("%s: %s", key, value)
 
     def write(self, row: Row) -> None:
-        if self._last is None:
-            log.info("first row: %s", _values(row))
-        elif any(key.startswith(keys.EVAL) for key in row):
+        if any(key.startswith(keys.EVAL) for key in row):
             log.info("evaluation: %s", _values(row, (keys.TRAIN_STEP, keys.TRAIN_LOSS, keys.EVAL)))
         self._last = row
 
@@ -75,10 +70,6 @@ def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
     left_out = (keys.LAYER_NORM, keys.LAYER_UPDATE)
     shown = (key for key in row if key.startswith(wanted) and not key.startswith(left_out))
     return "  ".join(f"{key} {row[key]:.6g}" for key in shown)
-
-
-def has_tensorboard() -> bool:
-    return find_spec("tensorboard") is not None
 
 
 class TensorboardSink:

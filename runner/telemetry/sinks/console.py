@@ -1,7 +1,4 @@
-"""Print to the terminal: lines, log messages, and the course of a run, as a bar if it is watched.
-
-This module imports neither Hydra nor torch, so that a command can print before it does.
-"""
+"""Print lines, log messages and the course of a run, before Hydra and torch are imported."""
 
 from __future__ import annotations
 
@@ -130,14 +127,10 @@ class TerminalSink:
 
         tqdm.monitor_interval = 0  # each row redraws the bar, and no thread does
         shape = "{n_fmt}/{total_fmt}  eta {remaining}  {desc}  |{bar}|"
-        return tqdm(
-            total=self._total,
-            file=self._stream,
-            dynamic_ncols=True,
-            miniters=1,
-            bar_format=shape if self._total else "step {n_fmt}  {desc}",
-            colour=None if os.environ.get("NO_COLOR") else "green",
-        )
+        shape = shape if self._total else "step {n_fmt}  {desc}"
+        colour = None if os.environ.get("NO_COLOR") else "green"
+        look: dict[str, Any] = {"dynamic_ncols": True, "miniters": 1, "bar_format": shape}
+        return tqdm(total=self._total, file=self._stream, colour=colour, **look)
 
     def _draw(self, bar: Any, now: bool) -> None:
         """Draw the bar; what does not fit the terminal is cut off at the end."""
@@ -164,8 +157,8 @@ class TerminalSink:
         ended, steps = ending(exit_code), found.get("steps", self._step or None)
         if steps is not None:
             early = self._total is not None and steps < self._total
-            ended += " after "
-            ended += f"{steps} of {self._total} steps" if early else plural(steps, "step")
+            many = f"{steps} of {self._total} steps" if early else plural(steps, "step")
+            ended += f" after {many}"
         if keys.WALL_SECONDS in found:
             ended += f" in {found[keys.WALL_SECONDS]:.1f} s"
         yield f"{self._title}: {ended}"
@@ -187,11 +180,8 @@ class TerminalSink:
 
 def _parts(row: Row, clipped: float) -> list[str]:
     """Return the values to show of a row, the most useful ones first."""
-    parts = []
-    if keys.TRAIN_LOSS in row:
-        parts.append(f"loss {_number(row[keys.TRAIN_LOSS])}")
-    if keys.GRAD_NORM in row:
-        parts.append(f"norm {_number(row[keys.GRAD_NORM])}")
+    named = {"loss": keys.TRAIN_LOSS, "norm": keys.GRAD_NORM}
+    parts = [f"{name} {_number(row[key])}" for name, key in named.items() if key in row]
     if not math.isnan(clipped):
         parts.append(f"clipped {percent(clipped)}")
     parts += _evaluation(row)

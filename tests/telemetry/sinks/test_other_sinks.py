@@ -13,9 +13,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from runner.cli.main import main
 from runner.run_folder.strict_json import Row
-from runner.telemetry import sinks
 from runner.telemetry.sinks import TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink
+from runner.train import preflight
 from tests.process import ROOT
 from tests.terminal import on_a_terminal
 
@@ -98,6 +98,21 @@ def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown, cut):
     assert "look at clip.threshold" in ended
 
 
+SCRIPT = """
+from torch import nn, zeros
+from runner import Trainer
+loader = [(zeros(2, 3), zeros(2).long())] * 6
+Trainer(nn.Linear(3, 2), loader, "2ep", accumulation_steps=4).fit()
+"""
+
+
+def test_a_script_on_a_terminal_shows_the_bar():
+    seen, code = on_a_terminal([sys.executable, "-c", SCRIPT], ENVIRONMENT, 100)
+    assert code == 0
+    assert "4/4  eta 00:00  loss 0." in seen
+    assert "training: finished after 4 steps" in seen
+
+
 def test_an_exception_leaves_a_readable_traceback_and_a_pipe_gets_no_colours():
     words = [sys.executable, "-c", PROGRAM, "break"]
     seen, code = on_a_terminal(words, ENVIRONMENT, 100)
@@ -157,7 +172,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, caplog, monkeypatch):
 
 
 def test_an_unknown_or_missing_tracker_is_refused(outputs, capsys, monkeypatch):
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     for name, named in (("tensorboard", "clip-runner[tensorboard]"), ("tensorbord", "tensorboard")):
         assert main([*SHORT, "tracker=none", f"tracker.also=[{name}]"]) == 2
         message = capsys.readouterr().err

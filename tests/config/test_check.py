@@ -6,7 +6,7 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from runner.config.check import examine, parse
+from runner.config.check import parse
 from runner.config.notation import UNITS, Duration
 from tests.config.composed import changed, plain, problems
 
@@ -77,18 +77,6 @@ def test_the_default_configuration_becomes_typed_frozen_and_travels_between_proc
     assert optimizer.mapping() == given
     assert (config.verify.bound, optimizer.arguments["lr"]) == (1e-9, 0.1)
     assert parse(changed(plain(), "verify.dtype", "float32")).verify.bound == 1e-5
-
-
-def test_an_unsettled_section_is_checked_value_by_value_alone():
-    found = changed(plain(), "plugin.nproc", 2)
-    assert examine(found)[0] is None
-    assert examine(found, unsettled={"plugin"})[1] == []
-    assert examine(changed(found, "plugin.nproc", 0), unsettled={"plugin"})[1]
-    # A wrong option invents no conflict with another section.
-    found = changed(plain("plugin=pipeline"), "plugin.nproc", 4)
-    changed(found, "data.batch_size", 1)
-    assert list(problems(found)) == ["data.batch_size"]
-    assert examine(found, unsettled={"plugin"})[1] == examine(found, unsettled={"clip"})[1] == []
 
 
 def test_a_mode_inside_of_another_one_is_named_with_its_place():

@@ -18,7 +18,7 @@ CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIG
 LOST = "rank 1 hangs or was killed: the others lost the connection, or waited for more"
 FAULTS = ["memory", "raise", "die", "kill", "hang", "none", "late"]
 slow = pytest.mark.slow
-pytestmark = pytest.mark.xdist_group("ends")
+swept = pytest.mark.xdist_group("ends")  # one worker makes the sweep
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def failed(tmp_path_factory):
         yield SimpleNamespace(folders=found, printed=(run.home / "printed").read_text())
 
 
+@swept
 @pytest.mark.parametrize(
     ("fault", "rank", "cause"),
     [
@@ -68,6 +69,7 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(failed, fault, rank, cause)
         assert "tests/faulty.py" in after
 
 
+@swept
 def test_a_run_that_only_skips_steps_fails(failed):
     folder = failed.folders["none"]
     status, log = read(folder), (folder / "runner.log").read_text()

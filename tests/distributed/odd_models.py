@@ -35,22 +35,6 @@ class Odd(nn.Module):
         return logits
 
 
-class Forked(nn.Module):
-    """Which of two branches is used depends on the batch; the rest is used always."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(5, 6)
-        self.left = nn.Linear(6, 6)
-        self.right = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 10)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        branch = self.left if float(inputs[0, 0].detach()) > 0 else self.right
-        logits: Tensor = self.head(branch(self.enter(inputs)).tanh())
-        return logits
-
-
 def unrouted() -> nn.Module:
     """A mixture whose last expert no token ever chooses."""
     model = cases.MODELS["moe"]()

@@ -2,147 +2,108 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from runner.booster import Booster
 from runner.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
 from runner.parallel import collectives
-from tests.distributed.odd_models import Forked
 from tests.ranks import run_ranks
 
-STEPS = 5
-ANY, LEFT, RIGHT, BY_RANK = 0, 1, -1, 2
-"""Which of two branches samples take; by rank, rank 0 takes the right one."""
 
-Backward = Callable[[Tensor], Any]
+class Forked(nn.Module):
+    """Which of two branches is used depends on the batch; the rest is used always."""
 
+    def __init__(self):
+        super().__init__()
+        self.enter, self.left, self.right = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 10)
 
-class Side:
-    """A model and how to train it: the plain one and the boosted one take the same calls."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        run: nn.Module,
-        send: Backward,
-        no_sync: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.run, self.send, self.no_sync = run, send, no_sync
-        self.draw = torch.Generator().manual_seed(dist.get_rank())
-        self.named = dict(model.named_parameters())
-
-    def backward(self, share: float = 1.0, branch: int = ANY, send: Backward | None = None) -> None:
-        inputs = torch.randn(4, 5, generator=self.draw, dtype=torch.float64)
-        if branch == BY_RANK:
-            branch = LEFT if dist.get_rank() else RIGHT
-        inputs[0, 0] = branch or inputs[0, 0]
-        loss = F.cross_entropy(self.run(inputs), torch.tensor([1, 2, 3, 4])) * share
-        (send or self.send)(loss)
-
-    def drop(self) -> None:
-        for parameter in self.named.values():
-            parameter.grad = None
+    def forward(self, inputs):
+        branch = self.left if float(inputs[0, 0]) > 0 else self.right
+        return self.head(branch(self.enter(inputs)).tanh())
 
 
-def accumulated(side: Side, step: int) -> None:
-    with side.no_sync():
-        side.backward(0.25)
-    side.backward(0.75)
+def accumulated(model, backward, no_sync, step):
+    with no_sync():
+        backward(0.25)
+    backward(0.75)
 
 
-def replaced(side: Side, step: int) -> None:
-    side.backward()
+def replaced(model, backward, no_sync, step):
+    backward()
     if step % 2:
-        parameter = side.named["enter.weight"]
-        parameter.grad = torch.full_like(parameter, float(dist.get_rank()))
-        side.named["head.bias"].grad = None
+        model.enter.weight.grad = torch.full_like(model.enter.weight, float(dist.get_rank()))
+        model.head.bias.grad = None
 
 
-def dropped(side: Side, step: int) -> None:
-    if step == 2:
-        side.backward(branch=LEFT)
-        side.drop()
-    side.backward(branch=RIGHT)
+def dropped(model, backward, no_sync, step):
+    backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    backward()
 
 
-def not_finite(side: Side, step: int) -> None:
-    side.backward(math.nan if step == 1 and dist.get_rank() else 1.0)
-
-
-WAYS: dict[str, Callable[[Side, int], None]] = {
-    "once": lambda side, step: side.backward(),
-    "by branch": lambda side, step: side.backward(branch=BY_RANK),
-    "plain": lambda side, step: side.backward(send=Tensor.backward),
-    **{way.__name__: way for way in (accumulated, replaced, dropped, not_finite)},
+WAYS = {
+    "once": lambda model, backward, no_sync, step: backward(),
+    "not finite": lambda model, backward, *_: backward(math.nan if dist.get_rank() else 1.0),
+    **{way.__name__: way for way in (accumulated, replaced, dropped)},
 }
-PLUGINS = {"data": HybridParallelPlugin, "zero1": partial(LowLevelZeroPlugin, stage=1)}
 
 
-def off(ours: dict[str, nn.Parameter], local: dict[str, nn.Parameter], size: int) -> Iterator[str]:
-    """Compare gradients with the average of the ``local`` ones of each rank, by plain torch."""
-    for name, parameter in local.items():
-        got, own = ours[name].grad, parameter.grad
-        anywhere = torch.tensor(int(own is not None))
-        dist.all_reduce(anywhere)
-        if not anywhere or not parameter.requires_grad:
-            if (got is None) != (own is None):
-                yield f"{name} has a gradient that no rank has"
-            continue
-        summed = torch.zeros_like(parameter) if own is None else own.clone()
-        dist.all_reduce(summed)
-        if got is None or not torch.allclose(got, summed / size, 1e-12, 1e-15, equal_nan=True):
-            yield f"{name} is not the average"
+def trained(way, make):
+    """What is wrong with gradients, and how many buckets each step sent early and in all."""
+    torch.manual_seed(1)
+    model, sent, wrong, early = Forked().double(), [], [], []
+    alone, send = copy.deepcopy(model), dist.all_reduce
+    booster = Booster(plugin=make(), nonfinite="ignore")
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def side(net, run):
+        draw = torch.Generator().manual_seed(dist.get_rank())
+
+        def backward(share=1.0):
+            inputs = torch.randn(4, 5, generator=draw, dtype=torch.float64)
+            (F.cross_entropy(run(inputs), torch.tensor([1, 2, 3, 4])) * share).backward()
+
+        return net, backward
+
+    ours, theirs = side(model, boosted), side(alone, alone)
+    for step in range(4):
+        dist.all_reduce = lambda *args, **options: (sent.append(1), send(*args, **options))[1]
+        way(*ours, lambda: booster.no_sync(boosted, optimizer), step)
+        before = len(sent)
+        optimizer.unscale()
+        early.append((before, len(sent)))
+        dist.all_reduce = send
+        sent.clear()
+        way(*theirs, nullcontext, step)
+        for (name, got), own in zip(model.named_parameters(), alone.parameters(), strict=True):
+            summed = torch.zeros_like(own) if own.grad is None else own.grad.clone()
+            dist.all_reduce(summed)
+            mean = summed / dist.get_world_size()
+            if not torch.allclose(
+                torch.zeros_like(got) if got.grad is None else got.grad, mean, 1e-12, 1e-15, True
+            ):
+                wrong.append(f"step {step}: {name} is not the average")
+            got.grad = own.grad = None
+        optimizer.zero_grad()
+    return wrong, early
 
 
-def followed(plugin: str) -> dict[str, tuple[list[str], list[tuple[int, int]]]]:
-    """Train in each way; return what is wrong, and how many buckets each step sent early of all."""
+def trained_each(make):
     collectives.BUCKET = 300  # bytes: several buckets
-    sent, send, found = 0, dist.all_reduce, {}
-
-    def sending(*args: Any, **options: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        return send(*args, **options)
-
-    for name, way in WAYS.items():
-        torch.manual_seed(1)
-        model = Forked().double()
-        alone = copy.deepcopy(model)
-        booster = Booster(plugin=PLUGINS[plugin](), nonfinite="ignore")
-        boosted, wrapped, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        backward = partial(booster.backward, optimizer=wrapped)
-        ours = Side(model, boosted, backward, partial(booster.no_sync, boosted, wrapped))
-        theirs = Side(alone, alone, Tensor.backward, nullcontext)
-        wrong, early = [], []
-        for step in range(STEPS):
-            dist.all_reduce, sent = sending, 0
-            way(ours, step)
-            before = sent
-            wrapped.unscale()
-            early.append((before, sent))
-            dist.all_reduce = send
-            way(theirs, step)
-            lines = off(ours.named, theirs.named, dist.get_world_size())
-            wrong += [f"step {step}: {line}" for line in lines]
-            ours.drop()
-            theirs.drop()
-            wrapped.zero_grad()
-        found[name] = wrong, early
-    return found
+    return {name: trained(way, make) for name, way in WAYS.items()}
 
 
-@pytest.mark.parametrize(("plugin", "world"), [("data", 2), ("zero1", 3)])
-def test_gradients_are_the_average_in_whatever_way_they_came_about(plugin, world):
-    for rank in run_ranks(followed, world, plugin):
+@pytest.mark.parametrize(("make", "world"), [(HybridParallelPlugin, 2), (LowLevelZeroPlugin, 3)])
+def test_gradients_are_the_average_in_whatever_way_they_came_about(make, world):
+    for rank in run_ranks(trained_each, world, make):
         assert {name: wrong for name, (wrong, _) in rank.items() if wrong} == {}
-        for name in ("once", "accumulated", "plain", "not_finite"):
+        for name in ("once", "accumulated", "not finite"):
             assert all(0 < sent < of for sent, of in rank[name][1]), name

@@ -96,7 +96,7 @@ class WindowLoss:
                 raise not_readable(batch)
             samples = batch_size(batch)
             return Count(self._stated(batch, samples), samples, 0)
-        graded = 0 if targets.is_floating_point() else int((targets != self.ignored).sum())
+        graded: Any = 0 if targets.is_floating_point() else (targets != self.ignored).sum().tolist()
         items: float = graded
         if targets.is_floating_point():
             items = len(targets)

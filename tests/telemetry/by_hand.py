@@ -73,8 +73,9 @@ def train(model, steps, clip, rate):
         changed = any(bool((after[name] != before[name]).any()) for name in after)
         row: dict[str, float] = {"clipped": float(changed), "norm": math.sqrt(square_of(before))}
         samples = sum(len(inputs) for batches in ranks for inputs, _ in batches)
-        noises.append(noise([own[0] for own in each], items, samples, row["norm"]))
-        of_noise, of_mean = map(math.fsum, zip(*noises, strict=True))
+        if len(each[0]) > 1:
+            noises.append(noise([own[0] for own in each], items, samples, row["norm"]))
+        of_noise, of_mean = map(math.fsum, zip(*noises, strict=True)) if noises else (0.0, 0.0)
         row |= {"noise/scale": of_noise / of_mean} if of_mean > 0 else {}
         trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
         weights = {k: p.detach().clone() for k, p in trained.items()}

@@ -102,7 +102,7 @@ def axis(
         "gridcolor": RULE,
         "linecolor": NEUTRAL,
         "zeroline": False,
-        "nticks": 3 if log and ends[1] < 1e3 * ends[0] else 7,
+        "nticks": 3 + (ends[1] > 16 * ends[0]) if log and ends[1] < 1e3 * ends[0] else 7,
         **more,
     }
 

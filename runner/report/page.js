@@ -110,7 +110,7 @@
     if (chart.log !== null && meta.scales) {
       const [low, high] = meta.scales[chart.log ? "log" : "linear"];
       layout.yaxis.type = chart.log ? "log" : "linear";
-      layout.yaxis.nticks = chart.log && high < 1e3 * low ? 3 : 7;
+      layout.yaxis.nticks = chart.log && high < 1e3 * low ? 3 + (high > 16 * low) : 7;
       layout.yaxis.range = chart.log ? [Math.log10(low), Math.log10(high)] : [low, high];
     }
     chart.log = layout.yaxis.type === "log";

@@ -27,7 +27,7 @@ from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
 from runner.parallel.full_state_dict import gathered
 from tests.distributed.foreign import CausalLM
-from tests.distributed.training import Rows, images, network, tokens
+from tests.distributed.training import Rows, images, of_images, tokens
 from tests.on_device import call_kept_on_device
 from tests.trainers import trainer_of
 
@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     # Ranks share five experts unevenly.
     "moe": lambda: MixtureGPT(**SHAPE, tied=False, bias=True, experts=5, top_k=2),
     "moe_no_bias": lambda: MixtureGPT(**SHAPE, tied=False, bias=False, experts=5, top_k=2),
-    "conv": lambda: network("images"),
+    "conv": of_images,
     "foreign": CausalLM,
     "normed": lambda: CausalLM(qk_norm=True),
 }

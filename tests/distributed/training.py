@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from runner.data.dataset import IGNORED, TensorPairs
-from runner.models.gpt import GPT
 
 
 class Rows:
@@ -39,19 +38,8 @@ def tokens(samples: int) -> TensorPairs:
     return TensorPairs(inputs, targets)
 
 
-def network(kind: str) -> nn.Module:
+def of_images() -> nn.Module:
     torch.manual_seed(0)
-    if kind == "tokens":
-        return GPT(
-            vocabulary=16,
-            context=12,
-            layers=2,
-            heads=2,
-            width=16,
-            tied=True,
-            bias=True,
-            dropout=0.0,
-        )
     return nn.Sequential(
         nn.Conv2d(1, 4, 3),
         nn.ReLU(),

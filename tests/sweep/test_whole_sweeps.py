@@ -143,12 +143,12 @@ def test_an_interrupt_ends_a_sweep_at_once(command, here, monkeypatch):
     assert command.states() == ["finished", "interrupted"]
 
 
-def test_a_search_learns_from_runs_that_went_well(command, here):
+def test_a_search_learns_from_runs_that_went_well(command):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *SHORT]
     words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))"]
     words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
-    out, err = here(*words, code=1)
+    out, err = command(*words, code=1)
     assert begun(err) == list(range(1, 6))
     runs = command.record()["runs"]
     assert command.states() == ["finished", "failed", *["finished"] * 3]
@@ -157,7 +157,8 @@ def test_a_search_learns_from_runs_that_went_well(command, here):
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
     assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
-    assert begun(here(*words, code=1).err) == []  # it came to its end
+    _, err = command(*words, code=1)  # it came to its end
+    assert begun(err) == []
 
 
 @pytest.mark.parametrize(

@@ -323,14 +323,14 @@ class ModeOptions(Section):
 @cache
 def model_of(described: type[Mode], base: type[ModeOptions], defaults: bool) -> Any:
     """Return the model of a mode; without ``defaults``, which are in ``conf/``, for one of ours."""
-    fields: dict[str, Any] = {
-        name: (hint, default if defaults else ...)
-        for name, (hint, default) in options_of(described).items()
-    }
     try:
+        fields: dict[str, Any] = {
+            name: (hint, default if defaults else ...)
+            for name, (hint, default) in options_of(described).items()
+        }
         made: Any = create_model(described.__name__, __base__=base, **fields)
         made.model_rebuild()
-    except Exception as error:  # pydantic raises several kinds for types that it cannot check
+    except Exception as error:  # pydantic and typing raise several kinds for odd types
         raise ModeError(f"the types of its options cannot be checked: {error}") from error
     made.described = described
     return made

@@ -105,7 +105,6 @@ class Page:
 
     @property
     def requests(self):
-        """Addresses that were asked for beyond the page itself, and data in addresses."""
         asked = [event["request"]["url"] for event in self._seen("Network.requestWillBeSent")]
         own = self._file.as_uri()
         return [url for url in asked if url != own and not url.startswith(("data:", "blob:"))]

@@ -69,16 +69,20 @@ def assert_fits(page, width):
     assert page.ask(f"[...document.querySelectorAll('.plot')].filter({COVERED}).length") == 0
 
 
-@pytest.mark.parametrize(("kind", "width"), [("sweep", 390), ("run", 1280)])
-def test_every_chart_is_drawn_and_fits_by_day_and_night_and_on_paper(browser, swept, kind, width):
-    page = Page(browser, swept if kind == "sweep" else write(swept.parent / "0"), width)
-    assert_fits(page, width)
+def test_a_sweep_fits_on_a_phone(browser, swept):
+    page = Page(browser, swept, 390)
+    assert_fits(page, 390)
     names = f"{PLOT.format('heat-0')}.querySelectorAll('.ytick text')"
     assert len(set(page.ask(f"[...{names}].map(t => t.textContent)"))) == len(LAYERS)
     # Where the table goes on, the shadow at its edge is seen through every row.
-    best = "document.querySelector('tr.best > td')"
-    if kind == "sweep":
-        assert page.ask(f"getComputedStyle({best}).backgroundColor") == "rgba(0, 0, 0, 0)"
+    best = "getComputedStyle(document.querySelector('tr.best > td'))"
+    assert page.ask(f"{best}.backgroundColor") == "rgba(0, 0, 0, 0)"
+    assert_quiet(page)
+
+
+def test_a_run_is_drawn_by_day_and_night_and_on_paper(browser, swept):
+    page = Page(browser, write(swept.parent / "0"))
+    assert_fits(page, 1280)
     bright = "(color => color.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b))"
     back = f"{bright}(getComputedStyle(document.body).backgroundColor)"
     tick = f"{PLOT.format('loss')}.querySelector('.xtick text')"

@@ -66,8 +66,7 @@ def test_the_same_page_is_written_again_and_is_small(tmp_path):
     page = write(folder)
     assert read_run(folder).steps == 10_000
     assert page.stat().st_size <= 2e6
-    old = page.read_text()
-    assert write(folder).read_text() == old
+    assert page.read_text() == write(folder).read_text()
 
 
 def test_reading_needs_no_torch_and_no_plotly():

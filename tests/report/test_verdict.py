@@ -18,8 +18,8 @@ from runner.report.verdict import remarks, verdict
 from tests.report.examples import NORM, config, rows, sweep, write_run
 
 NAN = math.nan
-MAXIMIZE = {"objective": "eval/loss", "direction": "maximize"}
 ACCURACY = {"objective": "eval/accuracy"}
+MAXIMIZE = {"objective": "eval/loss", "direction": "maximize"}
 UNPAIRED = {1.0: [(0, 0.30), (1, 0.32)], 2.0: [(2, 0.31), (3, 0.33)]}
 CLEAR = {0.5: [0.100, 0.200, 0.300], 1.0: [0.151, 0.250, 0.349], None: [0.199, 0.301, 0.400]}
 OPEN = {0.5: [0.10, 0.21, 0.28], 1.0: [0.12, 0.20, 0.30], None: [0.50, 0.62, 0.69]}
@@ -64,7 +64,6 @@ def case(losses, *said, winner=None, **changes):
         # The first setting lacks the seed on which both are bad.
         case({0.5: [0.2, 0.3, 0.4], 1.0: [0.1, 0.201, 0.299, 9.0]}),
         case(CLEAR | {None: [0.5]}, "none and norm 0.5 have at most one seed"),
-        case({1.0: [1.9, 1.0, 1.1], 2.0: [2.0]}),
         case({1.0: [0.30, 0.31, 0.20], 2.0: [0.4, 0.42]}, winner="norm 1"),
         case({1.0: [(0, 1.0), (0, 1.0), (1, 2.0)], 2.0: [(0, 1.2), (1, 1.7)]}, "1.45", "2 seeds"),
         case({1.0: [0.3], 2.0: [0.4], 4.0: [NAN]}, "clip=norm 1 gave", "diverged in 1 of 3"),

@@ -19,7 +19,7 @@ LINES = {
     ("sweep",): 644,
     ("telemetry",): 1330,
     ("train",): 2154,
-    ("booster",): 2924,
+    ("booster",): 2938,
     ("parallel",): 2300,
     ("checkpoint",): 551,
     ("clip",): 3573,

@@ -142,6 +142,7 @@ class Booster(saved.CheckpointIO):
             )
         if made.pipeline is not None:
             made.pipeline.autocast(self.dtype)
+        wrapper.leaves_gradients = boosted is None and made.sync_grads is not nothing
         wrappers[model] = ref(wrapper)
         # Without an optimizer, gradients are final only if nothing has to be done.
         if boosted is not None or made.sync_grads is not nothing:

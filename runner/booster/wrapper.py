@@ -39,6 +39,7 @@ class ModelWrapper(nn.Module):
         names: each name in the state dict of the whole model, with the first name of its tensor.
         optimizer: optimizer that was boosted with the model, or None.
         boosted: the parameters at boost; None without an optimizer.
+        leaves_gradients: whether gradients would stay those of this rank, for want of an optimizer.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ModelWrapper(nn.Module):
         self._model = [model]
         self.optimizer: OptimizerWrapper | None = None
         self.boosted: BoostedParameters | None = None
+        self.leaves_gradients = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Copy the model without its optimizer, for an average of its weights."""
@@ -98,11 +100,22 @@ class ModelWrapper(nn.Module):
         if self.optimizer is not None and trains:
             for output in held_tensors(outputs):
                 self.optimizer.watch(output)
+        elif self.leaves_gradients and trains:
+            for output in held_tensors(outputs):
+                if output.grad_fn is not None:
+                    output.register_hook(_refuse)
         return outputs
 
 
 def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _refuse(gradient: Tensor) -> None:
+    raise RuntimeError(
+        "the gradients of this model are averaged over ranks in the step of its optimizer: give "
+        "boost the optimizer with the model"
+    )
 
 
 class BoostedParameters:

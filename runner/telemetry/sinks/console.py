@@ -29,7 +29,8 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
     """Print ``text`` at once. A reader that left does not change how the command ends."""
     stream = sys.stdout if stream is None else stream
     try:
-        print(text, file=stream, flush=True)
+        stream.write(f"{text}\n")  # in one piece: other processes print too
+        stream.flush()
     except BrokenPipeError:
         leave_unread(stream)
     except OSError as error:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from runner import apply_gradient_clipping
-from runner.booster import Booster, LossScale, StepOrderError
+from runner.booster import Booster, LossScale
 from tests.against_torch.plain import PLUGINS, batch, mean_square, network, part
 from tests.ranks import run_ranks
 

@@ -103,7 +103,7 @@ class ModelWrapper(nn.Module):
         elif self.leaves_gradients and trains:
             for output in held_tensors(outputs):
                 if output.grad_fn is not None:
-                    output.register_hook(_refuse)
+                    output.register_hook(_refuse)  # type: ignore[no-untyped-call]
         return outputs
 
 

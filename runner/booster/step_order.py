@@ -119,6 +119,8 @@ class StepOrder:
         self._last: tuple[ReferenceType[Tensor], int] | None = None
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
         self._final = self._unscaled = self._scaled = False
+        # What was written when a backward pass began after the gradients were final, if one did.
+        self._late: tuple[tuple[ReferenceType[Tensor], int] | None] | None = None
         self._loss: Number | None = None  # of the step on this rank, for a skip rule
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
@@ -157,8 +159,18 @@ class StepOrder:
             output.register_hook(self._reached)  # type: ignore[no-untyped-call]
 
     def _reached(self, gradient: Tensor) -> None:
-        if self.stage is not StepState.CLIPPED:
+        if not (self._final or self.stage is StepState.CLIPPED):
             self.end_backward()
+        elif self._late is None:
+            self._late = (self._written(),)
+
+    def _require_complete(self) -> None:
+        """Refuse gradients of this rank beside final ones."""
+        if self._late is not None and self._is_new(self._late[0]):
+            raise StepOrderError(
+                "a backward pass ran after the gradients were final: run all of them before "
+                "optimizer.unscale() and before clipping"
+            )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -175,6 +187,7 @@ class StepOrder:
         """Check that gradients may be clipped now; make them final and unscale them."""
         if self.stage is StepState.CLIPPED or self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
+        self._require_complete()
         # After a backward pass a rank of a split model may have no gradient. The other ranks wait
         # for it in the collectives.
         waited_for = self.stage is StepState.READY and self.layout.group is not None
@@ -186,6 +199,7 @@ class StepOrder:
         """Check that a step may be taken; return whether there are gradients to clip."""
         if self.stage is StepState.ACCUMULATING:
             raise StepOrderError(f"cannot step now: {self.stage.value}")
+        self._require_complete()
         # The backward pass through an output of a class that pytree does not know is not noted.
         return self.stage is StepState.READY or (
             self.stage is StepState.EMPTY and self._has_gradients()
@@ -194,7 +208,7 @@ class StepOrder:
     def begin_step(self, zeroed: bool) -> None:
         self.stage, self._last = StepState.EMPTY, None if zeroed else self._written()
         self._final = self._unscaled = self._scaled = False
-        self._loss = None
+        self._loss = self._late = None
 
     def unscale(self) -> None:
         """Synchronise the gradients and divide them by the fp16 scale, once a step, in place."""
@@ -221,7 +235,7 @@ class StepOrder:
         for shard in reversed(self.layout.shards):
             if (gradient := shard.param.grad) is not None:
                 part = local(gradient)
-                return ref(part), part._version
+                return ref(part), part._version + gradient._version
         return None
 
     def _is_new(self, before: tuple[ReferenceType[Tensor], int] | None) -> bool:

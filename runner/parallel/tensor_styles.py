@@ -82,8 +82,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
     plan = own_plan(model) if given is None else given
     if not plan:
         raise PlanError(
-            f"{type(model).__name__} has no plan for tensor parallelism: give plugin.tp_plan a "
-            'YAML file with lines such as "blocks.*.mlp.up: colwise"'
+            f"{type(model).__name__} has no plan for tensor parallelism: give one by patterns of "
+            "modules, such as plugin.tp_plan={blocks.*.up:colwise,blocks.*.down:rowwise}, or a file"
         )
     styles: dict[str, str] = {}
     for pattern, style in plan.items():

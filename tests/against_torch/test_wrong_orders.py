@@ -46,6 +46,7 @@ SAID = {
     "mixed": "these are not the parameters of one boosted model",
     "held": "the last backward pass ran under no_sync, so its gradients are not final",
     "twice": "gradients were clipped already in this step",
+    "late": "a backward pass ran after the gradients were final",
     "own step": "averaged over ranks in the step of its optimizer: give boost the optimizer",
     "alone": "this model was boosted without its optimizer",
 }
@@ -78,6 +79,18 @@ def tried(plugins):
             with wrong.held():  # The user's own model, that was boosted in place.
                 wrong.loss(0, raw).backward()
             wrong.refused("held", optimizer.clip_grad_by_norm, 1.0)
+        if wrong.model.pipeline is None:
+            for final in (optimizer.unscale, lambda by=optimizer: by.clip_grad_by_norm(1.0)):
+                wrong.backward(0)
+                final()
+                if name in ("single", "ddp", "zero1"):  # It writes nothing.
+                    torch.autograd.grad(wrong.loss(1), next(raw.parameters()))
+                    optimizer.step()
+                    wrong.backward(0)
+                    final()
+                wrong.loss(1).backward()
+                wrong.refused("late", optimizer.step)
+                optimizer.zero_grad()
         if name in ("ddp", "zero1", "tensor_data"):
             unstepped, *_ = Booster(plugin=PLUGINS[name]()).boost(network())
             wrong.refused("alone", apply_gradient_clipping, unstepped, "norm", 1.0)

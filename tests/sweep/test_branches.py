@@ -43,7 +43,9 @@ def parent(tmp_path, outputs):
 
 
 @pytest.mark.parametrize("clip", ["norm", "percentile"])
-def test_a_branch_is_the_run_whose_threshold_was_changed_then(tmp_path, outputs, parent, clip):
+def test_a_branch_is_the_run_whose_threshold_was_changed_then(
+    tmp_path, outputs, parent, capsys, clip
+):
     mode = [] if clip == "norm" else [f"clip={clip}", "clip.min_steps=1"]
     if mode:
         parent = tmp_path / "other"
@@ -51,6 +53,7 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(tmp_path, outputs,
     values = [0.1, 2.0] if clip == "norm" else [5, 90]
     listed = f"clip.threshold={','.join(map(str, values))}"
     run("-m", *mode, f"resume={parent}@6", listed, "sweep.name=branches")
+    assert "run 1: finished after 4 steps" in capsys.readouterr().err
     sweep = outputs / "sweeps" / "branches"
     for number, threshold in enumerate(values):
         changed = f"{{_target_:tests.sweep.test_branches.Later,step:6,threshold:{threshold}}}"

@@ -157,7 +157,8 @@ class TerminalSink:
         """Yield the lines about the whole run, given its summary."""
         ended, steps = ending(exit_code), found.get("steps", self._step or None)
         if steps is not None:
-            early = self._total is not None and steps < self._total
+            # A summary counts the steps of a branch from its beginning.
+            early = self._total is not None and max(steps, self._step) < self._total
             many = f"{steps} of {self._total} steps" if early else plural(steps, "step")
             ended += f" after {many}"
         if keys.WALL_SECONDS in found:

@@ -21,7 +21,9 @@ _SECRET = re.compile(
     r"(^|[._])(password|passwd|secret|api_?key|(access|api|auth|hf|wandb)_?token)$|^token$|\.token$",
     re.IGNORECASE,
 )
-_INSIDE = re.compile(r"[{,]\s*['\"]?([\w.-]+)['\"]?\s*:")
+_REFERENCE = re.compile(r"['\"]?\$\{[^${}]*(?:\$\{[^${}]*\}[^${}]*)*\}['\"]?")
+_INSIDE = re.compile(rf"[{{,]\s*['\"]?([\w.-]+)['\"]?\s*:\s*({_REFERENCE.pattern}(?=\s*[,}}\]]))?")
+"""Keys of a mapping in an override, each with its value if that is a reference."""
 
 NOT_HASHED = (
     *("tracker", "log", "sweep", "report", "calibrate", "verify"),
@@ -46,7 +48,7 @@ def masked(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [masked(one, key) for one in value]
     secret = _SECRET.search(key) and value not in (None, "", MISSING)
-    return MASK if secret and not str(value).startswith("${") else value
+    return MASK if secret and not _REFERENCE.fullmatch(str(value)) else value
 
 
 def masked_words(words: Iterable[str]) -> list[str]:
@@ -54,8 +56,9 @@ def masked_words(words: Iterable[str]) -> list[str]:
     found = []
     for word in words:
         key, equals, value = word.partition("=")
-        secret = any(map(_SECRET.search, (key.lstrip("+"), *_INSIDE.findall(value))))
-        found.append(f"{key}={MASK}" if equals and secret and "${" not in value else word)
+        named = [(key.lstrip("+"), _REFERENCE.fullmatch(value)), *_INSIDE.findall(value)]
+        secret = any(_SECRET.search(name) and not reference for name, reference in named)
+        found.append(f"{key}={MASK}" if equals and secret else word)
     return found
 
 

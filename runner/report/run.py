@@ -15,7 +15,6 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from runner.config.folders import CONFIG_NAME, find
 from runner.config.modes import ModeInfo, info_of
 from runner.run_folder import files, keys
 from runner.run_folder.status import Entry, SweepRecord, state_of
@@ -346,17 +345,11 @@ def _read(folder: Path, entry: Entry | None) -> Run:
 
 
 def _flags(composed: Any) -> tuple[str, ...]:
-    """Return the flags that say where Hydra read the configuration, from what it wrote."""
+    """Return the flag that says where Hydra read a folder of the user's, from what it wrote."""
     try:
         sources = composed["hydra"]["runtime"]["config_sources"]
         paths = {one["provider"]: Path(one["path"]) for one in sources if one["schema"] == "file"}
-        name = composed["hydra"]["job"]["config_name"]
     except (KeyError, TypeError):
         return ()
-    main, added = paths.get("main"), paths.get("command-line")
-    given = {
-        "--config-path": None if main in (None, find("conf")) else from_here(main),
-        "--config-name": None if name == CONFIG_NAME else name,
-        "--config-dir": added and from_here(added),
-    }
-    return tuple(str(word) for pair in given.items() if pair[1] for word in pair)
+    added = paths.get("command-line")
+    return ("--config-dir", str(from_here(added))) if added else ()

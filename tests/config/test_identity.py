@@ -58,4 +58,11 @@ def test_values_of_secret_keys_are_masked_and_references_stay():
         assert masked({name: ["abc"]}) == {name: ["abc"]}, name
     given = ["+model={api_key:abc,width:3}", "model.token='${oc.env:ANY}'", "model.width=3", "-m"]
     assert masked_words(given) == ["+model=***", *given[1:]]
+    kept = ["+model={api_key:${oc.env:ANY},width:3}", "model={a:{token: '${oc.env:A,${b}}'}}"]
+    assert masked_words(kept) == kept
+    for value in ("sk-1${b}", "${a}sk-1", "${a}sk-1${b}"):
+        assert masked({"token": value}) == {"token": "***"}
+        assert masked_words([f"model.token={value}"]) == ["model.token=***"]
+        hidden = masked_words([f"callbacks=[{{_target_:m.N,token:{value},url:'${{u}}'}}]"])
+        assert hidden == ["callbacks=***"]
     assert masked({"token": None, "api_key": ["a", "b"]}) == {"token": None, "api_key": ["***"] * 2}

@@ -57,6 +57,7 @@ class OptimizerWrapper(StepOrder):
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.nonfinite, self.skip, self._start_mean = nonfinite, skip, start_mean
         self._made, self._max_norm, self._require_final = made, max_norm, require_final
+        self._shared |= made.sync_grads is not nothing
         self.decision: Decision | None = None
         self.powers: Powers | None = None
         self.in_backward: InBackward | None = None

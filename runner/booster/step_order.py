@@ -114,6 +114,7 @@ class StepOrder:
     ) -> None:
         self.layout, self.loss_scale, self._reads_loss = layout, loss_scale, reads_loss
         self.stage = StepState.EMPTY
+        self._shared = layout.group is not None  # whether ranks wait for each other in a step
         self.accumulating = False  # whether backward passes run under ``no_sync`` now
         # A gradient that an earlier step has used, and how many times it was written to.
         self._last: tuple[ReferenceType[Tensor], int] | None = None
@@ -171,15 +172,17 @@ class StepOrder:
                 "a backward pass ran after the gradients were final: run all of them before "
                 "optimizer.unscale() and before clipping"
             )
+        self._late = None  # clipping may write to them next
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Context of backward passes whose gradients are not final, however they are run."""
-        self.accumulating, before = True, self._written()
+        nested, before = self.accumulating, self._written()
+        self.accumulating = True
         try:
             yield
         finally:
-            self.accumulating = False
+            self.accumulating = nested
             if self.stage is StepState.EMPTY and self._is_new(before):
                 self.stage = StepState.ACCUMULATING
 
@@ -190,7 +193,7 @@ class StepOrder:
         self._require_complete()
         # After a backward pass a rank of a split model may have no gradient. The other ranks wait
         # for it in the collectives.
-        waited_for = self.stage is StepState.READY and self.layout.group is not None
+        waited_for = self.stage is StepState.READY and self._shared
         if not waited_for and not self._has_gradients():
             raise StepOrderError(f"cannot clip now: {StepState.EMPTY.value}")
         self.unscale()

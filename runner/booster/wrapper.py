@@ -100,7 +100,7 @@ class ModelWrapper(nn.Module):
         if self.optimizer is not None and trains:
             for output in held_tensors(outputs):
                 self.optimizer.watch(output)
-        elif self.leaves_gradients and trains:
+        elif trains and self.leaves_gradients and any(p.requires_grad for p in self.parameters()):
             for output in held_tensors(outputs):
                 if output.grad_fn is not None:
                     output.register_hook(_refuse)  # type: ignore[no-untyped-call]

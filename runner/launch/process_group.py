@@ -28,7 +28,7 @@ def launch_from_torch(
     GPU by nccl.
 
     Args:
-        backend: backend of all tensors; by default as above.
+        backend: backend of all tensors; by default, and with ``nccl``, as above.
         seed: seed of torch's random numbers on this rank.
         verbose: whether rank 0 logs the number of ranks and the backend.
         timeout: maximum duration of one collective, in seconds.
@@ -46,7 +46,7 @@ def launch_from_torch(
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    backend = backend or _backend()
+    backend = _backend() if backend in (None, "nccl") else backend
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     atexit.register(_leave_at_exit)
     torch.manual_seed(seed)

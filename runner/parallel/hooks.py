@@ -87,6 +87,8 @@ def register(hook: Callable[[Tensor], Any], parameter: Tensor, after: bool = Fal
 
     ``after``: autograd has accumulated the gradient.
     """
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return  # quantized weights have no gradient
     required = parameter.requires_grad
     when = "register_post_accumulate_grad_hook" if after else "register_hook"
     getattr(parameter.requires_grad_(), when)(hook)

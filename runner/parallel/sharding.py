@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +127,9 @@ def reshard(roots: Iterable[nn.Module]) -> None:
                 module.reshard()
 
 
+_HELD: WeakSet[nn.Module] = WeakSet()
+
+
 @contextmanager
 def unsynchronised(model: nn.Module, averagings: Iterable[Any] = ()) -> Iterator[None]:
     """Reduce no gradients of a sharded ``model``, and average none early, in passes inside."""
@@ -136,8 +140,13 @@ def unsynchronised(model: nn.Module, averagings: Iterable[Any] = ()) -> Iterator
         for averaging in averagings:
             averaging.held = not on
 
+    if model in _HELD:  # nested in another one, which ends it
+        yield
+        return
+    _HELD.add(model)
     synchronise(False)
     try:
         yield
     finally:
+        _HELD.discard(model)
         synchronise(True)

@@ -65,6 +65,8 @@ def tried(plugins):
         mixed = [*raw.parameters(), nn.Parameter(torch.ones(2))]
         wrong.refused("mixed", apply_gradient_clipping, mixed, "norm", 1.0)
         with wrong.held():
+            with wrong.held():
+                pass
             wrong.backward(0)
         wrong.refused("held", apply_gradient_clipping, wrong.model, "norm", 1.0)
         wrong.refused("held", optimizer.clip_grad_by_norm, 1.0)
@@ -85,6 +87,8 @@ def tried(plugins):
                 final()
                 if name in ("single", "ddp", "zero1"):  # It writes nothing.
                     torch.autograd.grad(wrong.loss(1), next(raw.parameters()))
+                    if final == optimizer.unscale:
+                        optimizer.clip_grad_by_norm(1.0)
                     optimizer.step()
                     wrong.backward(0)
                     final()
@@ -95,6 +99,15 @@ def tried(plugins):
             unstepped, *_ = Booster(plugin=PLUGINS[name]()).boost(network())
             wrong.refused("alone", apply_gradient_clipping, unstepped, "norm", 1.0)
             wrong.refused("own step", wrong.loss(0, unstepped).backward)
+            unstepped.requires_grad_(False)  # A model that only judges others has no step.
+            inputs = batch(0)[0].requires_grad_()
+            unstepped(inputs).sum().backward()
+            assert inputs.grad.abs().sum() > 0
+        if name in ("ddp", "zero1"):  # Quantized weights.
+            codes = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+            raw = network()
+            raw.register_parameter("codes", codes)
+            Booster(plugin=PLUGINS[name]()).boost(raw, torch.optim.SGD(raw[0].parameters(), lr=1))
 
 
 @pytest.mark.parametrize(

@@ -270,12 +270,13 @@ class TorchDDPPlugin(HybridParallelPlugin):
     this rank until clipping, ``optimizer.unscale()`` or the step has made it final.
 
     Args:
-        broadcast_buffers: without effect, as all but the last: scripts of Colossal-AI give them to
-            DDP. Each step gives all ranks the buffers of the first one.
+        broadcast_buffers: each step gives all ranks the buffers of the first one; False is refused.
+            The others but the last are without effect: scripts of Colossal-AI give them to DDP.
         sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
 
     Raises:
         RuntimeError: there is no process group.
+        ValueError: ``broadcast_buffers`` is False.
     """
 
     def __init__(
@@ -287,6 +288,8 @@ class TorchDDPPlugin(HybridParallelPlugin):
         static_graph: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
+        if not broadcast_buffers:
+            raise ValueError("broadcast_buffers=False: all ranks get the buffers of the first one")
         super().__init__(sync_batchnorm=sync_batchnorm)
 
 

@@ -160,7 +160,7 @@ class Composer:
         """Compose the overrides of one job, or change the configuration ``onto`` by them."""
         chosen = [one for one in overrides if self._chooses(one)]
         values = [one for one in overrides if one not in chosen]
-        made = self._choose([one.input_line or "" for one in chosen])
+        made = self._choose(self._custom([one.input_line or "" for one in chosen]))
         if onto is None:
             task = [one.input_line or "" for one in overrides if not one.is_hydra_override()]
             made.config.hydra.overrides.task = task
@@ -190,6 +190,20 @@ class Composer:
 
     def _base(self, *words: str) -> DictConfig:
         return _composed(self._files, os.getcwd(), *words)
+
+    def _custom(self, words: Sequence[str]) -> list[str]:
+        """Choose ``custom`` where a file of ``+group=option`` gives a section another target."""
+        plain = [word for word in words if not word.startswith("+")]
+        chosen = [*words]
+        with suppress(Exception):  # which is reported when they are composed
+            if plain != chosen:
+                before, after = self._base(*plain), self._base(*words)
+                for one in TARGETS:
+                    target = (after.get(one) or {}).get("_target_")
+                    if target is not None and target != (before.get(one) or {}).get("_target_"):
+                        kept = [word for word in chosen if word.partition("=")[0] != one]
+                        chosen = [*kept, f"{one}=custom"]
+        return chosen
 
     def _choose(self, words: Sequence[str]) -> Composed:
         """Let Hydra compose ``words``; report those that do not compose with the ones before."""

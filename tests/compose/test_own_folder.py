@@ -33,6 +33,9 @@ FILES = {
     "experiment/big.yaml": (
         "# @package _global_\ndefaults:\n  - override /clip: value\nclip: {threshold: 0.3}\n"
     ),
+    "experiment/own.yaml": (
+        "# @package _global_\nmodel: {_target_: own.Net, width: 32}\ndata: {_target_: own.points}\n"
+    ),
 }
 
 
@@ -92,6 +95,12 @@ def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
     ):
         config = job(own, *words)
         assert (config.clip.mode, config.clip.threshold) == ("value", threshold)
+
+
+def test_a_target_of_an_experiment_takes_the_place_of_the_option_and_its_arguments(own):
+    config = job(own, "+experiment=own", "model=resnet18", "model.depth=2", "data.samples=9")
+    assert config.model.mapping() == {"_target_": "own.Net", "width": 32, "depth": 2}
+    assert config.data.arguments == {"samples": 9}
 
 
 def test_recipes_are_swept_over_and_may_be_sweeps(own):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import torch
@@ -126,7 +127,6 @@ class Trainer:
         schedulers: one or several; stepped once after each optimizer step that was taken.
         criterion: loss of (outputs, targets); mean cross entropy by default. The mean is taken over
             the items of all microbatches and ranks, see :class:`runner.booster.loss.WindowLoss`.
-            Trainable parameters of a module are synchronised and clipped with those of the model.
         booster: the plugin, the precision and what happens to steps that are not finite or a spike;
             by default one process in full precision that skips steps that are not finite.
         accumulation_steps: microbatches of one optimizer step.
@@ -268,12 +268,13 @@ class Trainer:
             if callbacks.ended:
                 summary[keys.ENDED_EARLY] = callbacks.ended
             callbacks.call("on_end", self, summary)
-        except BaseException:
+        except BaseException as error:
             # What led up to the end is wanted most; a full disk must not hide what ended the run.
             with suppress(Exception):
                 state.meter.flush(together=False)
+            number = SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signal", 0)
             for sink in shown:
-                sink.close(None, 1)
+                sink.close(None, 128 + number if number else 1)
             raise
         for sink in shown:
             sink.close(summary, 0)
@@ -283,12 +284,12 @@ class Trainer:
         """Return the bar of the command, if somebody watches a script."""
         if not self._log.bar or self.plugin.rank > 0 or not is_watched(sys.stderr):
             return []
-        if transfer.can_read(self.device):
+        if self.plugin.world_size == 1 and transfer.can_read(self.device):  # a flush is collective
             self.state.meter.flush_every = 1
-        end, steps = self.max_duration, None
+        end, epoch = self.max_duration, None
         with suppress(TypeError):  # a stream has no length
-            epoch: int = len(self.train_dataloader)  # type: ignore[arg-type]
-            steps = None if end.unit == "sp" else total_steps(end, epoch, self._accumulated, None)
+            epoch = len(self.train_dataloader)  # type: ignore[arg-type]
+        steps = None if end.unit == "sp" else total_steps(end, epoch, self._accumulated, None)
         return [TerminalSink(steps, self._log.interval, "training")]
 
     def _step(self, window: Window) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from runner import Booster, GradientClipping, Log, Trainer
 from runner.booster import NonFiniteGradient
 from runner.config.notation import Duration
+from runner.config.problem import Stopped
 from runner.train.build import total_steps
 from runner.train.callbacks import Probe
 from runner.train.state import Progress, Windows
@@ -72,6 +74,28 @@ def test_a_training_lasts_as_long_as_asked_and_then_does_no_more(duration, steps
     trainer = Trainer(model, loader, duration)
     assert trainer.fit()["steps"] == trainer.fit()["steps"] == steps
     assert capfd.readouterr() == ("", "")  # nobody watches
+
+
+class Interrupts:
+    def on_start(self, trainer):
+        raise KeyboardInterrupt
+
+
+def test_a_watched_script_says_how_it_ended_and_only_one_rank_flushes_each_step(capfd, monkeypatch):
+    monkeypatch.setattr("runner.train.trainer.is_watched", lambda stream: True)
+    for ranks, every in ((1, 1), (2, 50)):  # ranks flush together, and the first alone is watched
+        trainer = Trainer(*parts(), callbacks=[Interrupts()])
+        count = patch.object(type(trainer.plugin), "world_size", ranks)
+        with count, pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        assert trainer.state.meter.flush_every == every
+        assert capfd.readouterr().err == "training: interrupted\n"
+    model, loader = parts()
+    trainer = Trainer(model, (batch for batch in loader), "3ba")  # a stream has no length
+    trainer.stop = lambda: 15
+    with pytest.raises(Stopped):
+        trainer.fit()
+    assert "training: terminated after 1 of 3 steps" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("why", ["a bad gradient", "a lost rank"])

@@ -120,7 +120,11 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
     own |= {key.removeprefix(ADAMW) for key in own}  # a setting is called the same in all groups
     if any(key.startswith(_OF_SCHEDULE) for key in changed):
         own.add("lr")
-    own |= {"mode"} & {key.replace("_target_", "mode").removeprefix("clip.") for key in changed}
+    measured = {"clip.mode", "clip._target_", "clip.window"}
+    if now.get("clip.mode") != "schedule":  # its history is a step, which goes on
+        measured |= {"clip.norm_type", "clip.scales"}
+    if measured & changed:
+        own.add("mode")
     thresholds = ("clip.threshold", "clip.links", "clip.groups")
     return own | ({"threshold"} if any(key.startswith(thresholds) for key in changed) else set())
 

@@ -269,6 +269,8 @@ class TrainState:
         for name, part in self.parts.items():
             if name in state:
                 part.load_state_dict(state[name])
+        if "metrics" in keep and "skips" in self.parts:
+            self.parts["skips"].searches = 0  # the meter does not count those of before either
         clip = state["clip"]
         if "mode" not in keep:
             self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)

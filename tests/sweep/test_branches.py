@@ -73,6 +73,10 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
         clipped = [row["clip/clipped"] for row in wanted]
         assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / len(clipped))
     assert "clip.threshold" in (sweep / "report.html").read_text()
+    for word in ("clip.window=3", "clip.norm_type=1", "clip.scales=all") if mode else ():
+        branch = tmp_path / word.partition("=")[0]
+        run(f"hydra.run.dir={branch}", *mode, f"resume={parent}@6", word)
+        assert rows_of(branch)[0]["clip/clipped"] == 0  # its history begins with its first norm
 
 
 def test_a_branch_is_a_run_of_its_own_and_says_what_it_cannot_change(outputs, parent, capsys):

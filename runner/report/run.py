@@ -196,8 +196,9 @@ def _clipping(series: Mapping[str, Series]) -> dict[str, Any]:
         return {"clip.mode": "none"}
     if np.ptp(limit):
         return {"clip.mode": "own"}
-    by_norm = np.minimum(before.values, limit[0])
-    same = np.allclose(after.values, by_norm, rtol=1e-4, equal_nan=True)
+    known = np.isfinite(before.values)  # other steps were skipped, or taken as they were
+    by_norm = np.minimum(before.values[known], limit[0])
+    same = np.allclose(after.values[known], by_norm, rtol=1e-4, equal_nan=True)
     return {"clip.mode": "norm" if same else "own", "clip.threshold": float(limit[0])}
 
 

@@ -54,7 +54,7 @@ class StepMetrics(NamedTuple):
         microbatch, a share f of a step of S samples, and of the step give both without bias
         (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1).
         """
-        (_, f, samples), small, whole = self.first, values.first, values.norm**2
+        (_, f, samples), small, whole = self.first, values.first, values.norm * values.norm
         return (small - whole) * samples * f / (1 - f), (whole - f * small) / (1 - f)
 
     def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Row]:

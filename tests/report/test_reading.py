@@ -130,7 +130,9 @@ def test_run_folders_are_the_truth_where_the_record_is_stale(tmp_path):
 
 def test_rows_of_somebody_elses_loop_tell_how_it_clipped(tmp_path):
     for mode, threshold in (("norm", 0.5), ("value", 0.1), ("none", None)):
-        folder = write_run(tmp_path / f"with {mode}", rows(mode, threshold, 20), {})
+        made = rows(mode, threshold, 20)
+        made[9] |= {"grad/norm": math.inf, "grad/norm_clipped": math.nan}
+        folder = write_run(tmp_path / f"with {mode}", made, {})
         for name in ("status.json", "summary.json", ".hydra/overrides.yaml"):
             (folder / name).unlink()
     found = find(read(tmp_path))

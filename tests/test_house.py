@@ -13,7 +13,7 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3239,
+    ("config", "compose"): 3244,
     ("cli",): 890,
     ("launch",): 1199,
     ("sweep",): 644,

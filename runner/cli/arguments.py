@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.cli import folder
-from runner.compose.jobs import Where, spelled_out
+from runner.compose.jobs import Where
 from runner.compose.record import Job
 from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
@@ -56,7 +56,7 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
     if unknown := [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]:
         raise RequestError(unknown)
-    args.overrides = spelled_out(rest)
+    args.overrides = rest
     return args
 
 

@@ -35,6 +35,7 @@ from runner.compose.recipes import TARGETS, RecipeSource
 from runner.config.check import owned_keys
 from runner.config.folders import CONFIG_NAME, find, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
+from runner.config.schema import SHORT
 
 OPEN = (*TARGETS, "loss")
 """Sections that pass any key to their target."""
@@ -135,7 +136,7 @@ class Composer:
         parser = OverridesParser.create(config_loader=self.loader)
         overrides: list[Override] = []
         problems = []
-        for word in words:
+        for word in _spelled_out(words):
             key, equals, value = word.partition("=")
             try:
                 if odd := _ODD.search(word):
@@ -166,8 +167,14 @@ class Composer:
             made.config.hydra.overrides.task = task
             made.config.hydra.job.override_dirname = ",".join(sorted(task))
         else:
-            with open_dict(onto):
-                onto.update({one.key_or_group: made.config[one.key_or_group] for one in chosen})
+            for key, one in ((one.key_or_group, one) for one in chosen):
+                if key in made.unsettled:
+                    continue  # a problem of its own
+                if one.is_delete() or key not in made.config:
+                    text, word = "must be an option of a section of this run", one.get_key_element()
+                    made.problems.append(Problem(word, one.value() or NOTHING, text))
+                else:
+                    onto[key] = made.config[key]
             made.config = onto
         targets = [one for one in values if one.key_or_group.endswith("._target_")]
         # Another target takes the place of the option's, and its arguments.
@@ -231,6 +238,14 @@ class Composer:
         return made
 
 
+def _spelled_out(given: Iterable[str]) -> list[str]:
+    """Return overrides with ``resume.from=`` for ``resume=``, ``model._target_=`` for a class."""
+    short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
+    target = re.compile(rf"^({'|'.join(OPEN)})=((?:\w+\.)+[^\W\d]\w*(?:,(?:\w+\.)+[^\W\d]\w*)*)$")
+    words = (target.sub(r"\1._target_=\2", word) for word in given)
+    return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in words]
+
+
 def _set(one: Override, made: Composed, takes_any: bool) -> None:
     """Set or remove a value, and note the override with which Hydra does the same.
 
@@ -263,12 +278,12 @@ def _set(one: Override, made: Composed, takes_any: bool) -> None:
 def _drop_arguments(target: Override, made: Composed) -> str | None:
     """Remove the arguments of a section that has another target; return the section's name."""
     section, _, last = target.key_or_group.partition(".")
-    node = made.config.get(section) if section in (*TARGETS, "clip") else None
-    if last != "_target_" or not node or target.is_delete():
+    node = made.config.get(section) if section in (*OPEN, "clip") else None
+    if last != "_target_" or not isinstance(node, DictConfig) or target.is_delete():
         return None
     if target.value() in (None, OmegaConf.to_container(node).get("_target_")):  # type: ignore[union-attr]
         return None
-    gone = [str(key) for key in node if f"{section}.{key}" not in owned_keys()]
+    gone = [key for key in map(str, node) if f"{section}.{key}" not in owned_keys()]
     with open_dict(node):
         for key in gone:
             del node[key]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,12 +16,11 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import OPEN, Composed, Composer, exists, reason
+from runner.compose.composer import Composed, Composer, exists, reason
 from runner.compose.record import Job, checked
 from runner.config.folders import outputs
 from runner.config.identity import digest, sweep_name
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.schema import SHORT
 
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
@@ -58,14 +56,6 @@ class Sweep:
 def key_of(word: str) -> str:
     """Return the key of an override that is not parsed yet, without the signs before it."""
     return word.lstrip("+~").partition("=")[0]
-
-
-def spelled_out(given: Iterable[str]) -> list[str]:
-    """Return overrides with ``resume.from=`` for ``resume=``, ``model._target_=`` for a class."""
-    short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
-    target = re.compile(rf"^({'|'.join(OPEN)})=((?:\w+\.)+[^\W\d]\w*(?:,(?:\w+\.)+[^\W\d]\w*)*)$")
-    words = (target.sub(r"\1._target_=\2", word) for word in given)
-    return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in words]
 
 
 def where(target: object) -> Where:

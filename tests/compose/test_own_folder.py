@@ -2,6 +2,7 @@
 
 import pytest
 
+from runner.compose.record import as_yaml, recorded
 from runner.compose.request import request
 from runner.config.problem import RequestError
 
@@ -20,6 +21,7 @@ FILES = {
         "# @package _global_\ndefaults:\n  - override /clip: value\nrecipe: spelled\nseed: 6\n"
     ),
     "recipe/many.yaml": "hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n",
+    "recipe/classes.yaml": "hydra: {mode: MULTIRUN, sweeper: {params: {model: 'own.A,own.B'}}}\n",
     "recipe/gpt.yaml": "# gpt: another one.\nseed: 9\n",
     "recipe/wrong.yaml": "defaults: [{override /model: mien}]\n",
     "recipe/torn.yaml": "clip: {threshold: 1\n",
@@ -29,6 +31,8 @@ FILES = {
         "defaults: [{override /optimizer: adamw}]\nmodel: {_target_: own.Net, width: 32}\n"
         "optimizer: {_target_: own.Adam, lr: 2}\n"
     ),
+    "recipe/bare.yaml": "clip: 0.1\n",
+    "recipe/loss.yaml": "loss: {_target_: own.Loss, label_smoothing: 0.1}\n",
     "model/torn.yaml": "_target_: {",
     "experiment/big.yaml": (
         "# @package _global_\ndefaults:\n  - override /clip: value\nclip: {threshold: 0.3}\n"
@@ -70,6 +74,8 @@ def test_a_target_in_a_file_takes_the_place_of_the_option_and_its_arguments(own)
     assert config.model.arguments["width"] == 32
     assert config.model.target == "runner.models.cnn.DigitsCNN"
     assert config.optimizer.arguments == {}
+    loss = job(own, "recipe=loss", "loss=own.Other", "loss.weight=2").loss
+    assert loss.mapping() == {"_target_": "own.Other", "weight": 2}
 
 
 def test_overrides_beat_the_recipe_which_beats_the_defaults(own):
@@ -111,6 +117,21 @@ def test_recipes_are_swept_over_and_may_be_sweeps(own):
     assert [one.config.seed for one in found.jobs] == [5, 5, 5, 0, 0, 0]
     found = request(["recipe=many", "clip=none,norm"], config_dir=own)
     assert [one.config.seed for one in found.jobs] == [1, 1, 2, 2]
+    found = request(["recipe=classes"], config_dir=own)
+    assert [one.config.model.target for one in found.jobs] == ["own.A", "own.B"]
+
+
+def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
+    file = own / "run.yaml"
+    [made] = request(["recipe=loss"], config_dir=own).jobs
+    file.write_text(as_yaml(made.plain))
+    changed = recorded(file, ["data=own.points", "data.rows=3", "loss=own.Other"], own).config
+    assert changed.data.mapping() == {"_target_": "own.points", "rows": 3}
+    assert changed.loss.mapping() == {"_target_": "own.Other"}
+    with pytest.raises(RequestError) as refused:
+        recorded(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], own)
+    words = ["~data=mien", "~model", "+experiment=big", "seed=-1"]
+    assert [one.word for one in refused.value.problems] == words
 
 
 @pytest.mark.parametrize(
@@ -124,6 +145,7 @@ def test_recipes_are_swept_over_and_may_be_sweeps(own):
         ("recipe=listed", r"listed\.yaml cannot be read"),
         ("recipe=odd", r"did you mean clip\.threshold"),
         ("model=torn", r"model=torn .*torn\.yaml"),
+        ("recipe=bare clip._target_=own.Clip", r"clip\._target_=own\.Clip  .*No module named"),
         ("model=mine model.wdith=3", r"model\.wdith=3  .*did you mean model\.width\?"),
     ],
 )

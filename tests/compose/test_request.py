@@ -5,7 +5,6 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from runner.compose.composer import Composer
-from runner.compose.jobs import spelled_out
 from runner.compose.request import request
 from runner.config.problem import RequestError
 
@@ -59,10 +58,10 @@ def test_a_target_replaces_the_arguments_of_its_option():
         assert job.model.mapping() == {"_target_": "mine.Net", "width": 64}
         assert job.data.arguments == ({"samples": 20} if more else {})
         assert job.data.batch_size == 32
-    short = spelled_out(["model=mine.Net", "optimizer=torch.optim.NAdam", "model.width=64"])
+    short = ["model=mine.Net", "optimizer=torch.optim.NAdam", "model.width=64"]
     assert one(*short).config.model.mapping() == {"_target_": "mine.Net", "width": 64}
     assert one(*short).config.optimizer.arguments == {}
-    listed = spelled_out(["optimizer=torch.optim.NAdam,torch.optim.RAdam", "optimizer.lr=0.1"])
+    listed = ["optimizer=torch.optim.NAdam,torch.optim.RAdam", "optimizer.lr=0.1"]
     jobs = request(listed, multirun=True).jobs
     assert [one.config.optimizer.arguments for one in jobs] == [{"lr": 0.1}] * 2
     kept = one("optimizer._target_=torch.optim.SGD", "optimizer.lr=2").config.optimizer

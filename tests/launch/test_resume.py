@@ -9,7 +9,6 @@ import torch
 
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.content import STATE_KEYS
-from runner.compose.jobs import spelled_out
 from runner.compose.request import request
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
@@ -21,7 +20,7 @@ SMALL = ["tracker=none", "data.batch_size=8", "train.max_duration=60ba"]
 
 @cache
 def job(*words):
-    [made] = request(spelled_out([*SMALL, *words])).jobs
+    [made] = request([*SMALL, *words]).jobs
     return made
 
 

@@ -20,7 +20,7 @@ LINES = {
     ("telemetry",): 1331,
     ("train",): 2161,
     ("booster",): 2960,
-    ("parallel",): 2311,
+    ("parallel",): 2293,
     ("checkpoint",): 550,
     ("clip",): 3573,
     ("optim",): 394,

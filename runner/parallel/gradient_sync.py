@@ -51,10 +51,7 @@ def replicas_of(
 
 @torch.no_grad()
 def average(replicas: Replicas) -> None:
-    """Average gradients in place.
-
-    A gradient that no rank has stays None. One that only some ranks have is zero on the others.
-    """
+    """Average gradients in place; where only some ranks have one, it is zero on the others."""
     parameters = [p for p in replicas.parameters if p.requires_grad]
     if replicas.group is None or replicas.group.size() == 1:
         here = [local(p.grad) for p in parameters if p.grad is not None]
@@ -267,10 +264,7 @@ def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
 def broadcast_buffers(
     model: nn.Module, group: dist.ProcessGroup, belongs: Callable[[str], bool] = lambda name: True
 ) -> Callable[[], None]:
-    """Return a function that gives all ranks of a group the buffers of its first rank.
-
-    Each rank updates its running statistics by its own samples; all evaluate with the first one's.
-    """
+    """Return a function that gives all ranks the statistics that the first one has updated."""
     # By owner and key, because a forward pass may replace a buffer by a new tensor.
     slots = [
         (module, key)

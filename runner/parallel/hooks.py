@@ -62,10 +62,7 @@ def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
 
 
 class Apart:
-    """A gradient hook that copies a gradient which shares its memory with another parameter's.
-
-    Microbatches are added to gradients in place, so to a shared one they would be added twice.
-    """
+    """Copies a gradient that shares memory: microbatches would be added to both of them."""
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
@@ -83,10 +80,7 @@ class Apart:
 
 
 def register(hook: Callable[[Tensor], Any], parameter: Tensor, after: bool = False) -> None:
-    """Register a gradient hook on ``parameter``, even if it is frozen and unfrozen later.
-
-    ``after``: autograd has accumulated the gradient.
-    """
+    """Register a gradient hook, or one ``after`` accumulation, on a parameter, frozen or not."""
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return  # quantized weights have no gradient
     required = parameter.requires_grad

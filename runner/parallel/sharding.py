@@ -117,10 +117,7 @@ def _prepare(root: nn.Module) -> None:
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Reshard the parameters of ``roots``: unsharded copies are stale after ``step()``.
-
-    The backward pass reshards them, but a forward pass between it and the step unshards them again.
-    """
+    """Reshard what a forward pass before the step has unsharded: copies are stale after it."""
     for root in roots:
         for module in root.modules():
             if isinstance(module, FSDPModule):

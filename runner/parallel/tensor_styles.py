@@ -101,10 +101,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """Return the model's own ``tp_plan``, without what it plans for no module of this model.
-
-    Plans of transformers are for all models of a family; stacked experts stay whole.
-    """
+    """Return the model's own ``tp_plan``, without modules that others of its family have."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     if not hasattr(model, "supports_tp_plan"):  # It is not from transformers.
         return plan

@@ -26,7 +26,7 @@ LINES = {
     ("optim",): 394,
     ("data", "models"): 2100,
     ("report",): 2292,
-    ("run_folder",): 601,
+    ("run_folder",): 600,
     ("verify", "calibrate", "dashboard"): 1147,
     ("bench",): 807,
 }

@@ -34,8 +34,7 @@ RESUMED = "resumed"  # entry of a status: the steps at which the run was continu
 # Entry of the status of a continued run: the last step whose row wandb got before
 WANDB_STEP = "wandb_step"
 PROGRESS_SECONDS = 1.0  # shortest time between two writes of the step to `status.json`
-# Seconds to wait for the lock of a process that is gone: its children hold it until they end, and
-# those of a sweep may finish a step first
+# Seconds to wait for the lock of a process that is gone: its children may finish a step first
 RELEASED = 8.0
 
 

@@ -13,8 +13,8 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3244,
-    ("cli",): 890,
+    ("config", "compose"): 3255,
+    ("cli",): 894,
     ("launch",): 1199,
     ("sweep",): 644,
     ("telemetry",): 1331,

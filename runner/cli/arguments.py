@@ -45,14 +45,18 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
         modes.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
         modes.add_argument("--info", "-i", nargs="?", const="all")
         add("--package", "-p")
-        for flags in (("--help", "-h"), ("--shell-completion", "-sc"), ("--hydra-help",)):
+        for flags in (("--shell-completion", "-sc"), ("--hydra-help",)):
+            modes.add_argument(*flags, action="store_true")
+        for flags in (("--help", "-h"), ("--resolve",)):
             add(*flags, action="store_true")
-        add("--resolve", action="store_true")
     try:
         args, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         name = error.argument_name or "flags"
         raise RequestError([Problem(name, NOTHING, error.message)]) from None
+    if purpose == "a run" and not args.cfg and (args.resolve or args.package is not None):
+        name = "--resolve" if args.resolve else "--package"
+        raise RequestError([Problem(name, NOTHING, "goes with --cfg, which runs nothing")])
     message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
     if unknown := [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]:
         raise RequestError(unknown)

@@ -22,7 +22,7 @@ def run(words: Sequence[str]) -> int:
     """Run the request of the arguments ``words``, or print what their flags ask for."""
     args = read(words)
     if args.help:
-        print(help_text(args.overrides, args.config_dir))
+        print(help_text(args.overrides, args.config_dir, args.multirun))
         return 0
     asked = vars(args)
     flags = [f"--{name}={asked[name]}" for name in ("cfg", "info", "package") if asked[name]]

@@ -16,11 +16,12 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import Composed, Composer, exists, reason
+from runner.compose.composer import OPEN, Composed, Composer, exists, reason
 from runner.compose.record import Job, checked
 from runner.config.folders import outputs
 from runner.config.identity import digest, sweep_name
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.schema import SHORT
 
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
@@ -56,6 +57,13 @@ class Sweep:
 def key_of(word: str) -> str:
     """Return the key of an override that is not parsed yet, without the signs before it."""
     return word.lstrip("+~").partition("=")[0]
+
+
+def _typed(key: str) -> str:
+    """Return a key as it is typed for short: ``model`` for ``+model._target_``."""
+    short = {f"{section}._target_": section for section in OPEN}
+    short |= {full: section for section, full in SHORT.items()}
+    return short.get(key.lstrip("+"), key.lstrip("+"))
 
 
 def where(target: object) -> Where:
@@ -167,9 +175,11 @@ def _combined(
             values[key] = [f"{key}={value}" for value in _listed(one, most, searches)]
         except Exception as error:  # Hydra raises HydraException, ValueError, TypeError and more
             problems.append(Problem(key, one.get_value_string(), str(error)))
-    together = [key for key in values if key in zipped and len(values[key]) > 1]
-    if len({len(values[key]) for key in together}) > 1 or {*together} != {*zipped}:
-        told = ", ".join(f"{key} has {len(values.get(key, ['']))}" for key in zipped)
+    lists = {_typed(key): key for key, words in values.items() if len(words) > 1}
+    together = [key for name, key in lists.items() if name in {*map(_typed, zipped)}]
+    counts = [len(values[lists[key]]) if (key := _typed(one)) in lists else 1 for one in zipped]
+    if {*counts} & {1} or len({*counts}) > 1:
+        told = ", ".join(f"{key} has {count}" for key, count in zip(zipped, counts, strict=True))
         problems.append(Problem("sweep.zip", zipped, f"these lists must be equally long: {told}"))
     if problems:
         raise RequestError(problems)

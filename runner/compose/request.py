@@ -148,13 +148,14 @@ def _logging_restored() -> Iterator[None]:
 # -- answers to the flags that print and run nothing
 
 
-def help_text(given: Sequence[str], config_dir: Path | None = None) -> str:
+def help_text(given: Sequence[str], config_dir: Path | None = None, multirun: bool = False) -> str:
     """Return the text of ``--help``, with the values that the overrides ``given`` give.
 
     Names of sections among them ask for the keys of these sections alone.
     """
     sections = [word for word in given if word in RunConfig.model_fields]
-    wanted = request([word for word in given if word not in sections], config_dir=config_dir)
+    words = [word for word in given if word not in sections]
+    wanted = request(words, multirun=multirun, config_dir=config_dir)
     composer = wanted.composer
     with composer.active():
         config = wanted.composed or composer.compose([]).config  # a sweep has no single values

@@ -51,7 +51,7 @@ def read_yaml(file: Path) -> Any:
 
 def outputs() -> Path:
     """Return the folder of all runs and sweeps: ``$RUNNER_OUTPUTS``, or ``outputs`` right here."""
-    return Path(os.environ.get("RUNNER_OUTPUTS") or "outputs").expanduser().absolute()
+    return Path(os.path.expanduser(os.environ.get("RUNNER_OUTPUTS") or "outputs")).absolute()
 
 
 def obstacle(folder: Path) -> str | None:

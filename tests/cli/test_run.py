@@ -140,6 +140,7 @@ def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monke
     for words, part in {
         "--cfg job -p clip": "threshold",
         "--info defaults": "clip/norm",
+        "-m clip.threshold=1,2 --help": "clip.threshold=1.0",
         "--hydra-help": "--multirun",
         "plan --help": "without running it",
         "verify --help": "verify.tolerance",

@@ -96,6 +96,9 @@ FLAGS = [
     ("--fro seed=1", ["--fro", "unknown flag", "--help"]),
     ("--cfg everything", ["--cfg", "everything", "job"]),
     ("--cfg job -m", ["--multirun", "not allowed with argument --cfg"]),
+    *((f"{flag} -m", ["not allowed with argument"]) for flag in ("-sc", "--hydra-help")),
+    ("-p clip", ["--package", "goes with --cfg"]),
+    ("--resolve --info", ["--resolve", "goes with --cfg"]),
     ("--config-dir /nowhere", ["--config-dir", "folder that exists"]),
     *((f"clip=nrom {flag}", ["did you mean norm?"]) for flag in ("--help", "--cfg job", "--info")),
 ]

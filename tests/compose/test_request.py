@@ -110,6 +110,18 @@ def test_values_of_the_environment_and_secrets_are_not_recorded(monkeypatch):
             "clip=norm,schedule clip.warmup_steps=unset,30 sweep.zip=[clip,clip.warmup_steps]",
             ["clip=norm", "clip=schedule clip.warmup_steps=30"],
         ),
+        (
+            "model=m.A,m.B model.width=1,2 +model.bias=3,4 "
+            "sweep.zip=[model,model.width,model.bias]",
+            [
+                "model._target_=m.A model.width=1 +model.bias=3",
+                "model._target_=m.B model.width=2 +model.bias=4",
+            ],
+        ),
+        (
+            "clip.skip=ema,sigma +seed=1,2 sweep.zip=[clip.skip,+seed]",
+            ["clip.skip.rule=ema +seed=1", "clip.skip.rule=sigma +seed=2"],
+        ),
     ],
 )
 def test_a_sweep_is_every_combination_in_hydras_order(words, labels):

@@ -28,6 +28,9 @@ def test_the_same_jobs_have_the_same_folder_however_they_are_typed(outputs, tmp_
     odd = tmp_path / "it's (a) = b,c"
     monkeypatch.setenv("RUNNER_OUTPUTS", str(odd))
     assert sweep("seed=1,2").folder.parent == odd / "sweeps"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RUNNER_OUTPUTS", "~nobody-here")  # a folder, as in a shell
+    assert sweep("seed=1,2").folder.parent == tmp_path / "~nobody-here" / "sweeps"
 
 
 def test_a_sweep_takes_further_runs_and_no_others():

@@ -136,7 +136,7 @@ class Composer:
         parser = OverridesParser.create(config_loader=self.loader)
         overrides: list[Override] = []
         problems = []
-        for word in _spelled_out(words):
+        for word in spelled_out(words):
             key, equals, value = word.partition("=")
             try:
                 if odd := _ODD.search(word):
@@ -238,7 +238,7 @@ class Composer:
         return made
 
 
-def _spelled_out(given: Iterable[str]) -> list[str]:
+def spelled_out(given: Iterable[str]) -> list[str]:
     """Return overrides with ``resume.from=`` for ``resume=``, ``model._target_=`` for a class."""
     short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
     target = re.compile(rf"^({'|'.join(OPEN)})=((?:\w+\.)+[^\W\d]\w*(?:,(?:\w+\.)+[^\W\d]\w*)*)$")

@@ -24,7 +24,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.compose import recipes
-from runner.compose.composer import OPEN, Composer, recipe_folders
+from runner.compose.composer import OPEN, Composer, recipe_folders, spelled_out
 from runner.compose.jobs import Sweep, destination, job_of, sweep
 from runner.compose.record import Job, as_yaml, unresolved_composition
 from runner.config.check import owned_keys
@@ -84,6 +84,10 @@ class Request:
             HydraConfig.instance().set_config(config)
             configure_log(config.hydra.hydra_logging, config.hydra.verbose)
             file.write_text(as_yaml(unresolved_composition(config)), encoding="utf-8")
+            if params := OmegaConf.select(config, "hydra.sweeper.params"):
+                words = spelled_out(f"{key}={value}" for key, value in params.items())
+                with read_write(config.hydra):
+                    config.hydra.sweeper.params = dict(word.split("=", 1) for word in words)
             given: Any = {"hydra_context": self._context(), "task_function": work, "config": config}
             if self.sweep.trials is not None:
                 typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references too

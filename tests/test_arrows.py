@@ -10,25 +10,22 @@ import runner
 
 ROOT = Path(runner.__file__).parent
 ARROWS = {
-    "cli": "compose sweep verify calibrate bench report dashboard launch",
-    "sweep": "launch compose run_folder report",
+    "cli": "sweep tools bench report launch",
+    "sweep": "launch run_folder report",
     "launch": "train telemetry run_folder report",
-    "verify": "launch train compose",
-    "calibrate": "launch train compose",
-    "bench": "launch train compose",
+    "tools": "train telemetry",
+    "bench": "launch train",
     "train": "checkpoint booster telemetry optim data models",
     "checkpoint": "booster run_folder",
     "telemetry": "clip run_folder optim",
     "booster": "parallel clip data",
     "parallel": "clip",
-    "dashboard": "telemetry run_folder",
     "report": "run_folder",
-    **dict.fromkeys(("compose", "run_folder", "optim", "clip", "data", "models", "config"), ""),
+    **dict.fromkeys(("run_folder", "optim", "clip", "data", "models", "config"), ""),
 }
 """What each folder is built on. It may also import what these are built on, and ``config``."""
 FOREIGN = {
-    "config": "torch hydra wandb",
-    "compose": "torch wandb",
+    "config": "torch wandb",
     "clip": "hydra omegaconf wandb numpy",
     "parallel": "hydra omegaconf wandb",
     "booster": "hydra omegaconf wandb",

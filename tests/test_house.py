@@ -13,7 +13,7 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config", "compose"): 3259,
+    ("config",): 3258,
     ("cli",): 894,
     ("launch",): 1199,
     ("sweep",): 644,
@@ -27,7 +27,7 @@ LINES = {
     ("data", "models"): 2100,
     ("report",): 2292,
     ("run_folder",): 600,
-    ("verify", "calibrate", "dashboard"): 1147,
+    ("tools",): 1146,
     ("bench",): 807,
 }
 """The most lines of each room. A change that makes a room smaller lowers its number."""
@@ -104,7 +104,7 @@ def test_no_room_has_a_circle_and_few_arrows_lead_between_rooms():
             rooms = {other.split(".")[1] for other in found if "." in other}
             arrows |= {(room, other) for other in rooms - {room}}
         [*TopologicalSorter(needs).static_order()]  # raises CycleError
-    assert len(arrows) <= 80
+    assert len(arrows) <= 70
 
 
 def private_names(file):

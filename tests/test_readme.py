@@ -13,9 +13,9 @@ from torch import nn
 
 from runner.cli import new
 from runner.cli.main import COMMANDS, PARSED_BY_ARGPARSE
-from runner.compose import recipes
-from runner.compose.request import request
+from runner.config import recipes
 from runner.config.folders import find, options
+from runner.config.request import request
 from runner.data.dataset import TensorPairs, collate_pairs
 from runner.run_folder import files, keys
 from tests.process import ROOT, python

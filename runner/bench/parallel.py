@@ -22,7 +22,7 @@ from runner.bench.clip import SCALE, gpt
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
 from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
 from runner.clip import Layout, build, total_norm
-from runner.compose.request import request
+from runner.config.request import request
 from runner.config.schema import RunConfig
 from runner.launch.supervise import train
 from runner.telemetry.sinks import Sink

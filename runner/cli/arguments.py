@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.cli import folder
-from runner.compose.jobs import Where
-from runner.compose.record import Job
-from runner.compose.request import Request, request
 from runner.config.environment import joins, started_rank
 from runner.config.folders import obstacle
 from runner.config.identity import digest
+from runner.config.jobs import Where
 from runner.config.plugin_section import may_grow
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.record import Job
+from runner.config.request import Request, request
 from runner.config.schema import RunConfig
 from runner.launch.resume import require_one_machine
 from runner.run_folder.status import earlier_record

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from runner.cli import new_folder
 from runner.cli.arguments import on_ranks, single
-from runner.compose.jobs import key_of
 from runner.config.environment import joins
 from runner.config.identity import masked_words
+from runner.config.jobs import key_of
 from runner.config.problem import Problem, RequestError
 from runner.run_folder.status import provenance
 from runner.run_folder.strict_json import write_object
@@ -39,8 +39,8 @@ def calibrate(words: Sequence[str]) -> int:
     output = config.calibrate.output
     given = Path(output) if output else None
     folder = new_folder("calibration", "calibrate.json", "calibrate.output", given)
-    from runner.calibrate.measure import describe, end_of, execute, lines
     from runner.launch.failure import Failure
+    from runner.tools.calibrate import describe, end_of, execute, lines
 
     steps = end_of(config).value
     sinks = [] if joins() else [TerminalSink(steps, config.log.flush, title="calibration")]
@@ -74,8 +74,8 @@ def verify(words: Sequence[str]) -> int:
     typed = wanted.folder if "hydra.run.dir" in map(key_of, words) else None
     folder = new_folder("verification", FILE, "hydra.run.dir", typed)
     from runner.launch.failure import Failure
-    from runner.verify.comparison import last_line, lines
-    from runner.verify.side_by_side import execute
+    from runner.tools.comparison import last_line, lines
+    from runner.tools.verify import execute
 
     if not joins():
         print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")

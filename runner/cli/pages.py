@@ -85,7 +85,7 @@ def dashboard(words: Sequence[str]) -> int:
     said = "wandb is told to be offline (WANDB_MODE)"
     if os.environ.get("WANDB_MODE", "online") == "online":
         # A process of its own asks the server: wandb's client waits for minutes, and ends with it.
-        code = "from runner.dashboard import main; main()"
+        code = "from runner.tools.dashboard import main; main()"
         command = [sys.executable, "-W", "ignore", "-c", code]
         try:
             done = subprocess.run(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from runner.cli import WRONG_REQUEST
 from runner.cli.arguments import check_jobs, checked, read
-from runner.compose.record import recorded_words, write_composition
-from runner.compose.request import Request, answer, help_text, request
 from runner.config.environment import joins, started_rank
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.record import recorded_words, write_composition
+from runner.config.request import Request, answer, help_text, request
 from runner.launch import resume
 from runner.run_folder import files
 from runner.run_folder.status import claimed

@@ -18,11 +18,11 @@ from pathlib import Path
 from signal import SIGINT, SIGTERM
 from typing import Any
 
-from runner.compose.jobs import Sweep, Where
-from runner.compose.record import Job
-from runner.compose.request import Request
 from runner.config.identity import masked_words
+from runner.config.jobs import Sweep, Where
 from runner.config.problem import Interrupted, Problem, RequestError
+from runner.config.record import Job
+from runner.config.request import Request
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.supervise import write_page

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from runner.compose.record import Job
-from runner.compose.request import Request
 from runner.config.problem import RequestError
+from runner.config.record import Job
+from runner.config.request import Request
 from runner.launch.resume import WORDS, named, newest, problems
 from runner.run_folder import files, keys
 from runner.run_folder.status import Entry, SweepRecord, elapsed, is_unfinished, objective_of

@@ -5,9 +5,9 @@ import shlex
 
 import pytest
 
-from runner.calibrate.measure import commands
 from runner.cli.main import main
-from runner.compose.request import request
+from runner.config.request import request
+from runner.tools.calibrate import commands
 
 SMALL = ["data=synthetic", "data.samples=256", "device=cpu", "train.max_duration=2ep"]
 # 16 steps of 32 samples.

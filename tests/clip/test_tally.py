@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from runner.calibrate.measure import Histogram
 from runner.clip import GradStats, Layout, apply_gradient_clipping, build
 from runner.clip.mode import HIGHEST, LOWEST, PER_DECADE, Tally
+from runner.tools.calibrate import Histogram
 from tests.clip.reference import on, unwaited
 from tests.distributed.cases import Case, trainer
 from tests.ranks import run_ranks

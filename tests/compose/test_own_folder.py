@@ -2,9 +2,9 @@
 
 import pytest
 
-from runner.compose.record import as_yaml, recorded
-from runner.compose.request import request
 from runner.config.problem import RequestError
+from runner.config.record import as_yaml, recorded
+from runner.config.request import request
 
 FILES = {
     "model/mine.yaml": "_target_: own.Net\nwidth: 16\n",

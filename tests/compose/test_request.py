@@ -4,9 +4,9 @@ import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
-from runner.compose.composer import Composer
-from runner.compose.request import request
+from runner.config.composer import Composer
 from runner.config.problem import RequestError
+from runner.config.request import request
 
 pytestmark = pytest.mark.usefixtures("outputs")
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from runner.cli import arguments
-from runner.compose.request import request
 from runner.config.problem import RequestError
+from runner.config.request import request
 
 pytestmark = pytest.mark.usefixtures("outputs")
 TWO = ["clip.threshold=0.1,0.25", "seed=1,2"]

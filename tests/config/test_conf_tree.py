@@ -7,10 +7,10 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
-from runner.compose.request import request
 from runner.config.check import examine
 from runner.config.folders import find, options, read_yaml
 from runner.config.modes import MODES, NAMES, options_of
+from runner.config.request import request
 from tests.config.composed import changed, plain
 
 FILES = sorted(find("conf").glob("*/*.yaml"))

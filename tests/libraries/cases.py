@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from runner.compose.request import request
+from runner.config.request import request
 from runner.data import Data
 
 STEPS, LR, MOMENTUM, LIMIT = 10, 0.005, 0.9, 0.25

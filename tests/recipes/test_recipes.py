@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from runner.compose import recipes
-from runner.compose.request import help_text, request
+from runner.config import recipes
 from runner.config.folders import find
+from runner.config.request import help_text, request
 from tests.mode_names import NAMES
 from tests.process import python
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from runner.compose.request import request
+from runner.config.request import request
 from runner.report import read, write
 from runner.report.findings import find
 from runner.report.statistics import LEVEL, Difference, compare, holm

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runner.compose.request import request
 from runner.config.notation import Duration
+from runner.config.request import request
 from runner.train.job import make_trainer
 from tests.ranks import run_ranks
 

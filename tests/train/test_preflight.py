@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from runner.cli.main import main
-from runner.compose.request import request
+from runner.config.request import request
 from runner.data import Data
 from runner.run_folder.status import objective_of
 from runner.train import build, preflight

@@ -3,10 +3,10 @@
 from contextlib import nullcontext
 from unittest.mock import patch
 
-from runner.compose.request import request
 from runner.config.check import parse
+from runner.config.request import request
+from runner.tools.verify import execute
 from runner.train import build
-from runner.verify.side_by_side import execute
 from tests.verify import faulty_plugins
 
 TOKENS = [

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from runner.clip import Layout, ParamShard, Units
-from runner.verify.comparison import (
+from runner.tools.comparison import (
     SideMetrics,
     compare_mode,
     compare_step,

@@ -10,13 +10,13 @@ from torch import nn
 
 from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
-from runner.train import build
-from runner.verify.side_by_side import (
+from runner.tools.verify import (
     make_mode,
     make_reference,
     make_samples,
     switch_off_dropout,
 )
+from runner.train import build
 from tests.verify.requests import IMAGES, net, plain_of
 
 

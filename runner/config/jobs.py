@@ -16,11 +16,11 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.compose.composer import OPEN, Composed, Composer, exists, reason
-from runner.compose.record import Job, checked
+from runner.config.composer import OPEN, Composed, Composer, exists, reason
 from runner.config.folders import outputs
 from runner.config.identity import digest, sweep_name
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.record import Job, checked
 from runner.config.schema import SHORT
 
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]

@@ -32,9 +32,7 @@ from runner.parallel.collectives import on_first
 from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
 from runner.telemetry.sinks import Sink
-from runner.train import build
-from runner.train.trainer import Log, Trainer
-from runner.verify.comparison import (
+from runner.tools.comparison import (
     Naive,
     SideMetrics,
     compare_mode,
@@ -45,7 +43,9 @@ from runner.verify.comparison import (
     tensor_errors,
     worst_naive,
 )
-from runner.verify.reference import Reference, windows
+from runner.tools.reference import Reference, windows
+from runner.train import build
+from runner.train.trainer import Log, Trainer
 
 T = TypeVar("T")
 

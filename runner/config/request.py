@@ -23,13 +23,13 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from runner.compose import recipes
-from runner.compose.composer import OPEN, Composer, recipe_folders, spelled_out
-from runner.compose.jobs import Sweep, destination, job_of, sweep
-from runner.compose.record import Job, as_yaml, unresolved_composition
+from runner.config import recipes
 from runner.config.check import owned_keys
+from runner.config.composer import OPEN, Composer, recipe_folders, spelled_out
 from runner.config.folders import CONFIG_NAME, find
+from runner.config.jobs import Sweep, destination, job_of, sweep
 from runner.config.problem import Problem, RequestError, leaves, shown
+from runner.config.record import Job, as_yaml, unresolved_composition
 from runner.config.schema import SHORT, RunConfig
 
 T = TypeVar("T")

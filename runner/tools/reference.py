@@ -19,7 +19,7 @@ from runner.booster.loss import Criterion, WindowLoss
 from runner.clip import ClipMode
 from runner.config.schema import RunConfig
 from runner.data import PartitionedBatches
-from runner.verify.comparison import SideMetrics
+from runner.tools.comparison import SideMetrics
 
 
 def windows(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from runner.clip import build as build_mode
 from runner.clip.mode import HIGHEST, LOWEST, NEVER, Tally
-from runner.compose.jobs import key_of
+from runner.config.jobs import key_of
 from runner.config.modes import MODES, ModeInfo, info_of
 from runner.config.notation import Duration, percent, plural, rounded
 from runner.config.schema import RunConfig

@@ -1,1 +1,0 @@
-"""Measure gradients without clipping, and suggest thresholds."""

@@ -1,1 +1,0 @@
-"""From overrides to checked configurations: the side of this project that knows Hydra."""

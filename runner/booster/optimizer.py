@@ -292,6 +292,8 @@ class OptimizerWrapper(StepOrder):
                 shard.param.grad = None
             elif shard.param.grad is not None:
                 shard.param.grad.zero_()
+        if set_to_none:
+            self._made.forget()
         self.begin_step(zeroed=set_to_none)
 
     def begin_step(self, zeroed: bool) -> None:

@@ -3,7 +3,8 @@
 Not in each backward pass: gradients of tied copies, and partial gradients, would then be added to
 sums that already contain them. :class:`Averaging` begins in the last one of a window, as in DDP (Li
 et al. 2020, arXiv 2006.15704, section 3.2), but nothing is final before :meth:`Averaging.finish`:
-if a later backward pass wrote to a gradient whose bucket was sent, all are averaged again.
+if a later backward pass wrote to a gradient whose bucket was sent, or the window was dropped, all
+are averaged again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from runner.clip.shard import local
 from runner.parallel.collectives import all_reduce, broadcast, buckets, flat_of, on_any_rank
 from runner.parallel.hooks import register
-from runner.parallel.mesh import Axes, split_parameters, twin
+from runner.parallel.mesh import Axes, split_parameters
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class Averaging:
     """Averages the gradients of replicas, bucket by bucket from the backward pass on.
 
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
-    those of all buckets before it are complete; :meth:`finish` sends the others. They have a
-    process group of their own, because ranks that use different parameters send them at different
-    places among other collectives. By ids: how many ``backwards`` accumulate a gradient in one
-    backward pass (1 if not given), and which are complete only after it (``waiting``).
+    those of all buckets before it are complete; :meth:`finish` sends the others. Each model has a
+    process group of its own for them, because ranks that use different parameters send them at
+    different places among other collectives. By ids: how many ``backwards`` accumulate a gradient
+    in one backward pass (1 if not given), and which are complete only after it (``waiting``).
     """
 
     held = False  # whether backward passes run under ``no_sync`` now, and send nothing
@@ -89,7 +90,10 @@ class Averaging:
         self._late = replace(replicas, parameters=late)
         self._parameters = [p for p in replicas.parameters if not (alone or id(p) in waiting)]
         self._early = replace(replicas, parameters=self._parameters)
-        self._group = None if alone or replicas.group is None else twin(replicas.group)
+        self._group: Any = None
+        if not (alone or replicas.group is None):
+            ranks = dist.get_process_group_ranks(replicas.group)
+            self._group = dist.new_group(ranks, use_local_synchronization=True)
         self._backwards = backwards
         self._begin()
         weak = ref(self)  # A hook lives as long as its parameter.
@@ -140,7 +144,10 @@ class Averaging:
         changed = [p.requires_grad for p in self._parameters] != self._trained
         changed = changed or min(self._left.values(), default=0) < 0
         changed = changed or any(now[0] is not then[0] for now, then in pairs)
-        wrote = any(now[0] is then[0] and now[1] != then[1] for now, then in pairs)
+        again = [now[0] for now, then in pairs if now[0] is then[0] and now[1] != then[1]]
+        # Only here an accelerator is waited for: zeros are what zero_grad has left of a window.
+        wrote = any(bool(g is not None and local(g).any()) for g in again)
+        changed = changed or bool(again)
         # Ranks agree on the host, so that no accelerator is waited for.
         flags = [changed, wrote, *(p.grad is not None for p in self._parameters)]
         if self._parameters:

@@ -141,6 +141,11 @@ class Usage:
                 register(partial(self._note, key_of_shard), gathered)
             block.reshard()
 
+    def forget(self) -> None:
+        """Forget a window whose gradients were dropped."""
+        self._used.clear()
+        self._apart.forget()
+
     def _note(self, parameter: int, gradient: Tensor) -> Tensor | None:
         self._used.add(parameter)
         return self._apart(gradient)

@@ -16,30 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.config.plugin_section import MeshSizes
 
-_made: dict[Any, tuple[Any, Any]] = {}
-"""Meshes and groups by what they were made of, each with the world that it was made in."""
+_made: dict[Any, tuple[Any, DeviceMesh]] = {}
+"""Meshes by what they were made of, each with the world that it was made in."""
 
 
 def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a device mesh of all ranks, once for the same arguments: groups keep threads."""
     key = (device_type, shape, names)
-    world, mesh = _made.get(key, (None, None))
-    if mesh is None or world is not dist.group.WORLD:
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        _made[key] = dist.group.WORLD, mesh
-    assert isinstance(mesh, DeviceMesh)
-    return mesh
-
-
-def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another group of the same ranks; all ranks call this, each with its group."""
-    key = tuple(dist.get_process_group_ranks(group))
-    world, other = _made.get(key, (None, None))
-    if other is None or world is not dist.group.WORLD:
-        other = dist.new_group(key, use_local_synchronization=True)
-        _made[key] = dist.group.WORLD, other
-    assert isinstance(other, dist.ProcessGroup)
-    return other
+    if key not in _made or _made[key][0] is not dist.group.WORLD:
+        _made[key] = dist.group.WORLD, init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _made[key][1]
 
 
 class Axes(NamedTuple):

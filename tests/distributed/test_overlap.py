@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.booster import Booster
-from runner.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin
+from runner.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from runner.parallel import collectives
 from tests.ranks import run_ranks
 
@@ -49,10 +49,16 @@ def dropped(model, backward, no_sync, step):
     backward()
 
 
+def zeroed(model, backward, no_sync, step):
+    backward()
+    model.zero_grad(set_to_none=False)
+    backward()
+
+
 WAYS = {
     "once": lambda model, backward, no_sync, step: backward(),
     "not finite": lambda model, backward, *_: backward(math.nan if dist.get_rank() else 1.0),
-    **{way.__name__: way for way in (accumulated, replaced, dropped)},
+    **{way.__name__: way for way in (accumulated, replaced, dropped, zeroed)},
 }
 
 
@@ -107,3 +113,52 @@ def test_gradients_are_the_average_in_whatever_way_they_came_about(make, world):
         assert {name: wrong for name, (wrong, _) in rank.items() if wrong} == {}
         for name in ("once", "accumulated", "not finite"):
             assert all(0 < sent < of for sent, of in rank[name][1]), name
+
+
+def both_in_one_pass(make):
+    """What is wrong with the gradients of two models, of which ranks use other branches."""
+    collectives.BUCKET = 300
+    torch.manual_seed(1)
+    models, wrong = [Forked().double(), Forked().double()], []
+    alone = copy.deepcopy(models)
+    booster = Booster(plugin=make())
+    made = [booster.boost(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in models]
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(6):
+        inputs = [torch.randn(4, 5, generator=draw, dtype=torch.float64) for _ in models]
+        for nets in ([boosted for boosted, *_ in made], alone):
+            pairs = zip(nets, inputs, strict=True)
+            torch.stack([net(each).square().sum() for net, each in pairs]).sum().backward()
+        for (_, optimizer, *_), net, own in zip(made, models, alone, strict=True):
+            optimizer.unscale()
+            for got, one in zip(net.parameters(), own.parameters(), strict=True):
+                summed = torch.zeros_like(one) if one.grad is None else one.grad
+                dist.all_reduce(summed)
+                mine = torch.zeros_like(one) if got.grad is None else got.grad
+                wrong += [] if torch.allclose(mine, summed / 2, 1e-12) else [step]
+            optimizer.zero_grad()
+            own.zero_grad()
+    return wrong
+
+
+def test_two_models_send_their_gradients_apart():
+    assert run_ranks(both_in_one_pass, 2, HybridParallelPlugin) == [[], []]
+
+
+def after_a_dropped_window(make):
+    """Which parameters have a gradient after a window that used others was dropped."""
+    model = Forked().double()
+    boosted, optimizer, *_ = Booster(plugin=make()).boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    for sign in (1.0, -1.0):
+        optimizer.zero_grad()
+        boosted(torch.full((4, 5), sign, dtype=torch.float64)).sum().backward()
+    optimizer.unscale()
+    return {name for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("make", [HybridParallelPlugin, TorchFSDPPlugin])
+def test_what_a_dropped_window_used_has_no_gradient(make):
+    used = {f"{part}.{name}" for part in ("enter", "right", "head") for name in ("weight", "bias")}
+    assert run_ranks(after_a_dropped_window, 2, make) == [used, used]

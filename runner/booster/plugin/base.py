@@ -68,6 +68,7 @@ class ParallelModel:
         renamed: name in the whole model of each parameter that has another name on this rank.
         watch_final: calls a function with each parameter whose gradient has become final in a
             backward pass; None if they are final only after it.
+        forget: called when gradients were set to None without a step.
     """
 
     module: nn.Module
@@ -78,6 +79,7 @@ class ParallelModel:
     pipeline: Pipeline | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     watch_final: Callable[[Final], None] | None = None
+    forget: Callable[[], None] = sync.nothing
 
 
 class Plugin(ABC):

@@ -218,9 +218,8 @@ class HybridParallelPlugin(base.Plugin):
             replicated = tensor_styles.replicated(model)
             calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
         finish = sync.in_turn(*calls)
-        return base.ParallelModel(
-            model, layout, finish, broadcast_params, steps, pipeline, own.renamed
-        )
+        made = (layout, finish, broadcast_params, steps, pipeline, own.renamed)
+        return base.ParallelModel(model, *made, forget=usage.forget)
 
     def _check_hooks(self, model: nn.Module) -> None:
         """Refuse post-accumulate hooks that would not run."""

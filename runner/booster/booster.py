@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from operator import itemgetter
 from typing import Any
 from weakref import ref
@@ -49,7 +48,7 @@ class Booster(saved.CheckpointIO):
         loss_scale: fp16 scale to use instead of the default one.
         nonfinite: what the optimizer does if a gradient is not finite: ``skip`` the step, raise an
             ``error``, or ``ignore`` it.
-        skip: rule that skips steps whose loss or gradient norm is a spike; None for no rule. Each
+        skip: rule that skips steps whose gradient norm is a spike; None for no rule. Each
             boosted optimizer has a copy of its own, ``optimizer.skip``. See
             :class:`runner.SkipRule`.
 
@@ -137,7 +136,6 @@ class Booster(saved.CheckpointIO):
                 self.nonfinite,
                 plugin.max_norm,
                 copy.deepcopy(self.skip),
-                partial(plugin.start_mean_over_data, device=made.layout.device),
                 wrapper.boosted.require_final,
             )
         if made.pipeline is not None:
@@ -246,7 +244,6 @@ class Booster(saved.CheckpointIO):
             return loss.sum(outputs, mapped(batch, part), items) * factor
 
         total = model.pipeline.train(loss.call(batch).only_tensor(), summed) / factor
-        optimizer.add_loss(total, weight)
         optimizer.end_backward()
         return total
 

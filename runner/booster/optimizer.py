@@ -19,7 +19,6 @@ from runner.booster.step_order import (
     Nonfinite,
     NonFiniteGradient,
     StepOrder,
-    StepOrderError,
     StepState,
     finding,
 )
@@ -50,12 +49,11 @@ class OptimizerWrapper(StepOrder):
         nonfinite: Nonfinite = "skip",
         max_norm: float = 0.0,
         skip: SkipRule | None = None,
-        start_mean: Callable[[Number], Callable[[], Number]] | None = None,
         require_final: Callable[[], None] = nothing,
     ) -> None:
-        super().__init__(made.layout, loss_scale, skip is not None and skip.reads_loss)
+        super().__init__(made.layout, loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.nonfinite, self.skip, self._start_mean = nonfinite, skip, start_mean
+        self.nonfinite, self.skip = nonfinite, skip
         self._made, self._max_norm, self._require_final = made, max_norm, require_final
         self._shared |= made.sync_grads is not nothing
         self.decision: Decision | None = None
@@ -153,13 +151,12 @@ class OptimizerWrapper(StepOrder):
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
-        waiting = self._start_loss()
         stats = mode.measure(self.layout, each)
         self.powers, self.stage = stats.powers, StepState.CLIPPED
-        finite, loss = self._judge(stats.norm), waiting()
+        finite = self._judge(stats.norm)
         spike: bool | Tensor = False
         if self.skip is not None:
-            spike = self.skip.is_spike(stats.norm, loss, finite)
+            spike = self.skip.is_spike(stats.norm)
             # The host waits where it decides whether the step is taken.
             self._spike = bool(spike) if isinstance(self._finite, bool) else spike
         stats = replace(stats, finite=self._unless_spike(finite))
@@ -169,18 +166,6 @@ class OptimizerWrapper(StepOrder):
             number = spike.to(transfer.widest(spike.device)) if isinstance(spike, Tensor) else 1.0
             self.decision = replace(decision, spike=number)
         return self.decision
-
-    def _start_loss(self) -> Callable[[], Number | None]:
-        """Start to exchange the loss of the step, so that it travels while the norm is measured."""
-        loss = self._loss
-        if loss is None and self._reads_loss:
-            raise StepOrderError(
-                "the skip rule reads the loss: call booster.backward(loss, optimizer) instead of "
-                "loss.backward()"
-            )
-        if loss is None or self._start_mean is None:
-            return lambda: loss
-        return self._start_mean(loss)
 
     def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
         """Return ``finite``, or False for a spike."""

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.clip import Layout, Number, transfer
+from runner.clip import Layout
 from runner.clip.norms import Powers
-from runner.clip.shard import is_dtensor, local
+from runner.clip.shard import local
 from runner.config.notation import first_few, ranks_as_text
 
 Nonfinite = Literal["skip", "error", "ignore"]
@@ -109,10 +109,8 @@ class StepState(Enum):
 class StepOrder:
     """Follows the backward passes of one optimizer step after another."""
 
-    def __init__(
-        self, layout: Layout, loss_scale: LossScale | None = None, reads_loss: bool = False
-    ) -> None:
-        self.layout, self.loss_scale, self._reads_loss = layout, loss_scale, reads_loss
+    def __init__(self, layout: Layout, loss_scale: LossScale | None = None) -> None:
+        self.layout, self.loss_scale = layout, loss_scale
         self.stage = StepState.EMPTY
         self._shared = layout.group is not None  # whether ranks wait for each other in a step
         self.accumulating = False  # whether backward passes run under ``no_sync`` now
@@ -122,14 +120,12 @@ class StepOrder:
         self._final = self._unscaled = self._scaled = False
         # What was written when a backward pass began after the gradients were final, if one did.
         self._late: tuple[tuple[ReferenceType[Tensor], int] | None] | None = None
-        self._loss: Number | None = None  # of the step on this rank, for a skip rule
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16."""
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
         start = torch.full_like(loss, self.begin_backward(weight))
-        self.add_loss(loss, weight)
         loss.backward(start)  # type: ignore[no-untyped-call]
         self.end_backward()
 
@@ -139,16 +135,6 @@ class StepOrder:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
         self._scaled = True
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
-
-    def add_loss(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Add to the loss that a skip rule reads, for callers that run the backward pass."""
-        if not self._reads_loss:
-            return
-        loss = loss.detach()
-        whole = loss.full_tensor() if is_dtensor(loss) else loss
-        wide = whole.reshape(()).to(transfer.widest(whole.device))
-        added = transfer.read(wide) * weight
-        self._loss = added if self._loss is None else self._loss + added
 
     def end_backward(self) -> None:
         self.stage = StepState.ACCUMULATING if self.accumulating else StepState.READY
@@ -211,7 +197,7 @@ class StepOrder:
     def begin_step(self, zeroed: bool) -> None:
         self.stage, self._last = StepState.EMPTY, None if zeroed else self._written()
         self._final = self._unscaled = self._scaled = False
-        self._loss = self._late = None
+        self._late = None
 
     def unscale(self) -> None:
         """Synchronise the gradients and divide them by the fp16 scale, once a step, in place."""

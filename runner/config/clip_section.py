@@ -18,10 +18,9 @@ WINDOW = 128
 
 
 class Skip(Section):
-    """Whole optimizer steps that are left out because their loss or gradient norm is a spike."""
+    """Whole optimizer steps that are left out because their gradient norm is a spike."""
 
     rule: Literal["sigma", "ema"] | None = key("skip above mean + k sigma, or k averages", None)
-    of: Literal["norm", "loss", "either"] = key("judge the norm, the loss, or both", "norm")
     k: t.Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
@@ -74,7 +73,7 @@ class Clip(ModeOptions):
     scales: Literal["auto", "all"] = key("scale all gradients; auto: not Muon's matrices", "auto")
     when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
     step_in_backward: bool = key("step each parameter in the backward pass too", False)
-    skip: Skip = key("leave out whole steps whose loss or gradient norm is a spike", Skip())
+    skip: Skip = key("leave out whole steps whose gradient norm is a spike", Skip())
     what_if: list[t.Positive] = key("log the share of steps that these thresholds would clip")
 
     @property

@@ -230,9 +230,7 @@ class SkippedSteps:
         for number, values in steps:
             step = self._steps.pop(number, None)
             if values.spike:
-                rule = self._optimizer.skip
-                assert rule is not None
-                found = f"the {rule.of_what} is a spike, the gradient's norm is "
+                found = "the norm of the gradient is a spike: "
                 self._skipped(number, found + rounded(values.norm), values.norm, "spike")
             elif step is None or math.isfinite(values.norm):
                 self.in_a_row = 0

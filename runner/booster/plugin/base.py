@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from runner.clip import Layout, Number, transfer
+from runner.clip import Layout
 from runner.clip.transfer import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
@@ -149,14 +149,6 @@ class Plugin(ABC):
         """Start :meth:`sum_over_ranks` on the host (gloo); return a function that waits."""
         rows = start_gather(torch.tensor(values, dtype=torch.float64), None)
         return lambda: rows().sum(0).tolist()
-
-    def start_mean_over_data(self, value: Number, device: torch.device) -> Callable[[], Number]:
-        """Start the mean over data-parallel ranks on ``device``; return a function that waits."""
-        if self.world_size == 1:
-            return lambda: value
-        mine = value if self.reports_metrics else 0.0
-        rows = start_gather(transfer.on_device([mine], device), None)
-        return lambda: transfer.read(rows().sum() / self.data_size)
 
     def prepare_dataloader(
         self,

@@ -22,7 +22,7 @@ LINES = {
     ("booster",): 2960,
     ("parallel",): 2293,
     ("checkpoint",): 550,
-    ("clip",): 3573,
+    ("clip",): 3511,
     ("optim",): 394,
     ("data", "models"): 2100,
     ("report",): 2292,

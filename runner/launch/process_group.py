@@ -34,7 +34,7 @@ def launch_from_torch(
         timeout: maximum duration of one collective, in seconds.
 
     Raises:
-        RuntimeError: the environment describes no process group.
+        RuntimeError: the environment describes no process group, or its port is in use.
     """
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
@@ -47,7 +47,13 @@ def launch_from_torch(
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     backend = _backend() if backend in (None, "nccl") else backend
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ["MASTER_PORT"]
+        raise RuntimeError(f"MASTER_PORT={port} is in use; choose another port") from error
     atexit.register(_leave_at_exit)
     torch.manual_seed(seed)
     if verbose:

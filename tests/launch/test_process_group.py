@@ -1,6 +1,7 @@
 """What scripts ask about their ranks, telling a lost rank from an error, and the fork server."""
 
 import os
+import socket
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
@@ -45,6 +46,13 @@ def test_a_rank_that_cannot_find_the_others(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert told.count("Traceback") == 1
     assert "(MASTER_ADDR, MASTER_PORT not set)" in told
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        told = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RuntimeError, match=f"^MASTER_PORT={port} is in use"):
+            launch_from_torch()
 
 
 def asked(folder):

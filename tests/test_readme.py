@@ -18,7 +18,7 @@ from runner.config.folders import find, options
 from runner.config.request import request
 from runner.data.dataset import TensorPairs, collate_pairs
 from runner.run_folder import files, keys
-from tests.process import ROOT, python
+from tests.process import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -149,18 +149,6 @@ def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monk
             own = tmp_path / "demo" / given.pop(place + 1)
             given.pop(place)
         assert request(given, multirun="-m" in words, config_dir=own).jobs, words
-
-
-def test_the_model_and_data_of_readme_train(tmp_path, outputs):
-    code = re.search(r"Save this as `mine.py`:\n\n```python\n(.*?)```", README, re.DOTALL)[1]
-    assert len(code.splitlines()) <= 25
-    (tmp_path / "mine.py").write_text(code)
-    [words] = [words for words in commands(README) if "model=mine.Net" in words]
-    python(
-        "-m", "runner", *words, "train.max_duration=5ba", "tracker=none", cwd=tmp_path, timeout=300
-    )
-    [written] = outputs.glob("runs/*/metrics.jsonl")
-    assert len(written.read_text().splitlines()) == 5
 
 
 def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):

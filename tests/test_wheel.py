@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,33 @@ def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
     assert "accumulate_4" in python_says("-m", "runner", "--help")
     python_says("-m", "runner", "clip=norm", "clip.threshold=0.25")
     assert recorded(tmp_path)[1]["final"]["eval/accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-m clip.threshold=0.25,1 plugin=ddp plugin.nproc=2",
+        "plugin=tensor plugin.nproc=2 plugin.tp_plan={layers.0:colwise,layers.2:rowwise}",
+        "hydra.run.dir=one checkpoint.interval=5ba",
+    ],
+)
+def test_the_model_and_data_of_readme_train(python_says, tmp_path, words):
+    """Over two ranks in a sweep, split over two ranks, and continued in one process."""
+    empty, readme = tmp_path / "empty", (ROOT / "README.md").read_text()
+    [code] = re.findall(r"Save this as `mine.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
+    assert len(code.splitlines()) <= 25
+    (empty / "mine.py").write_text(code)
+    [command] = re.findall(r"^    python (-m runner model=mine.Net .*)$", readme, re.MULTILINE)
+    command = [*command.split(), "tracker=none"]
+    python_says(*command, *words.split(), "train.max_duration=5ba")
+    if "one" in words:
+        python_says(*command, "resume=one", "train.max_duration=7ba")
+    steps = [
+        [json.loads(row)["train/step"] for row in file.read_text().splitlines()]
+        for file in sorted(empty.glob("**/metrics.jsonl"))
+    ]
+    one = [*range(1, 6)]
+    assert steps == ([one, one] if "-m" in words else [one, [6, 7]] if "one" in words else [one])
 
 
 @pytest.fixture

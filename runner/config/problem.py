@@ -122,7 +122,8 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
     """Return the problem of a key that does not exist, with the names that are near."""
     known = set(known) - {key}
     sections = {name.partition(".")[0] for name in known}
-    near = _nearest_keys(key, sorted(known | sections - {key}))
+    swapped = [f"{value}={key}"] if str(value) in sections and "." not in key else []
+    near = swapped or _nearest_keys(key, sorted(known | sections - {key}))
     message = f"unknown key; did you mean {or_list(near)}?" if near else "unknown key"
     section = key.rpartition(".")[0]
     beside = sorted({name[len(section) + 1 :] for name in known if name.startswith(f"{section}.")})

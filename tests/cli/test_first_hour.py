@@ -8,6 +8,7 @@ LINEAR = "model=torch.nn.Linear"
 MISTAKES = [
     ("clip.treshold=1", ["clip.treshold=1", "did you mean clip.threshold?"]),
     ("clip=0.25", ["did you mean clip.threshold=0.25?"]),
+    ("norm=clip", ["did you mean clip=norm?"]),
     ("accumulation=4", ["did you mean accumulation.steps=4?"]),
     ("clip.threshold=abc", ["clip.threshold=abc", "number"]),
     ("lr=0.1", ["did you mean optimizer.lr?"]),
@@ -29,6 +30,11 @@ MISTAKES = [
     ("plugin=tensor plugin.tp_size=2 plugin.nproc=3", ["plugin.nproc=3", "tp_size 2"]),
     ("resume=/nope", ["resume=/nope", "there is no", "auto, never, or the path of a run"]),
     ("data=datasets", ["data.train.path", "no value given"]),
+    (
+        "data=own data.train._target_=tests.own_code.Flow data.train.samples=2000 "
+        f"{LINEAR} model.in_features=20 model.out_features=2",
+        ["give train.max_duration in ba or sp", "a stream"],
+    ),
 ]
 
 
@@ -38,6 +44,16 @@ def test_a_mistake_is_named_with_what_to_type(outputs, capsys, words, expected):
     printed = capsys.readouterr().err
     assert all(part in printed for part in expected), printed
     assert not outputs.exists()
+
+
+def test_a_folder_without_runs_and_one_of_another_run(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (tmp_path / "status.json").write_text("{}")
+    assert main(["tracker=none", f"hydra.run.dir={tmp_path}"]) == 2
+    printed = capsys.readouterr().err
+    assert "holds the record of an earlier run" in printed
+    assert "choose another or remove it" in printed
 
 
 def test_help_of_a_group_has_the_keys_of_the_chosen_option(capsys):

@@ -148,9 +148,11 @@ def load(
     return manifest
 
 
-def load_weights(training: Training, checkpoint: Path) -> None:
-    """Load the weights alone, to evaluate them, from a checkpoint that was checked."""
-    fill(saved.model_slots(training.model), Folder(checkpoint))
+def load_weights(training: Training, checkpoint: Path | None) -> None:
+    """Load the weights alone, to evaluate them, from the checkpoint that the first rank names."""
+    found = on_first(lambda: checkpoint)
+    assert found is not None
+    fill(saved.model_slots(training.model), Folder(found))
 
 
 def require_savable(training: Training) -> None:

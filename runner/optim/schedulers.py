@@ -42,7 +42,6 @@ class _FactorLR(lr_scheduler.LambdaLR):
     """Multiplies the optimizer's rate by a function of the step, also in a step after loading."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state, by the function of this schedule."""
         super().load_state_dict(state_dict)
         self._last_lr = [
             rate * factor(self.last_epoch)
@@ -155,7 +154,6 @@ class StaircaseLR(_FactorLR):
 def _after_warmup(
     total_steps: int, warmup_fraction: float, decay: Callable[[float], float]
 ) -> Callable[[int], float]:
-    """Return the factor of each step: linear warm-up to 1, then ``decay`` of the progress."""
     if not 0 <= warmup_fraction < 1:
         raise ValueError(f"warmup_fraction must lie in [0, 1), not {warmup_fraction}")
     warmup = math.ceil(total_steps * warmup_fraction)

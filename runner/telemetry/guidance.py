@@ -1,37 +1,100 @@
-"""Give advice on the clipping threshold of a finished run.
+"""Give advice on the clipping threshold of a finished run, which depends on its optimizer.
 
 By the Deep Learning Tuning Playbook (https://github.com/google-research/tuning_playbook), one that
 clips more than half of the updates is "extremely aggressive", a lower learning rate does the same
-more simply, and the 90th percentile of the unclipped norms is a good start. What clipping does to a
-step depends on the optimizer, see :mod:`runner.optim.effects`.
+more simply, and the 90th percentile of the unclipped norms is a good start.
+
+| kind of optimizer | optimizers | effect of scaling every gradient by the same factor |
+|---|---|---|
+| plain | SGD, ASGD, L-BFGS | the step is scaled by that factor |
+| normalized | Adam and its kin, RMSprop, Adagrad, Adafactor, LAMB, LARS, SOAP | none (*) |
+| orthogonalized | Muon | none on matrices (*); mode ``norm`` leaves them out by default |
+| sign | Lion, Signum | none; clipped gradients weigh less in the momentum |
+| sign only | signSGD, Rprop | none; clipping changes no step |
+
+(*) while the constant that is added to the divisor is small beside the gradient; else it is plain.
+Sources: Adam (1412.6980), Adafactor (1804.04235), LAMB (1904.00962), LARS (1708.03888), Lion
+(2302.06675), signSGD and Signum (1802.04434), Muon (https://kellerjordan.github.io/posts/muon).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from runner.config.modes import ModeInfo
 from runner.config.notation import percent, rounded
-from runner.optim.effects import PLAIN, Effect
 from runner.run_folder import keys
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 FEWEST = 50  # steps below which there is no advice on a threshold
 MOSTLY = 0.5  # share clipped above which a threshold does more than cut outliers
-Topic = Literal["nonfinite", "spikes", "few", "never", "limits", "cancels", "weighs", "nothing"]
+NEGLIGIBLE = 0.1  # share of the gradient below which a constant in its divisor does not matter
+_KINDS = {
+    # Muon first: some implementations have Adam in their names for the parameters left over.
+    "orthogonalized": "muon",
+    "sign only": "rprop|signsgd",
+    "sign": "lion|signum|tiger",
+    "normalized": "adam|adan|adafactor|adagrad|adadelta|adabelief|adabound|rmsprop|lamb|lars"
+    "|novograd|yogi|came|soap|shampoo|prodigy|sophia|apollo",
+}
+"""Patterns for the lower-case class names of optimizers; the first match counts."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    name: str = "SGD"
+    kind: str = "plain"
+    left_out: str = ""  # class name of an optimizer beside it whose gradients are not scaled
+
+
+def effect_of(
+    optimizers: Sequence[Optimizer], threshold: float | None, parameters: int, leaves_out: bool
+) -> Effect:
+    """Return the effect of gradients held to ``threshold``; the one of a plain kind counts first.
+
+    With ``leaves_out``, gradients of orthogonalized matrices are not scaled beside others.
+    """
+    effects = [_effect(one, threshold or math.inf, parameters) for one in optimizers]
+    orthogonalized = [one for one in effects if one.kind == "orthogonalized"]
+    others = [one for one in effects if one not in orthogonalized]
+    out = leaves_out and orthogonalized and others
+    counted = others if out else effects
+    first, *more = [one for one in counted if one.kind == "plain"] or counted
+    if any(one.kind != first.kind for one in more):
+        first = Effect(" with ".join(one.name for one in (first, *more)), "normalized")
+    return replace(first, left_out=orthogonalized[0].name) if out else first
+
+
+def _effect(optimizer: Optimizer, threshold: float, parameters: int) -> Effect:
+    name, options = type(optimizer).__name__, optimizer.defaults
+    known = (kind for kind, names in _KINDS.items() if re.search(names, name.lower()))
+    kind = next(known, "plain")
+    eps = options.get("eps") or 0.0
+    if isinstance(eps, Sequence):  # Adafactor's: torch's is a least divisor, the others' is squared
+        of_torch = type(optimizer).__module__.startswith("torch.")
+        eps = (eps[0] or 2.0**-23) if of_torch else math.sqrt(eps[0] or 0.0)
+    constant = eps + math.sqrt(options.get("initial_accumulator_value") or 0.0)
+    if kind == "orthogonalized":  # it divides by the norm of a matrix, the others each element
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    if kind in ("normalized", "orthogonalized"):
+        floor = constant > NEGLIGIBLE * threshold / math.sqrt(max(parameters, 1))
+        kind = "plain" if floor else kind
+    return Effect(name, kind)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a run was clipped."""
-
     mode: ModeInfo
     threshold: float | None
-    nonfinite: Literal["skip", "error", "ignore"] = "skip"
-    effect: Effect = PLAIN
-    searches: int = 0
+    nonfinite: str = "skip"
+    effect: Effect = Effect()
+    searches: int = 0  # steps that were skipped to find the loss scale
 
     @property
     def stat(self) -> str:
@@ -42,21 +105,20 @@ class Setting:
         """Name a threshold to ``do`` something; a run keeps only the largest unit of each step."""
         if self.mode.parts is not None:
             found = "python -m runner calibrate with the same overrides shows which threshold clips"
-            return f"{found} how large a share of the {self.mode.parts}."
+            return f"{found} how large a share of the {self.mode.parts}"
         start = f"about {rounded(peak['p90'])}, the 90th percentile of {self.stat}"
         if self.mode.tenth is not None:
             start = f"about {self.mode.tenth:g}"
-        return f"{do} clip.threshold to {start}."
+        return f"{do} clip.threshold to {start}"
 
 
 @dataclass(frozen=True)
 class Remark:
     """An observation about a run, with advice, and the configuration keys that it is about."""
 
-    topic: Topic
+    topic: str
     text: str
     about: tuple[str, ...] = ()
-    optimizer: str = ""
 
 
 def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
@@ -67,8 +129,7 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         done = "taken all the same" if setting.nonfinite == "ignore" else "skipped"
         text = f"{faults} of {steps} steps had a gradient that was NaN or inf and "
         text += f"{'was' if faults == 1 else 'were'} {done}; no threshold mends that: look at the "
-        text += "learning rate, the loss and the precision."
-        found.append(Remark("nonfinite", text))
+        found.append(Remark("nonfinite", text + "learning rate, the loss and the precision."))
     if spikes := summary.get(keys.CLIP_SKIPPED):
         done = "was skipped as a spike" if spikes == 1 else "were skipped as spikes"
         text = f"{spikes} of {steps} steps {done} (clip.skip): their samples changed no weights. "
@@ -85,7 +146,7 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         return [*found, Remark("few", text)]
     if effect.kind == "sign only":
         text = f"Clipping has no effect with {effect.name}: it uses the sign of each gradient "
-        return [*found, Remark("nothing", f"{text}element alone.", optimizer=effect.name)]
+        return [*found, Remark("nothing", f"{text}element alone.")]
     ratio = summary[keys.CLIP_RATIO_TOTAL]
     if ratio == 0:
         return [*found, _never(peak, setting)]
@@ -99,13 +160,13 @@ def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -
 
 
 def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
-    text, effect = f"The threshold {setting.threshold:g} clipped nothing: ", setting.effect
-    if effect.kind == "orthogonalized" and peak["max"] == 0:
-        text += f"{effect.name} steps all parameters, and clip.scales=auto does not scale its "
-        text += "gradients."
+    text = f"The threshold {setting.threshold:g} clipped nothing: "
+    if setting.effect.kind == "orthogonalized" and peak["max"] == 0:
+        text += f"{setting.effect.name} steps all parameters, and clip.scales=auto does not scale "
+        text += "its gradients."
     else:
         text += f"the largest {setting.stat} was {rounded(peak['max'])}. "
-        text += setting.remedy(peak, "To clip the largest tenth of the steps, set")
+        text += setting.remedy(peak, "To clip the largest tenth of the steps, set") + "."
     return Remark("never", text, ("clip.threshold",))
 
 
@@ -113,19 +174,19 @@ def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark
     effect, whole = setting.effect, setting.mode.parts is None
     parts = "steps" if whole else f"{setting.mode.parts} on average"
     text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
-    remedy = setting.remedy(peak, "To clip spikes alone, raise")
-    updates = setting.mode.clips == "updates"
-    if effect.scales or updates:
+    remedy, updates = setting.remedy(peak, "To clip spikes alone, raise"), "updates"
+    if effect.kind == "plain" or setting.mode.clips == updates:
         if whole:
             text += "This acts like a lower learning rate, not as a limit on spikes. "
-            text += f"{remedy[:-1]}, and lower optimizer.lr if training then becomes unstable."
+            text += f"{remedy}, and lower optimizer.lr if training then becomes unstable."
         else:
-            what = "updates" if updates else "gradients"
-            text += f"It changes ordinary {what}, not only outliers. {remedy}"
-        return Remark("limits", text, ("optimizer.lr", "clip.threshold"), effect.name)
-    if effect.kind == "sign":
+            what = updates if setting.mode.clips == updates else "gradients"
+            text += f"It changes ordinary {what}, not only outliers. {remedy}."
+        return Remark("limits", text, ("optimizer.lr", "clip.threshold"))
+    topic = "weighs" if effect.kind == "sign" else "cancels"
+    if topic == "weighs":
         text += f"{effect.name} steps by the sign of a mean of gradients: clipping does not make "
         text += "its steps smaller, it lowers the weight of clipped gradients in that mean. "
-        return Remark("weighs", text + remedy, ("clip.threshold",), effect.name)
-    text += f"{effect.name} normalizes its updates, so this does not make the steps smaller. "
-    return Remark("cancels", text + remedy, ("clip.threshold",), effect.name)
+    else:
+        text += f"{effect.name} normalizes its updates, so this does not make the steps smaller. "
+    return Remark(topic, f"{text}{remedy}.", ("clip.threshold",))

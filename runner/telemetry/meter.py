@@ -152,7 +152,6 @@ class Gauges:
         return row
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share of the squared norm of each parameter, [parameters]."""
         powers = powers_of(self._shards, tensors, 2.0, each=True)[1]
         assert powers is not None
         return powers.of_parameters(self._layout)
@@ -160,8 +159,6 @@ class Gauges:
 
 @dataclass
 class Sums:
-    """Sums over the steps since the last row, or over all steps of the run."""
-
     steps: int = 0
     nonfinite: int = 0
     skipped: int = 0  # as spikes
@@ -216,7 +213,6 @@ class Meter:
         return step % self.interval == 0
 
     def push(self, step: StepMetrics, evaluation: Mapping[str, float] | None = None) -> None:
-        """Take the metrics of a step. They move to the host with the next flush."""
         self._pending.append(step)
         if evaluation is not None or len(self._pending) >= self.flush_every:
             self.flush(evaluation)
@@ -260,7 +256,6 @@ class Meter:
             self.follow([(s.step, values) for s, (values, _) in zip(pending, found, strict=True)])
 
     def summary(self) -> dict[str, Any]:
-        """Return the metrics of the whole run: every step counts, whatever the interval."""
         total, steps = self._total, max(self._total.steps, 1)
         return {
             "final": {key: value for key, value in self.last.items() if key != keys.TRAIN_STEP},
@@ -276,7 +271,6 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that later rows and the summary depend on."""
         self.flush()
         return {
             "last": dict(self.last),
@@ -298,7 +292,6 @@ class Meter:
             self.noise.extend(state.get("noise", ()))
 
     def _so_far(self) -> dict[str, float]:
-        """Return what is counted over all steps: skips, and what ``what_if`` would have clipped."""
         total, steps = self._total, max(self._total.steps, 1)
         found: dict[str, float] = {keys.GRAD_NONFINITE: total.nonfinite}
         if self.skips or total.skipped:
@@ -358,7 +351,6 @@ class Meter:
 
 
 def _spread(values: array[float]) -> dict[str, float]:
-    """Return percentiles, maximum and mean of the finite values; nothing if there are none."""
     every = np.asarray(values, dtype=np.float64)
     finite = every[np.isfinite(every)]
     if not finite.size:
@@ -371,7 +363,6 @@ def _spread(values: array[float]) -> dict[str, float]:
 def _inner(
     decision: Decision, path: tuple[tuple[str, str], ...] = ()
 ) -> Iterator[tuple[tuple[tuple[str, str], ...], Decision]]:
-    """Yield the decisions of modes inside of the clipping mode, each with its path."""
     for kind, name, each in decision.inner:
         yield (*path, (kind, name)), each
         yield from _inner(each, (*path, (kind, name)))

@@ -153,7 +153,6 @@ class GradientMonitor:
     def _decision(
         self, clipped: Decision | Tensor | float | None, threshold: float | None
     ) -> Decision:
-        """Return what was done to the gradients, by whomever."""
         if isinstance(clipped, Decision):
             return clipped
         if clipped is not None:

@@ -32,8 +32,7 @@ from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
-from runner.optim.muon import NoHiddenMatrix
-from runner.train.callbacks import EarlyStopping
+from runner.train.callbacks import EarlyStopping, Probe
 
 T = TypeVar("T")
 
@@ -83,7 +82,11 @@ def _data(section: str) -> Data:
             reason = " ".join(str(error).split()) or type(error).__name__
             message = f"data.{name}: {part.target} cannot be made: {reason}"
             raise DataUnavailable(message) from error
-    return _require(Data, maker(config)(**parts), config)
+    data = _require(Data, maker(config)(**parts), config)
+    for dataset in (data.train, data.test):
+        if dataset is not None:
+            length_of(dataset)  # all but streams need one
+    return data
 
 
 def _require(kind: type[T], made: Any, target: Target) -> T:
@@ -94,7 +97,6 @@ def _require(kind: type[T], made: Any, target: Target) -> T:
 
 
 def make_criterion(config: LossSection) -> Criterion | None:
-    """Make the criterion: an object of the class that is named, or the function itself."""
     if config.target is None:
         return None
     made = maker(config)
@@ -110,13 +112,10 @@ def make_optimizers(target: Target, model: nn.Module) -> list[Optimizer]:
     else:
         make = partial(make, list(model.parameters()))
     made = None
-    try:
-        if takes(make, "fused"):
-            with suppress(RuntimeError):  # Not supported on this device or with these options.
-                made = make(fused=True)
-        made = make() if made is None else made
-    except NoHiddenMatrix as error:
-        raise TargetError(str(error)) from error
+    if takes(make, "fused"):
+        with suppress(RuntimeError):  # Not supported on this device or with these options.
+            made = make(fused=True)
+    made = make() if made is None else made
     listed = list(made) if several and isinstance(made, list | tuple) else [made]
     return [_require(Optimizer, each, target) for each in listed or [made]]
 
@@ -141,8 +140,10 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
 
 
 def make_callbacks(config: RunConfig) -> list[object]:
-    stopping, made = config.early_stopping, [maker(target)() for target in config.callbacks]
-    return made if stopping.patience is None else [EarlyStopping(**stopping.model_dump()), *made]
+    made, stopping = [maker(target)() for target in config.callbacks], config.early_stopping
+    if stopping.patience is not None:
+        made.insert(0, EarlyStopping(**stopping.model_dump()))
+    return [*made, Probe(config.telemetry.probe)] if config.telemetry.probe else made
 
 
 def make_plugin(config: RunConfig) -> Plugin:
@@ -151,34 +152,25 @@ def make_plugin(config: RunConfig) -> Plugin:
 
 
 def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
-    kind = PLUGINS[config.plugin.name]
-    known: set[str] = set()
-    for each in kind.mro():
-        taken = inspect.signature(each).parameters.values()
-        known |= {one.name for one in taken}
-        if all(one.kind is not one.VAR_KEYWORD for one in taken):
-            break  # It passes no further arguments on to its base.
-    return kind, {key: value for key, value in vars(config.plugin).items() if key in known}
+    name = config.plugin.name
+    used = [key for key, (_, plugins) in sizes.uses().items() if name in plugins]
+    return PLUGINS[name], {key: getattr(config.plugin, key) for key in used}
 
 
-def steps_of(
-    config: RunConfig, data: Data, data_size: int | None = None, duration: Duration | None = None
-) -> int | None:
-    """Return the number of optimizer steps of the run; None if it cannot be known."""
+def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int | None:
     samples, microbatch = length_of(data.train), config.data.batch_size
     microbatch *= data_size or data_parts(config)
     if config.data.drop_last and samples is not None:
         samples -= samples % microbatch
     epoch = None if samples is None else max(samples, 1)
-    duration = duration or config.train.max_duration
-    return total_steps(
-        duration, epoch, microbatch * config.accumulation.steps, data.tokens_per_sample
-    )
+    step = microbatch * config.accumulation.steps
+    return total_steps(config.train.max_duration, epoch, step, data.tokens_per_sample)
 
 
 def total_steps(duration: Duration, epoch: int | None, step: int, tokens: int | None) -> int | None:
-    """Return the steps in ``duration``, given the samples of an epoch and of a step, the last one
-    of an epoch may be short, and the tokens of a sample.
+    """Return the steps in ``duration``, given samples of an epoch and a step, tokens of a sample.
+
+    The last step of an epoch may be short.
     """
     value, unit = duration.value, duration.unit
     if unit == "ba":
@@ -200,7 +192,6 @@ def samples_of(config: RunConfig) -> tuple[int | None, int]:
 
 
 def data_parts(config: RunConfig) -> int:
-    """Return the data-parallel size; the world size if the ranks do not fit the sizes."""
     return sizes.data_parallel_size(config.plugin, ranks_of(config))
 
 

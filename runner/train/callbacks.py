@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,11 +21,11 @@ from runner.config.problem import or_list
 from runner.data.stream import has_state
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepValues
+from runner.telemetry.sinks.console import print_line
 from runner.train.state import Progress, Window, Windows
 
 log = logging.getLogger(__name__)
 
-MAX_SKIPS = 50  # skipped steps in a row after which a run fails by default
 MOST_SAMPLES = 16  # sample indices in a message; the log has all of them
 
 
@@ -56,31 +57,25 @@ class Callbacks:
         for each in callbacks:
             name = f"{type(each).__module__}.{type(each).__qualname__}"
             if not any(callable(getattr(each, hook, None)) for hook in HOOKS):
-                hooks = ", ".join(HOOKS)
-                raise TypeError(f"{name} is no callback: it has none of the methods {hooks}")
+                raise TypeError(f"{name} is no callback: it has none of {', '.join(HOOKS)}")
             while name in self._named:
                 name += "#"
             self._named[name] = each
-        self._hooks = {hook: self._having(hook) for hook in HOOKS}
-
-    def _having(self, hook: str) -> list[str]:
-        return [name for name, each in self._named.items() if callable(getattr(each, hook, None))]
 
     def ask(self, reason: str) -> None:
         self._asked = self._asked or reason
 
     def call(self, hook: str, *args: Any) -> None:
-        for name in self._hooks[hook]:
+        having = [name for name, each in self._named.items() if hasattr(each, hook)]
+        for name in having:
             try:
                 getattr(self._named[name], hook)(*args)
             except Exception as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
                 raise CallbackError(f"callback {name} failed in {hook}: {why}") from error
         # Microbatches are no place to end, and too many for a collective each.
-        if self._hooks[hook] and hook != "on_microbatch" and self.ended is None:
-            self._agree()
-
-    def _agree(self) -> None:
+        if not having or hook == "on_microbatch" or self.ended is not None:
+            return
         reasons = [self._asked] * (ranks := self._plugin.world_size)
         if ranks > 1 and any(self._plugin.sum_over_ranks([float(self._asked is not None)])):
             dist.all_gather_object(reasons, self._asked)
@@ -101,7 +96,7 @@ class Callbacks:
 class Probe:
     """Prints the first weights after each microbatch, to see which of them changes the model."""
 
-    def __init__(self, elements: int, say: Callable[[str], None] = print) -> None:
+    def __init__(self, elements: int, say: Callable[[str], None] = print_line) -> None:
         self._elements, self._say = elements, say
 
     def on_microbatch(self, trainer: Any, number: int, of: int) -> None:
@@ -158,8 +153,6 @@ class EarlyStopping:
 
 
 class _Step(NamedTuple):
-    """What is kept of a step until it is known whether its gradient is finite."""
-
     number: int
     epoch: int
     microbatches: range  # indices in the epoch
@@ -185,7 +178,7 @@ class SkippedSteps:
         ValueError: ``max_skips`` is less than 1.
     """
 
-    def __init__(self, max_skips: int | None = MAX_SKIPS) -> None:
+    def __init__(self, max_skips: int | None = 50) -> None:
         if max_skips is not None and max_skips < 1:
             raise ValueError(f"max_skips must be at least 1, or None for never, not {max_skips}")
         self._max_skips = max_skips
@@ -210,7 +203,7 @@ class SkippedSteps:
         try:
             decision = optimizer.clip(mode, fold=True, each=each)
         except NonFiniteGradient as error:
-            message = f"step {step.number}: {self._describe(step, error.finding, float(loss))}"
+            message = f"step {step.number}: {self._describe(step, float(loss), error.finding)}"
             raise NonFiniteGradient(message, error.advice, error.norm) from None
         if decision.finite is not True:
             self._flush = decision.finite is False
@@ -218,7 +211,6 @@ class SkippedSteps:
         return decision
 
     def check(self, meter: Meter) -> None:
-        """End the run if too many steps in a row were skipped."""
         if self._flush:
             self._flush = False
             meter.flush()
@@ -230,12 +222,16 @@ class SkippedSteps:
         for number, values in steps:
             step = self._steps.pop(number, None)
             if values.spike:
-                found = "the norm of the gradient is a spike: "
-                self._skipped(number, found + rounded(values.norm), values.norm, "spike")
+                found = f"the norm of the gradient is a spike: {rounded(values.norm)}"
+                self._report("spike", number, values.norm, partial(str, found))
             elif step is None or math.isfinite(values.norm):
                 self.in_a_row = 0
+            elif self._searches(step, values.loss):
+                self.searches += 1
             else:
-                self._not_finite(step, values)
+                describe = partial(self._describe, step, values.loss, norm=values.norm)
+                taken = self._booster.nonfinite == "ignore" and step.scale is None
+                self._report("gradient", number, values.norm, describe, taken)
 
     def state_dict(self) -> dict[str, Any]:
         reported = sorted(self._reported)
@@ -245,28 +241,24 @@ class SkippedSteps:
         self.in_a_row, self.searches = state["in_a_row"], state["searches"]
         self._reported = set(state["reported"])
 
-    def _not_finite(self, step: _Step, values: StepValues) -> None:
-        taken = self._booster.nonfinite == "ignore" and step.scale is None
+    def _searches(self, step: _Step, loss: float) -> bool:
+        """Return whether a step only shows that the loss scale is too large."""
+        if step.scale is None or step.scale <= 1.0:
+            return False
         # All ranks have to agree. The loss of one that does not have it is zero.
-        bad_loss = [float(not math.isfinite(values.loss))]
-        scaled = step.scale is not None and step.scale > 1.0
-        if scaled and self._booster.plugin.sum_over_data(bad_loss) == [0.0]:
-            self.searches += 1  # it only shows that the loss scale is too large
-            return
-        last = not taken and self.in_a_row + 1 == self._max_skips
-        told, found = "gradient" in self._reported and not last, ""
-        if not told:
-            found = finding(self._optimizer.layout, step.powers, values.norm)
-            found = self._describe(step, found, values.loss)
-        if not taken:
-            self._skipped(step.number, found, values.norm, "gradient")
-        elif not told:
-            self._warn("gradient", f"step {step.number} was taken with a bad gradient: {found}")
+        return self._booster.plugin.sum_over_data([float(not math.isfinite(loss))]) == [0.0]
 
-    def _skipped(self, number: int, found: str, norm: float, kind: str) -> None:
+    def _report(
+        self, kind: str, number: int, norm: float, describe: Callable[[], str], taken: bool = False
+    ) -> None:
         """Count a skipped step; warn of the first one of a kind; fail at the end of a long row."""
-        self.in_a_row += 1
-        if self.in_a_row == self._max_skips:
+        self.in_a_row += not taken
+        last = not taken and self.in_a_row == self._max_skips
+        if kind in self._reported and not last:
+            return
+        self._reported.add(kind)
+        found, most = describe(), self._max_skips
+        if last:
             row = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
             rate = rounded(float(self._optimizer.param_groups[0]["lr"]))
             half = self._booster.dtype in (torch.float16, torch.bfloat16)
@@ -274,20 +266,16 @@ class SkippedSteps:
             advice += ", or precision=fp32" if half else ""
             advice += "; clip.max_skips sets how many skipped steps end a run"
             self._failure = NonFiniteGradient(f"{row}: {found}", advice, norm)
-        elif kind not in self._reported:
-            ends = ""
-            if self._max_skips is not None:
-                ends = f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
-            self._warn(kind, f"step {number} was skipped: {found}{ends}")
+        elif self._booster.plugin.rank == 0:
+            done = "taken with a bad gradient" if taken else "skipped"
+            ends = f". {most} skipped steps in a row (clip.max_skips) end the run"
+            ends = "" if taken or most is None else ends
+            log.warning("step %d was %s: %s%s", number, done, found, ends)
 
-    def _warn(self, kind: str, message: str) -> None:
-        self._reported.add(kind)
-        if self._booster.plugin.rank == 0:
-            log.warning("%s", message)
-
-    def _describe(self, step: _Step, found: str, loss: float) -> str:
+    def _describe(self, step: _Step, loss: float, found: str = "", norm: float = 0.0) -> str:
         """Describe the gradient of a step in one line, the same on every rank; a collective."""
         plugin = self._booster.plugin
+        found = found or finding(self._optimizer.layout, step.powers, norm)
         mine = (plugin.rank, plugin.data_rank, not math.isfinite(loss), found)
         reports = [mine] * plugin.world_size
         if plugin.world_size > 1:
@@ -300,10 +288,9 @@ class SkippedSteps:
         text += ". A loss is not finite" if at_fault else ". All losses are finite"
         data_ranks = sorted({data_rank for _, data_rank, *_ in at_fault or reports})
         parts = [self._windows.indices(step.epoch, number) for number in step.microbatches]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
+        samples = [str(index) for part in parts if part for at in data_ranks for index in part[at]]
+        if None in parts:
             return f"{text}. Only loaders of plugin.prepare_dataloader tell the step's samples"
-        samples = [str(index) for part in known for rank in data_ranks for index in part[rank]]
         if plugin.rank == 0:
             log.info("samples of step %d: %s", step.number, ", ".join(samples))
         return f"{text}. Its samples: {first_few(samples, MOST_SAMPLES)}"

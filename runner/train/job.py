@@ -29,16 +29,13 @@ from runner.config.notation import Duration, plural
 from runner.config.problem import leaves
 from runner.config.schema import RunConfig
 from runner.data.dataset import length_of
-from runner.optim.effects import effect_of
-from runner.optim.muon import ADAMW
-from runner.parallel.collectives import on_first
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import print_line
 from runner.train import build
-from runner.train.callbacks import Probe, SkippedSteps
+from runner.train.callbacks import SkippedSteps
 from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
 
 log = logging.getLogger(__name__)
@@ -54,14 +51,11 @@ def execute(
     folder: Path | None = None,
     resume: Path | None = None,
 ) -> dict[str, Any]:
-    """Train in this process, which is one of the ranks of the run."""
     started = time.perf_counter()
     recorded, file = None, None if folder is None else folder / files.CONFIG
     if file is not None and file.is_file():  # masked where it is secret
         recorded = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
     callbacks = [*build.make_callbacks(config), *_savers(config, folder, recorded)]
-    if config.telemetry.probe:
-        callbacks.append(Probe(config.telemetry.probe, print_line))
     trainer = make_trainer(config, sinks, callbacks=callbacks)
     if trainer.plugin.rank == 0:
         samples = length_of(build.make_data(config.data).train)
@@ -77,12 +71,11 @@ def execute(
             keep.add("metrics")  # those of a branch begin with it
         trainer.load(resume, verify=False, keep=keep)
     summary = trainer.fit()
-    clip, info = config.clip, config.clip.info
-    layout = trainer.optimizer.layout
+    clip, info, layout = config.clip, config.clip.info, trainer.optimizer.layout
     some = trainer.state.mode.scales_some(layout)
     scaled = [one for one in layout.parameters.values() if one.scaled or not some]
     elements = sum(math.prod(one.shape) for one in scaled)
-    effect = effect_of(trainer.optimizer.optimizers, clip.threshold, elements, some)
+    effect = guidance.effect_of(trainer.optimizer.optimizers, clip.threshold, elements, some)
     searches = trainer.skipped_steps.searches
     setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
     known = clip.mode in MODES and info == MODES[clip.mode].info
@@ -104,9 +97,7 @@ def evaluate(
     for sink in sinks:
         sink.close(None, 0)
     trainer = make_trainer(config, ())
-    found = on_first(lambda: checkpoint)
-    assert found is not None
-    load_weights(trainer, found)
+    load_weights(trainer, checkpoint)
     return {"metrics": trainer.evaluate(), "world_size": trainer.plugin.world_size}
 
 
@@ -117,7 +108,7 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
     before, now = (dict(leaves("", one)) for one in (saved, recorded))
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     own = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
-    own |= {key.removeprefix(ADAMW) for key in own}  # a setting is called the same in all groups
+    own |= {key.removeprefix("adamw_") for key in own}  # those of AdamW beside Muon
     if any(key.startswith(_OF_SCHEDULE) for key in changed):
         own.add("lr")
     measured = {"clip.mode", "clip._target_", "clip.window"}
@@ -184,20 +175,16 @@ def make_trainer(
     shuffles = length_of(data.train) is not None
     train = prepare(data.train, shuffle=shuffles, drop_last=config.data.drop_last)
     held_out = None if data.test is None or not evaluates else prepare(data.test)
-    precision, clip, rule = config.precision, config.clip, config.clip.skip.options
-    scale = None
-    if precision.name == "fp16":
-        scale = LossScale(precision.initial_scale, precision.growth_interval)
-    telemetry, each = config.telemetry, config.telemetry.per_layer
-    measured = Measurements(telemetry.update_ratio, telemetry.noise_scale)
+    clip, precision, telemetry = config.clip, config.precision, config.telemetry
+    fp16, rule, early = precision.name == "fp16", clip.skip.options, clip.when == "backward"
+    scale = LossScale(precision.initial_scale, precision.growth_interval) if fp16 else None
     skip = None if rule is None or mode is not None else SkipRule(**rule)
     clips = mode or build_mode(clip.kind, **clip.options)
-    early = mode is None and clip.when == "backward"
     return Trainer(
         model,
         train,
         max_duration or config.train.max_duration,
-        InBackward(clips, clip.step_in_backward) if early else clips,
+        InBackward(clips, clip.step_in_backward) if early and mode is None else clips,
         Evaluate(held_out, config.eval.metrics, config.eval.interval),
         optimizers,
         [build.make_scheduler(config.scheduler, each, steps) for each in optimizers],
@@ -205,7 +192,13 @@ def make_trainer(
         booster=Booster(precision.name, plugin, scale, clip.nonfinite, skip),
         accumulation_steps=config.accumulation.steps,
         log=Log(
-            sinks, config.log.interval, config.log.flush, clip.what_if, each, measured, bar=False
+            sinks,
+            config.log.interval,
+            config.log.flush,
+            clip.what_if,
+            telemetry.per_layer,
+            Measurements(telemetry.update_ratio, telemetry.noise_scale),
+            bar=False,
         ),
         callbacks=[SkippedSteps(clip.max_skips), *callbacks],
     )

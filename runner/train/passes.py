@@ -42,11 +42,13 @@ ENDED = (
     "the data of some of the {} data-parallel ranks has ended before that of the others: use "
     "plugin.prepare_dataloader, or let an IterableDataset yield equally many batches on each rank"
 )
+MISSING = 'needs torchmetrics: pip install "clip-runner[metrics]"'
+NOTHING = "cannot be computed: the targets are no classes of these outputs, nor numbers alike"
+_FULL = {"f1": "F1Score", "auroc": "AUROC", "mse": "MeanSquaredError"}
+_FULL |= {"mae": "MeanAbsoluteError", "r2": "R2Score"}
 
 
 class Asked(NamedTuple):
-    """What a rank asks of all ranks after the optimizer step that begins."""
-
     stop: int = 0  # number of a signal, or 0
     save: bool = False
 
@@ -106,8 +108,6 @@ def _is_partitioned(loader: Any) -> bool:
 
 @dataclass
 class Passes:
-    """Runs microbatches through a model that is whole, sharded, or cut into pipeline stages."""
-
     booster: Booster
     model: ModelWrapper
     optimizer: OptimizerWrapper
@@ -145,7 +145,6 @@ class Passes:
         return (total.item() if transfer.can_read(self.device) else total) * weight()
 
     def _train(self, host: Any, count: float | None, weight: Callable[[], float]) -> Tensor:
-        """Run forward and backward; return the summed loss, 0 where another rank has it."""
         batch = self.to_device(host)
         if self.model.pipeline is None:
             outputs = self.loss.forward(self._module, batch)
@@ -207,19 +206,10 @@ class Passes:
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
 
 
-MISSING = 'needs torchmetrics: pip install "clip-runner[metrics]"; class accuracy works without it'
-NOTHING = (
-    "cannot be computed: the targets are no classes of these outputs, nor numbers of their shape; "
-    "use eval.metrics=[]"
-)
-_FULL = {"f1": "F1Score", "auroc": "AUROC", "mse": "MeanSquaredError"}
-_FULL |= {"mae": "MeanAbsoluteError", "r2": "R2Score"}
 Wanted = str | Mapping[str, Any]  # a metric
 
 
 class MetricError(ValueError):
-    """A metric does not exist, or does not fit what the model and the data give."""
-
     def __init__(self, asked: Wanted, message: str) -> None:
         super().__init__(message)
         self.asked = asked
@@ -229,11 +219,10 @@ class EvalMetrics:
     """Updates metrics with the batches of one evaluation after the other.
 
     A metric is given by its name (``f1``, ``auroc``, ``mse``) or as a mapping with the ``_target_``
-    of a :class:`torchmetrics.Metric`. A name stands for one of ``torchmetrics.regression`` where
-    outputs and targets are numbers of one shape; else for ``Multiclass...`` of probabilities [N, C]
-    and classes [N] that are not ignored (the mean over classes; ``accuracy`` is the share of
-    correct ones), or, under binary cross entropy, for ``Binary...`` or ``Multilabel...`` of
-    probabilities [N, L] and labels [N, L] of 0 and 1.
+    of a :class:`torchmetrics.Metric`. It compares outputs and targets that are numbers of one
+    shape; else probabilities [N, C] and classes [N] that are not ignored, or, under binary cross
+    entropy, probabilities [N, L] and labels [N, L] of 0 and 1. One that is named takes the mean
+    over the classes; ``accuracy`` is the share of correct ones.
     """
 
     def __init__(self, asked: Sequence[Wanted], loss: WindowLoss) -> None:
@@ -272,18 +261,13 @@ class EvalMetrics:
         here = {}
         for name, metric in made.items() if plugin.reports_metrics else ():
             metric.process_group = self._group
-            here[name] = self._value(name, metric)
-        # The first of the ranks that have a value tells those that have none, of other stages.
-        first = plugin.reports_metrics and plugin.data_rank == 0
-        pairs = [(name in here, here.get(name, 0.0)) for name in self._asked if first]
-        told = [float(value) for pair in pairs for value in pair] or [0.0] * 2 * len(self._asked)
-        if plugin.world_size > 1:
-            told = plugin.sum_over_ranks(told)
-        found = zip(self._asked, told[::2], told[1::2], strict=True)
-        return {f"{keys.EVAL}{name}": value for name, has, value in found if has}
+            here[keys.EVAL + name] = self._value(name, metric)
+        found = [here] * plugin.world_size
+        if plugin.world_size > 1:  # ranks of other stages have none
+            dist.all_gather_object(found, here)
+        return next(filter(None, found), {})
 
     def try_on(self, outputs: Tensor, batch: Any) -> None:
-        """Try each metric on a batch, in this process alone."""
         made_up = torch.linspace(0.1, 0.9, outputs.numel()).reshape(outputs.shape)
         self.update(made_up.to(outputs.dtype), batch)
         for name, metric in self._made.items():
@@ -291,7 +275,6 @@ class EvalMetrics:
             self._value(name, metric)
 
     def _compared(self, outputs: Any, batch: Any) -> tuple[str, int, Tensor, Tensor]:
-        """Return what is compared, the number of outputs, predictions and targets."""
         if (classified := self._loss.classified(outputs, batch)) is not None:
             logits, classes = (classified[0].flatten(0, -2), classified[1].flatten())
             counted = classes != self._loss.ignored
@@ -318,8 +301,6 @@ class EvalMetrics:
 def _naming(asked: Wanted) -> Iterator[None]:
     try:
         yield
-    except MetricError:
-        raise
     except ModuleNotFoundError:
         raise MetricError(asked, MISSING) from None
     except Exception as error:
@@ -339,17 +320,15 @@ def _made(asked: Wanted, kind: str, size: int) -> Any:
     if not isinstance(asked, str):
         given = {key: value for key, value in asked.items() if key not in ("_target_", "name")}
         return maker(Target.of(asked["_target_"], given))()
-    from torchmetrics import classification, regression
+    import torchmetrics
 
     full = _FULL.get(asked) or "".join(part.capitalize() for part in asked.split("_"))
-    several = "Binary" if size == 1 else "Multilabel"
-    prefix = {"classes": "Multiclass", "labels": several, "numbers": ""}[kind]
-    place = regression if kind == "numbers" else classification
-    make = getattr(place, prefix + full, None)
-    if make is None:
-        raise MetricError(asked, f"is no metric of {place.__name__} for {kind} ({prefix}{full})")
-    takes = inspect.signature(make).parameters
-    sized: dict[str, Any] = {one: size for one in ("num_classes", "num_labels") if one in takes}
-    if "average" in takes and kind != "numbers":
-        sized["average"] = "micro" if asked == "accuracy" else "macro"
-    return make(**sized)
+    make = getattr(torchmetrics, full)
+    if kind == "numbers":
+        return make()
+    labels = "binary" if size == 1 else "multilabel"
+    given = {"task": "multiclass" if kind == "classes" else labels}
+    given |= {"num_classes": size, "num_labels": size}
+    given["average"] = "micro" if asked == "accuracy" else "macro"
+    taken = inspect.signature(make.__new__).parameters.keys() & given.keys()
+    return make(**{name: given[name] for name in taken})

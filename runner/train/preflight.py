@@ -10,14 +10,13 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from runner.booster import SinglePlugin
 from runner.booster.batch import BatchError, mapped, targets_of, tensors
@@ -37,7 +36,7 @@ from runner.config.problem import (
     or_list,
     unknown_key,
 )
-from runner.config.schema import DataSection, RunConfig
+from runner.config.schema import RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
@@ -49,7 +48,9 @@ from runner.train.callbacks import Callbacks
 from runner.train.passes import NO_NOISE_SCALE, EvalMetrics, MetricError, name_of
 
 T = TypeVar("T")
-INSTALL = 'pip install "clip-runner[tensorboard]"'
+INSTALL = 'is not installed: pip install "clip-runner[tensorboard]"'
+EXPLAINS = (TargetError, DataUnavailable, OptimizerMisfit)
+"""Exceptions whose message stands alone."""
 
 
 def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> None:
@@ -58,7 +59,7 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
     spread = config.plugin.name not in ("single", "ddp") or config.accumulation.steps < 2
     if config.telemetry.noise_scale and (spread or config.clip.norm_type != 2.0):
         problems.append(Problem("telemetry.noise_scale", True, NO_NOISE_SCALE))
-    data = _made("data", config.data, _make_data, problems)
+    data = _made("data", config.data, build.make_data, problems)
     model = _made("model", config.model, _make_model, problems)
     criterion = _made("loss", config.loss, build.make_criterion, problems)
     if data is not None:
@@ -76,21 +77,16 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
 
 
 def _made(section: str, target: Any, make: Callable[[Any], T], problems: list[Problem]) -> T | None:
-    """Return ``make(target)``; None if that fails, with the reason added to ``problems``."""
     try:
         return make(target)
     except Exception as error:
         if isinstance(error, TypeError) and (found := [*_misfits(section, target)]):
             problems += found
             return None
-        explains = isinstance(error, TargetError | DataUnavailable)
+        explains = isinstance(error, EXPLAINS)
         message = str(error) if explains else f"refused its arguments: {_first_line(error)}"
         problems.append(Problem(f"{section}._target_", target.target, message))
         return None
-
-
-def _make_callback(target: Target) -> Callbacks:
-    return Callbacks([build.maker(target)()], SinglePlugin())
 
 
 def _misfits(section: str, target: Target) -> Iterator[Problem]:
@@ -122,12 +118,9 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         yield Problem("precision", "fp16", "this run is on a CPU: fp16 needs a GPU; bf16 or fp32")
     if precision == "bf16" and gpu and not torch.cuda.is_bf16_supported():
         yield Problem("precision", "bf16", "this GPU cannot compute in bf16; fp16 or fp32")
-    if config.plugin.sync_batchnorm and not gpu:
-        cannot = "this run is on a CPU: torch.nn.SyncBatchNorm computes on GPUs; use false"
-        yield Problem("plugin.sync_batchnorm", True, cannot)
     if config.tracker.uses("tensorboard") and find_spec("tensorboard") is None:
         key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
-        yield Problem(key, "tensorboard", f"is not installed: {INSTALL}")
+        yield Problem(key, "tensorboard", INSTALL)
     if (error := _misfit(config)) is not None:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
         yield Problem(f"plugin.{error.key}", value, str(error))
@@ -139,7 +132,6 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
 
 
 def _misfit(config: RunConfig) -> SizeError | None:
-    """Return why the ranks that a launcher started do not fit the sizes of the plugin."""
     try:
         if (joined := joined_ranks()) is not None:
             sizes(config.plugin, joined, started=True)
@@ -148,17 +140,11 @@ def _misfit(config: RunConfig) -> SizeError | None:
     return None
 
 
-def _make_data(section: DataSection) -> Data:
-    data = build.make_data(section)
-    for dataset in (data.train, data.test):
-        if dataset is not None and not isinstance(dataset, IterableDataset | Sized):
-            needed = "a data set has no length, and is no IterableDataset"
-            raise TargetError(f"{section.target}: {needed}")
-    return data
+def _make_callback(target: Target) -> Callbacks:
+    return Callbacks([build.maker(target)()], SinglePlugin())
 
 
 def _make_model(target: Target) -> nn.Module | None:
-    """Make a model on the meta device; None if that device does not support it."""
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = build.maker(target)()
@@ -172,7 +158,6 @@ def _make_model(target: Target) -> nn.Module | None:
 
 
 def _about_meta(error: Exception) -> bool:
-    """Return whether an error comes from the meta device, which lacks some operations."""
     # item() raises a RuntimeError, numpy() a TypeError.
     return isinstance(error, NotImplementedError) or bool(re.search(r"\bmeta\b", str(error), re.I))
 
@@ -218,7 +203,6 @@ def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
 def _optimizer_and_scheduler(
     config: RunConfig, data: Data | None, model: nn.Module | None, problems: list[Problem]
 ) -> None:
-    """Check that both can be made."""
     over, clip = model or nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))), config.clip
     steps = 1 if data is None else build.steps_of(config, data)
 
@@ -229,10 +213,7 @@ def _optimizer_and_scheduler(
             if clip.step_in_backward and (why := why_not_in_parts(each)):
                 raise TargetError(why)
         if clip.described.info.needs_optimizer and clip.own_target is None:
-            try:
-                build_mode(clip.kind, **clip.options).require_optimizers(made[:1])
-            except OptimizerMisfit as error:
-                raise TargetError(str(error)) from error
+            build_mode(clip.kind, **clip.options).require_optimizers(made[:1])
         return made[0]
 
     def make_scheduler(target: Target) -> None:
@@ -249,10 +230,10 @@ def _require_plain_step(target: Target, made: Any) -> None:
             raise TargetError(f"{target.target} cannot be used: its step asks for {name}")
 
 
-def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> list[Problem]:
+def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> Iterator[Problem]:
     """Check that two samples go through model and criterion, and that metrics take the outputs."""
     if length_of(data.train) == 0:
-        return []
+        return
     place: tuple[str, str | None] = ("model._target_", config.model.target)
     samples = None
     try:
@@ -261,9 +242,6 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> lis
         loss.items(samples)
         batch = mapped(samples, lambda t: t.to("meta"))
         if isinstance(criterion, nn.Module):
-            if any(parameter.requires_grad for parameter in criterion.parameters()):
-                message = "has parameters, which would not be trained: give them to the model"
-                return [Problem("loss._target_", config.loss.target, message)]
             criterion.to("meta")
         with torch.device("meta"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
             outputs = loss.forward(model, batch)
@@ -271,33 +249,31 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> lis
                 place = ("loss._target_", config.loss.target)
                 if criterion is None and _are_numbers(targets_of(samples)):
                     named = "must name a criterion, such as torch.nn.MSELoss"
-                    return [Problem(*place, f"{named}: the targets are numbers, not classes")]
+                    raise TargetError(f"{named}: the targets are numbers, not classes")
             loss.sum(outputs, batch, items=1)
         if config.eval.metrics:
             EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
     except (BatchError, DataUnavailable) as error:
-        return [Problem("data._target_", config.data.target, str(error))]
+        yield Problem("data._target_", config.data.target, str(error))
     except MetricError as error:
-        return [Problem("eval.metrics", error.asked, str(error))]
+        yield Problem("eval.metrics", error.asked, str(error))
+    except TargetError as error:
+        yield Problem(*place, str(error))
     except Exception as error:
         if not _about_meta(error):
             shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(samples) if leaf.ndim]
             given = ", ".join(f"[{', '.join(shape)}]" for shape in shapes)
             message = f"does not take a sample of {config.data.target} ({given}): "
-            return [Problem(*place, message + _first_line(error))]
-    return []
+            yield Problem(*place, message + _first_line(error))
 
 
 def _are_numbers(targets: Any) -> bool:
-    """Return whether targets are neither classes nor their probabilities."""
     if targets is None or not targets.is_floating_point():
         return False
-    chances = (targets >= 0).all() and (targets.sum(-1) - 1).abs().max() < 1e-3
-    return targets.shape[-1] == 1 or not bool(chances)
+    return targets.shape[-1] == 1 or bool((targets.sum(-1) - 1).abs().max() > 1e-3)
 
 
 def _logged_keys(config: RunConfig, data: Data, compared: bool) -> Iterator[Problem]:
-    """Check that the run logs the objective of its sweep, and what early stopping watches."""
     names = logged(config, data)
     key, watched = config.sweep.objective, config.early_stopping.metric
     known = key in names or (config.telemetry.per_layer and key.startswith(keys.LAYER_NORM))
@@ -307,18 +283,18 @@ def _logged_keys(config: RunConfig, data: Data, compared: bool) -> Iterator[Prob
         yield Problem("sweep.objective", key, f"{message} (it logs {', '.join(names)})")
     evaluated = [name for name in names if name.startswith(keys.EVAL)]
     if config.early_stopping.patience is not None and watched not in evaluated:
-        message = f"is no metric of evaluations{did_you_mean(watched, evaluated)} "
-        message += f"(they have {or_list(evaluated or ['none'])})"
+        message = f"is no metric of evaluations (they have {or_list(evaluated or ['none'])})"
         yield Problem("early_stopping.metric", watched, message)
 
 
 def logged(config: RunConfig, data: Data) -> list[str]:
     """Return the metrics that a run logs, apart from norms of layers."""
-    evaluation = [keys.EVAL_LOSS, keys.EVAL_ACCURACY]
-    evaluation += [f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics]
     meter = Meter(what_if=config.clip.what_if)
     decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
     update = [keys.UPDATE_RATIO] if config.telemetry.update_ratio else []
     found = [*meter.summary()["final"], *update, keys.WALL_SECONDS]
-    return found if data.test is None else [*dict.fromkeys(evaluation), *found]
+    if data.test is None:
+        return found
+    metrics = (f"{keys.EVAL}{name_of(one)}" for one in config.eval.metrics)
+    return [*dict.fromkeys([keys.EVAL_LOSS, keys.EVAL_ACCURACY, *metrics]), *found]

@@ -31,8 +31,6 @@ _COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}  # by 
 
 
 class Progress(NamedTuple):
-    """Counts since the start of a run, and the position in the data."""
-
     epoch: int = 0
     batch: int = 0
     step: int = 0
@@ -61,8 +59,6 @@ class Progress(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The microbatches of one optimizer step."""
-
     first: int
     batches: list[Any]
     last: bool
@@ -154,7 +150,6 @@ class Windows:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random states of this process: now, and those to read an epoch again."""
         states = {**self._random, "now": RandomState.now(self._generators)}
         saved: dict[str, Any] = {name: state.state_dict() for name, state in states.items()}
         return saved if self._position is None else {**saved, "stream": self._position}
@@ -171,7 +166,6 @@ class Windows:
         self._random.pop("now").restore(self._generators)
 
     def _length(self) -> int | None:
-        """Return the number of microbatches of an epoch, None where it is not known exactly."""
         order: Any = self._order or getattr(self.loader, "batch_sampler", None)
         if type(self.loader) not in (DataLoader, WorkerLoader):
             return None
@@ -185,7 +179,6 @@ def has_no_sample(loader: Any, microbatch: int) -> bool:
 
 
 def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:
-    """Read held-out data once; all ranks read the same number of microbatches."""
     batches, ended = iter(loader), object()
     for number in count():
         batch: Any = next(batches, ended)

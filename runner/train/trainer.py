@@ -190,10 +190,10 @@ class Trainer:
         others = [one for one in callbacks if one is not self.saver and one is not skipped]
         self.callbacks = Callbacks(others, self.plugin)
         self._log, self._accumulated = log or Log(), accumulation_steps
-        mode = self._bind(algorithms, self._log)
-        several = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+        mode, several = self._bind(algorithms), schedulers
+        several = several if isinstance(several, Sequence) else [several]
         self.state = TrainState(
-            self._meter(self._log, mode),
+            self._meter(mode),
             mode,
             self.optimizer,
             windows,
@@ -202,7 +202,7 @@ class Trainer:
             {"skips": self.skipped_steps, "callbacks": self.callbacks},
         )
 
-    def _bind(self, given: Sequence[Algorithm] | Algorithm, log: Log) -> ClipMode:
+    def _bind(self, given: Sequence[Algorithm] | Algorithm) -> ClipMode:
         several = [given] if isinstance(given, Algorithm) else given
         if len(several) > 1:
             raise ValueError(f"one clipping algorithm at most, not {len(several)}")
@@ -211,23 +211,24 @@ class Trainer:
         mode = clips.mode() if isinstance(clips, GradientClipping) else clips
         if not isinstance(algorithm, InBackward):
             self.optimizer.bind(mode)
-        elif algorithm.step and log.measurements.update_ratio:
+        elif algorithm.step and self._log.measurements.update_ratio:
             raise ValueError(f"update_ratio {NO_UPDATE_RATIO}")
         else:
-            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer)
+            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=self._log.per_layer)
         return mode
 
-    def _meter(self, log: Log, mode: ClipMode) -> Meter:
+    def _meter(self, mode: ClipMode) -> Meter:
+        log, size, layout = self._log, self.plugin.data_size, self.optimizer.layout
         meter = Meter(log.sinks, log.interval, log.flush, what_if=log.what_if)
         meter.skips, meter.follow = self.booster.skip is not None, self.skipped_steps.follow
-        updates, size = log.measurements.update_ratio, self.plugin.data_size
         if log.measurements.noise_scale:
-            apart = self.optimizer.layout.group is not None or size < self.plugin.world_size
+            apart = layout.group is not None or size < self.plugin.world_size
             if apart or self._accumulated < 2 or mode.norm_type != 2.0:
                 raise ValueError(f"noise_scale {NO_NOISE_SCALE}")
             meter.noise = deque(maxlen=100)
-        if log.per_layer or updates:
-            meter.layers = Gauges(self.optimizer.layout, mode.norm_type, log.per_layer, updates)
+        if log.per_layer or log.measurements.update_ratio:
+            updates = log.measurements.update_ratio
+            meter.layers = Gauges(layout, mode.norm_type, log.per_layer, updates)
         if size > 1 or self.model.pipeline is not None:
             total = self.plugin.sum_over_data
             meter.mean_over_data = lambda values: [value / size for value in total(values)]
@@ -247,8 +248,7 @@ class Trainer:
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
             CallbackError: a callback raised an exception.
         """
-        state, callbacks = self.state, self.callbacks
-        shown = self._terminal()
+        state, callbacks, shown = self.state, self.callbacks, self._terminal()
         state.meter.sinks = [*self._log.sinks, *shown]
         try:
             if self.saver is not None:
@@ -281,7 +281,6 @@ class Trainer:
         return summary
 
     def _terminal(self) -> list[TerminalSink]:
-        """Return the bar of the command, if somebody watches a script."""
         if not self._log.bar or self.plugin.rank > 0 or not is_watched(sys.stderr):
             return []
         if self.plugin.world_size == 1 and transfer.can_read(self.device):  # a flush is collective

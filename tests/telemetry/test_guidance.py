@@ -9,17 +9,15 @@ from torch import nn
 
 from runner import GradientClipping, Trainer
 from runner.config.modes import info_of
-from runner.optim.effects import PLAIN, Effect, effect_of
-from runner.telemetry.guidance import Setting, remarks
+from runner.telemetry.guidance import Effect, Setting, effect_of, remarks
 from tests.train.test_trainer import parts
 
 NORM, VALUE, UNITS = map(info_of, ("norm", "value", "adaptive"))
 ADAM = Effect("AdamW", "normalized")
-TINY = Effect("AdamW", "normalized", floor=True)
 MUON = Effect("Muon", "orthogonalized")
 BESIDE_MUON = Effect("AdamW", "normalized", left_out="Muon")
 MUON_TOO = Effect("Muon with AdamW", "normalized")
-TINY_MUON = Effect("Muon", "orthogonalized", floor=True)
+LARGE_EPS = Effect("AdamW", "plain")
 RPROP = Effect("Rprop", "sign only")
 PEAK = {"p50": 0.5, "p90": 1.25, "p95": 2.0, "p99": 3.0, "max": 3.2, "mean": 0.6}
 SPIKES = "raise clip.threshold to about 1.25, the 90th percentile"
@@ -33,7 +31,7 @@ def summary(ratio=0.2, nonfinite=0, fraction=None, steps=300, loss=0.5, peak=PEA
     return found | {"final": {"train/loss": loss}}
 
 
-def setting(mode=NORM, threshold=0.1, bad="skip", effect=PLAIN, searches=0):
+def setting(mode=NORM, threshold=0.1, bad="skip", effect=Effect(), searches=0):
     return Setting(mode, threshold, bad, effect, searches)
 
 
@@ -62,8 +60,7 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
         # It clipped most.
         case("limits", "80 % of the units", "calibrate", mode=UNITS, **MUCH),
         case("limits", "80 % of the elements", "calibrate", mode=VALUE, **MUCH),
-        case("limits", LOWER, effect=TINY, ratio=1.0),
-        case("limits", LOWER, effect=TINY_MUON, ratio=1.0),
+        case("limits", LOWER, effect=LARGE_EPS, ratio=1.0),
         case("cancels", "96 %", SPIKES, effect=ADAM, ratio=0.96),
         case("cancels", "Muon normalizes", effect=MUON, ratio=1.0),
         case("cancels", NO_MATRICES, effect=BESIDE_MUON, ratio=0.7),
@@ -125,22 +122,22 @@ def steps_of(optimizer, factor):
     [
         ("SGD", {"lr": 0.1}, "plain"),
         *((name, {}, "normalized") for name in ("Adam", "AdamW", "NAdam", "RMSprop", "Adagrad")),
-        ("RMSprop", {"eps": 1.0}, "normalized, floor"),
-        ("Adagrad", {"initial_accumulator_value": 0.1}, "normalized, floor"),
+        ("RMSprop", {"eps": 1.0}, "plain"),
+        ("Adagrad", {"initial_accumulator_value": 0.1}, "plain"),
         ("Adafactor", {}, "normalized"),
-        ("Adafactor", {"eps": (1.0, 1e-3)}, "normalized, floor"),
+        ("Adafactor", {"eps": (1.0, 1e-3)}, "plain"),
         ("Rprop", {}, "sign only"),
         ("Muon", {}, "orthogonalized"),
-        ("Muon", {"eps": 1.0}, "orthogonalized, floor"),
+        ("Muon", {"eps": 1.0}, "plain"),
     ],
 )
 def test_what_is_said_of_an_optimizer_is_what_it_does(name, options, kind):
     """Half the gradient makes half the step, or the same step, as :class:`Effect` says."""
     optimizer = partial(getattr(torch.optim, name), **options)
-    effect = effect_of(made(optimizer), 1.0, 16)
-    assert effect.kind + (", floor" if effect.floor else "") == kind
+    effect = effect_of(made(optimizer), 1.0, 16, leaves_out=False)
+    assert effect.kind == kind
     same = torch.allclose(steps_of(optimizer, 1.0), steps_of(optimizer, 0.5), rtol=1e-5)
-    assert same != effect.scales
+    assert same != (kind == "plain")
 
 
 def test_the_metrics_of_a_real_run_are_read():

@@ -31,7 +31,6 @@ class Sink(Protocol):
 
 
 def ending(exit_code: int) -> str:
-    """Return in one or two words how a run ended, given its exit code."""
     words = {0: "finished", 129: "hung up", 130: "interrupted", 143: "terminated"}
     return words.get(exit_code, "failed")
 
@@ -66,7 +65,6 @@ class RunLog:
 
 
 def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
-    """Format metrics whose key begins with one of ``wanted``, without those of parameters."""
     left_out = (keys.LAYER_NORM, keys.LAYER_UPDATE)
     shown = (key for key in row if key.startswith(wanted) and not key.startswith(left_out))
     return "  ".join(f"{key} {row[key]:.6g}" for key in shown)

@@ -55,7 +55,6 @@ def leave_unread(stream: TextIO) -> None:
 
 
 def is_watched(stream: TextIO) -> bool:
-    """Return whether ``stream`` is a terminal that can redraw a line."""
     try:
         return os.environ.get("TERM") != "dumb" and stream.isatty()
     except (AttributeError, ValueError):  # closed
@@ -110,7 +109,6 @@ class TerminalSink:
             self._print_row()
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Close the bar, and print how the run ended, its main metrics and its guidance."""
         if self._closed:
             return
         self._closed = True
@@ -154,7 +152,6 @@ class TerminalSink:
         self._clipped, self._shown = 0.0, self._step
 
     def _ending(self, found: dict[str, Any], exit_code: int) -> Iterator[str]:
-        """Yield the lines about the whole run, given its summary."""
         ended, steps = ending(exit_code), found.get("steps", self._step or None)
         if steps is not None:
             # A summary counts the steps of a branch from its beginning.
@@ -181,7 +178,6 @@ class TerminalSink:
 
 
 def _parts(row: Row, clipped: float) -> list[str]:
-    """Return the values to show of a row, the most useful ones first."""
     named = {"loss": keys.TRAIN_LOSS, "norm": keys.GRAD_NORM}
     parts = [f"{name} {_number(row[key])}" for name, key in named.items() if key in row]
     if not math.isnan(clipped):

@@ -33,7 +33,6 @@ def new_run_id() -> str:
 
 
 def records(mode: str) -> bool:
-    """Return whether a run with ``tracker.mode=mode`` is recorded, online or offline."""
     return mode != "disabled" and (mode, os.environ.get("WANDB_MODE")) != ("auto", "disabled")
 
 
@@ -173,7 +172,6 @@ class WandbSink:
         return run
 
     def _warn(self, what: str, why: object) -> None:
-        """Log the first warning only: the others follow from it."""
         if not self._warned:
             self._warned = True
             reason = str(why).strip().partition("\n")[0] or type(why).__name__
@@ -206,7 +204,6 @@ def _kill_client() -> None:
 
 
 def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the items of a nested summary, keys joined by slashes: wandb shows flat ones."""
     for key, value in summary.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{above}{key}/")

@@ -126,14 +126,15 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     found = []
     steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
     if faults := skipped - setting.searches:
-        done = "taken all the same" if setting.nonfinite == "ignore" else "skipped"
-        text = f"{faults} of {steps} steps had a gradient that was NaN or inf and "
-        text += f"{'was' if faults == 1 else 'were'} {done}; no threshold mends that: look at the "
-        found.append(Remark("nonfinite", text + "learning rate, the loss and the precision."))
+        done = "were taken all the same" if setting.nonfinite == "ignore" else "were skipped"
+        text = f"{faults} of {steps} steps had a gradient that was NaN or inf and {done}; no "
+        text += "threshold mends that: look at the learning rate, the loss and the precision."
+        found.append(Remark("nonfinite", text))
     if spikes := summary.get(keys.CLIP_SKIPPED):
-        done = "was skipped as a spike" if spikes == 1 else "were skipped as spikes"
-        text = f"{spikes} of {steps} steps {done} (clip.skip): their samples changed no weights. "
-        text += "If they are many, raise clip.skip.k, or lower the learning rate."
+        text = f"{spikes} of {steps} steps were skipped as spikes (clip.skip): their samples "
+        text += (
+            "changed no weights. If they are many, raise clip.skip.k, or lower the learning rate."
+        )
         found.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
         skipped += spikes
     peak, effect = summary[keys.CLIP_PEAK], setting.effect
@@ -141,9 +142,8 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     if setting.threshold is None or not peak or lost:
         return found
     if (counted := steps - skipped) < FEWEST:
-        few = "1 step is" if counted == 1 else f"{counted} steps are"
-        text = f"{few} too few to tell whether the threshold suits this training."
-        return [*found, Remark("few", text)]
+        few = f"{counted} steps are too few to tell whether the threshold suits this training."
+        return [*found, Remark("few", few)]
     if effect.kind == "sign only":
         text = f"Clipping has no effect with {effect.name}: it uses the sign of each gradient "
         return [*found, Remark("nothing", f"{text}element alone.")]

@@ -92,54 +92,42 @@ class Gauges:
     """
 
     def __init__(self, layout: Layout, norm_type: float, per_layer: bool, updates: bool) -> None:
-        self._layout, self._norm_type = layout, norm_type
+        self.layout, self._norm_type = layout, norm_type
         self.per_layer, self._updates = per_layer, updates
-        self._begun: list[Tensor] = []
-        self._shards: list[ParamShard] = []
-        self._weights: list[Tensor] = []
-
-    @property
-    def spans_ranks(self) -> bool:
-        """Whether :meth:`over_ranks` needs the other ranks."""
-        return self._layout.group is not None
 
     @torch.no_grad()
-    def begin(self, powers: Powers | None) -> None:
-        """Measure between clipping and the step, given what clipping has measured."""
-        self._begun = []
+    def begin(self, powers: Powers | None) -> Callable[[], Tensor]:
+        """Measure before a step; what is returned gives the [values] of this rank after it."""
+        found: list[Tensor] = []
         if self.per_layer:
             assert powers is not None
-            assert powers.norm_type == self._norm_type
-            self._begun.append(powers.of_parameters(self._layout))
-        if self._updates:
-            trained = [s for s in self._layout.shards if s.param.requires_grad]
-            self._shards = [shard for shard in trained if shard.weight.numel()]
-            self._weights = [shard.weight.clone() for shard in self._shards]
+            found.append(powers.of_parameters(self.layout))
+        trained = [s for s in self.layout.shards if s.param.requires_grad and s.weight.numel()]
+        weights = [shard.weight.clone() for shard in trained] if self._updates else []
 
-    @torch.no_grad()
-    def end(self) -> Tensor:
-        """Return this rank's share of all measurements, [values], on the device, after the step."""
-        found, self._begun = self._begun, []
-        if self._updates:
-            before = self._squares(self._weights)
+        @torch.no_grad()
+        def end() -> Tensor:
+            if not self._updates:
+                return found[0]
+            before = self._squares(trained, weights)
             # Updates are differences of weights, so whatever optimizer made them.
-            torch._foreach_sub_(self._weights, [shard.weight for shard in self._shards])
-            found += [self._squares(self._weights), before]
-            self._shards, self._weights = [], []
-        return torch.cat(found)
+            torch._foreach_sub_(weights, [shard.weight for shard in trained])
+            return torch.cat([*found, self._squares(trained, weights), before])
+
+        return end
 
     def over_ranks(self, shares: list[Tensor]) -> Tensor:
         """Combine the shares of several steps, [steps, values]; one collective."""
         stacked = torch.stack(shares)
-        every = self._layout.rows_of_ranks(stacked.flatten()).view(-1, *stacked.shape)
+        every = self.layout.rows_of_ranks(stacked.flatten()).view(-1, *stacked.shape)
         total = every.sum(0)
         if self.per_layer:
-            layers = slice(len(self._layout.names))
+            layers = slice(len(self.layout.names))
             total[:, layers] = combined_norms(every[..., layers], self._norm_type)
         return total
 
     def row(self, values: Sequence[float]) -> Row:
-        names, row = self._layout.names, Row()
+        names, row = self.layout.names, Row()
         parts = [values[at : at + len(names)] for at in range(0, len(values), len(names))]
         if self.per_layer:
             row = {keys.LAYER_NORM + name: n for name, n in zip(names, parts.pop(0), strict=True)}
@@ -151,10 +139,10 @@ class Gauges:
                 row[keys.UPDATE_RATIO] = math.sqrt(math.fsum(updates) / size)
         return row
 
-    def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        powers = powers_of(self._shards, tensors, 2.0, each=True)[1]
+    def _squares(self, shards: Sequence[ParamShard], tensors: Sequence[Tensor]) -> Tensor:
+        powers = powers_of(shards, tensors, 2.0, each=True)[1]
         assert powers is not None
-        return powers.of_parameters(self._layout)
+        return powers.of_parameters(self.layout)
 
 
 @dataclass
@@ -227,7 +215,7 @@ class Meter:
             return
         shares = [step.layers for step in pending if step.layers is not None]
         gauged = None
-        if self.layers is not None and shares and (together or not self.layers.spans_ranks):
+        if self.layers is not None and shares and (together or self.layers.layout.group is None):
             gauged = self.layers.over_ranks(shares)
         rows, layers = _to_host([step.numbers() for step in pending], gauged)
         found = [step.on_host(row) for step, row in zip(pending, rows, strict=True)]
@@ -318,14 +306,16 @@ class Meter:
 
     def _row(self, step: StepMetrics, loss: float | None, values: StepValues) -> Row:
         window, total, samples = self._window, self._total, step.samples
-        known = {keys.TRAIN_LOSS: loss, keys.TRAIN_LR: step.lr, keys.TRAIN_SAMPLES: samples}
-        known |= {keys.TRAIN_TOKENS: step.tokens or None}
-        if samples is not None:
-            since = samples - int(self.last.get(keys.TRAIN_SAMPLES, 0))
-            known[keys.THROUGHPUT] = since / max(window.seconds, 1e-9)
-        row: Row = {keys.TRAIN_STEP: step.step}
-        row |= {key: value for key, value in known.items() if value is not None}
-        row |= {
+        since = 0 if samples is None else samples - int(self.last.get(keys.TRAIN_SAMPLES, 0))
+        scaled, noise = values.norm_scaled, self.noise or ()
+        of_mean = math.fsum(square for _, square in noise)
+        row: dict[str, float | None] = {
+            keys.TRAIN_STEP: step.step,
+            keys.TRAIN_LOSS: loss,
+            keys.TRAIN_LR: step.lr,
+            keys.TRAIN_SAMPLES: samples,
+            keys.TRAIN_TOKENS: step.tokens or None,
+            keys.THROUGHPUT: None if samples is None else since / max(window.seconds, 1e-9),
             keys.GRAD_NORM: values.norm,
             keys.GRAD_NORM_CLIPPED: values.norm_clipped,
             keys.GRAD_NORM_MEAN: window.norm / window.steps,
@@ -336,12 +326,11 @@ class Meter:
             keys.CLIP_RATIO: window.clipped / window.steps,
             keys.CLIP_RATIO_TOTAL: total.clipped / total.steps,
             keys.TIME_STEP: window.seconds / window.steps,
+            keys.CLIP_THRESHOLD: None if math.isnan(values.threshold) else values.threshold,
+            keys.GRAD_NORM_SCALED: None if math.isnan(scaled) else scaled,
+            keys.NOISE_SCALE: math.fsum(one for one, _ in noise) / of_mean if of_mean > 0 else None,
         }
-        some = {keys.CLIP_THRESHOLD: values.threshold, keys.GRAD_NORM_SCALED: values.norm_scaled}
-        row |= {key: value for key, value in some.items() if not math.isnan(value)}
-        if self.noise and (of_mean := math.fsum(square for _, square in self.noise)) > 0:
-            row[keys.NOISE_SCALE] = math.fsum(trace for trace, _ in self.noise) / of_mean
-        return row | self._so_far()
+        return {key: value for key, value in row.items() if value is not None} | self._so_far()
 
     def _note_best(self, found: Mapping[str, float]) -> None:
         for key, value in found.items():
@@ -355,8 +344,7 @@ def _spread(values: array[float]) -> dict[str, float]:
     finite = every[np.isfinite(every)]
     if not finite.size:
         return {}
-    points = np.percentile(finite, (50, 90, 95, 99)).tolist()
-    spread = dict(zip(("p50", "p90", "p95", "p99"), points, strict=True))
+    spread = {f"p{share}": float(np.percentile(finite, share)) for share in (50, 90, 95, 99)}
     return spread | {"max": float(finite.max()), "mean": float(finite.mean())}
 
 
@@ -372,8 +360,6 @@ def _to_host(
     rows: list[tuple[Number, ...]], gauged: Tensor | None
 ) -> tuple[list[list[float]], Iterator[list[float]]]:
     """Return rows of numbers, and the steps of ``gauged``, as floats, in one transfer."""
-    if gauged is None and {*map(type, chain.from_iterable(rows))} <= {float, int}:
-        return [list(map(float, row)) for row in rows], iter(())
     away = [value for row in rows for value in row if isinstance(value, Tensor)]
     parts = [transfer.on_device(away, away[0].device)] if away else []
     if gauged is not None:

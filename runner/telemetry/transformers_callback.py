@@ -60,7 +60,6 @@ class ClippingCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the record."""
-        self.on_init_end(args, state, control)
         if self._to:
             self.monitor = GradientMonitor(kwargs["model"], *self._to, interval=self._interval)
 

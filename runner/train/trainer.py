@@ -319,12 +319,11 @@ class Trainer:
         state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
         each = gauges is not None and gauges.per_layer
         decision = self.skipped_steps.clip(state.mode, before, window, loss, each)
-        if gauges is not None:
-            gauges.begin(self.optimizer.powers)
+        measured = None if gauges is None else gauges.begin(self.optimizer.powers)
         lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
         self.optimizer.step()
         decision = self.optimizer.decision or decision
-        layers = None if gauges is None else gauges.end()
+        layers = None if measured is None else measured()
         state.schedulers_behind = True
         self.optimizer.zero_grad()
         after_each(len(items), len(items))

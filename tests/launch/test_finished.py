@@ -39,7 +39,6 @@ def test_the_record_of_a_run(single):
         "cpu, 1 rank (plugin=single), 1,437 samples, ",
         "wandb: offline",
         f" {summary['parameters']:,} parameters, {folder}\n",
-        "last row: train/step 12 ",
         f"finished with exit code 0; results are in {folder}\n",
     ):
         assert wanted in log, log

@@ -13,6 +13,7 @@ from runner.telemetry.guidance import Effect, Setting, effect_of, remarks
 from tests.train.test_trainer import parts
 
 NORM, VALUE, UNITS = map(info_of, ("norm", "value", "adaptive"))
+PLAIN = Effect()
 ADAM = Effect("AdamW", "normalized")
 MUON = Effect("Muon", "orthogonalized")
 BESIDE_MUON = Effect("AdamW", "normalized", left_out="Muon")
@@ -31,7 +32,7 @@ def summary(ratio=0.2, nonfinite=0, fraction=None, steps=300, loss=0.5, peak=PEA
     return found | {"final": {"train/loss": loss}}
 
 
-def setting(mode=NORM, threshold=0.1, bad="skip", effect=Effect(), searches=0):
+def setting(mode=NORM, threshold=0.1, bad="skip", effect=PLAIN, searches=0):
     return Setting(mode, threshold, bad, effect, searches)
 
 
@@ -67,7 +68,7 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
         case("cancels", "normalizes", mode=UNITS, effect=MUON_TOO, **MUCH),
         case("nothing", "Rprop", effect=RPROP, ratio=0.0),
         # Too few steps, or steps that are not finite.
-        case("few", "1 step is too few", ratio=1.0, steps=1),
+        case("few", "49 steps are too few", ratio=1.0, steps=49),
         case("nonfinite", "300 of 300", nonfinite=300, peak={}),
         case("nonfinite", "were taken all the same", nonfinite=3, bad="ignore", threshold=None),
         case("nonfinite", "3 of 300", nonfinite=3, ratio=0.9, loss=float("nan")),

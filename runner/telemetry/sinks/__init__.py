@@ -7,7 +7,8 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,13 +37,12 @@ def ending(exit_code: int) -> str:
 
 
 class RunLog:
-    """Logs how a run was started, its evaluations, its last row, and its end."""
+    """Logs how a run was started, and its end."""
 
     def __init__(
         self, folder: Path, overrides: Sequence[str], made_with: Mapping[str, str]
     ) -> None:
         self._folder = folder
-        self._last: Row | None = None
         # No environment variables, which may hold secrets
         log.info("command: %s", shlex.join(masked_words(sys.orig_argv)))
         log.info("overrides of this run: %s", shlex.join(overrides) or "none")
@@ -50,24 +50,13 @@ class RunLog:
         for key, value in made_with.items():
             log.info("%s: %s", key, value)
 
-    def write(self, row: Row) -> None:
-        if any(key.startswith(keys.EVAL) for key in row):
-            log.info("evaluation: %s", _values(row, (keys.TRAIN_STEP, keys.TRAIN_LOSS, keys.EVAL)))
-        self._last = row
+    def write(self, row: Row) -> None: ...
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        if self._last is not None:
-            log.info("last row: %s", _values(self._last))
         for sentence in (summary or {}).get("guidance", ()):
             log.info("%s", sentence)
         ended = ending(exit_code)
         log.info("%s with exit code %d; results are in %s", ended, exit_code, self._folder)
-
-
-def _values(row: Row, wanted: tuple[str, ...] = ("",)) -> str:
-    left_out = (keys.LAYER_NORM, keys.LAYER_UPDATE)
-    shown = (key for key in row if key.startswith(wanted) and not key.startswith(left_out))
-    return "  ".join(f"{key} {row[key]:.6g}" for key in shown)
 
 
 class TensorboardSink:
@@ -90,18 +79,8 @@ class TensorboardSink:
         self._add(step=int(row[keys.TRAIN_STEP]), summary=self._summary(value=values))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        self._guarded(lambda writer: writer.close())
-        self._writer = None
+        with suppress(OSError):  # a full disk, which has ended the run before
+            self._writer.close()
 
     def _add(self, **event: Any) -> None:
-        made = self._event(wall_time=time.time(), **event)
-        self._guarded(lambda writer: writer.add_event(made))
-
-    def _guarded(self, use: Callable[[Any], None]) -> None:
-        """Use the writer, unless it failed before: a full disk does not end the run."""
-        try:
-            if self._writer is not None:
-                use(self._writer)
-        except OSError as error:
-            self._writer = None
-            log.warning("TensorBoard's record of this run is not complete: %s", error)
+        self._writer.add_event(self._event(wall_time=time.time(), **event))

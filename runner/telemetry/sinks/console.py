@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -33,9 +32,6 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
         stream.flush()
     except BrokenPipeError:
         leave_unread(stream)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # the disk of the file is full
-            raise
 
 
 def open_streams() -> None:
@@ -92,7 +88,7 @@ class TerminalSink:
         self._row: Row = {}  # the last one, with the last evaluation
         # Rows leave the device together, so the times at which they arrive mean nothing.
         self._seconds = self._clipped = 0.0
-        self._bar = self._open_bar() if alone and is_watched(self._stream) else None
+        self._bar: Any = self._open_bar() if alone and is_watched(self._stream) else None
 
     def write(self, row: Row) -> None:
         passed = int(row[keys.TRAIN_STEP]) - self._step
@@ -102,7 +98,7 @@ class TerminalSink:
         evaluated = any(key.startswith(keys.EVAL) for key in row)
         if self._bar is not None:
             self._row |= row
-            self._draw(self._bar, now=evaluated)
+            self._draw(now=evaluated)
             return
         self._row = dict(row)
         if self._step - self._shown >= self._interval or evaluated:
@@ -113,7 +109,7 @@ class TerminalSink:
             return
         self._closed = True
         if self._bar is not None:
-            self._draw(self._bar, now=True)
+            self._draw(now=True)
             with suppress(OSError, ValueError):
                 self._bar.close()
         elif self._shown != self._step:
@@ -131,14 +127,14 @@ class TerminalSink:
         look: dict[str, Any] = {"dynamic_ncols": True, "miniters": 1, "bar_format": shape}
         return tqdm(total=self._total, file=self._stream, colour=colour, **look)
 
-    def _draw(self, bar: Any, now: bool) -> None:
+    def _draw(self, now: bool) -> None:
         """Draw the bar; what does not fit the terminal is cut off at the end."""
         shown = _parts(self._row, self._row.get(keys.CLIP_RATIO_TOTAL, math.nan))
         with suppress(OSError, ValueError):  # the terminal is gone
-            bar.set_description_str("  ".join(shown), refresh=False)
-            bar.update(self._step - bar.n)
+            self._bar.set_description_str("  ".join(shown), refresh=False)
+            self._bar.update(self._step - self._bar.n)
             if now:
-                bar.refresh()
+                self._bar.refresh()
 
     def _print_row(self) -> None:
         of = f"/{self._total}" if self._total else ""
@@ -156,8 +152,8 @@ class TerminalSink:
         if steps is not None:
             # A summary counts the steps of a branch from its beginning.
             early = self._total is not None and max(steps, self._step) < self._total
-            many = f"{steps} of {self._total} steps" if early else plural(steps, "step")
-            ended += f" after {many}"
+            ended += f" after {steps} of {self._total} steps" if early else ""
+            ended += "" if early else f" after {plural(steps, 'step')}"
         if keys.WALL_SECONDS in found:
             ended += f" in {found[keys.WALL_SECONDS]:.1f} s"
         yield f"{self._title}: {ended}"
@@ -180,8 +176,7 @@ class TerminalSink:
 def _parts(row: Row, clipped: float) -> list[str]:
     named = {"loss": keys.TRAIN_LOSS, "norm": keys.GRAD_NORM}
     parts = [f"{name} {_number(row[key])}" for name, key in named.items() if key in row]
-    if not math.isnan(clipped):
-        parts.append(f"clipped {percent(clipped)}")
+    parts += [] if math.isnan(clipped) else [f"clipped {percent(clipped)}"]
     parts += _evaluation(row)
     if keys.THROUGHPUT in row:
         parts.append(f"{rounded(row[keys.THROUGHPUT])} samples/s")

@@ -28,8 +28,7 @@ log = logging.getLogger("runner.wandb")
 
 
 def new_run_id() -> str:
-    """Return a new id like wandb's own; no seeded generator repeats it."""
-    return secrets.token_hex(4)
+    return secrets.token_hex(4)  # like wandb's own; no seeded generator repeats it
 
 
 def records(mode: str) -> bool:

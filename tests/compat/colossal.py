@@ -1,7 +1,7 @@
-"""Three scripts in one, in the style of Colossal-AI's examples: train, save, resume and evaluate.
+"""Two scripts in one, in the style of Colossal-AI's examples: train, save, resume and evaluate.
 
-A small ResNet and a BERT whose gradients are clipped, and a vision transformer. Written for
-Colossal-AI they differ in their import lines and in how they name devices.
+A small ResNet and a BERT. Written for Colossal-AI they differ in their import lines and in how they
+name devices.
 
     torchrun --standalone --nproc_per_node=2 tests/compat/colossal.py resnet torch_ddp checkpoints
 """
@@ -20,7 +20,6 @@ from runner import (
     Booster,
     CosineAnnealingLR,
     DistCoordinator,
-    LinearWarmupLR,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
     get_current_device,
@@ -33,8 +32,7 @@ EPS = 1e-4  # with a small one, Adam amplifies the rounding of clipped gradients
 BATCH = 20  # samples of one step, over all ranks
 PLANNED = 6  # epochs of the schedule
 SAVED = {
-    "resnet": ("model.pth", {}),
-    "vit": ("model", {"shard": True, "size_per_shard": 64}),
+    "resnet": ("model", {"shard": True, "size_per_shard": 64}),
     "bert": ("model.safetensors", {"use_safetensors": True}),
 }
 
@@ -55,10 +53,6 @@ def build_model(name):
         from torchvision.models.resnet import BasicBlock, ResNet
 
         return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
-    if name == "vit":
-        from timm.models.vision_transformer import VisionTransformer
-
-        return VisionTransformer(32, 8, num_classes=10, embed_dim=32, depth=2, num_heads=2)
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_labels": 2}
@@ -80,12 +74,6 @@ def loss_of(model, batch, criterion):
     if isinstance(batch, dict):
         return 30 * model(**batch)[0]  # under fp16 the first gradients overflow
     return criterion(model(batch[0].to(get_current_device())), batch[1])
-
-
-def warmed_up(optimizer, total):
-    from transformers import get_linear_schedule_with_warmup
-
-    return get_linear_schedule_with_warmup(optimizer, total // PLANNED, total)
 
 
 @torch.no_grad()
@@ -111,11 +99,12 @@ def train(name, plugin, at, epochs, resume=0):
     model = build_model(name).to(get_current_device())
     optimizer = torch.optim.AdamW(groups_of(model), lr=RATE, eps=EPS, fused=True)
     total = len(train_loader) * PLANNED
-    scheduler = {
-        "resnet": lambda: CosineAnnealingLR(optimizer, total_steps=total),
-        "vit": lambda: LinearWarmupLR(optimizer, total, total // PLANNED),
-        "bert": lambda: warmed_up(optimizer, total),
-    }[name]()
+    if name == "resnet":
+        scheduler = CosineAnnealingLR(optimizer, total_steps=total)
+    else:
+        from transformers import get_linear_schedule_with_warmup
+
+        scheduler = get_linear_schedule_with_warmup(optimizer, total // PLANNED, total)
     model, optimizer, criterion, train_loader, scheduler = booster.boost(
         model, optimizer, nn.CrossEntropyLoss(), train_loader, lr_scheduler=scheduler
     )
@@ -129,13 +118,12 @@ def train(name, plugin, at, epochs, resume=0):
         for batch in train_loader:
             loss = loss_of(model, batch, criterion)
             booster.backward(loss, optimizer)
-            if name != "vit":
-                optimizer.clip_grad_by_norm(max_norm=CLIP)
+            optimizer.clip_grad_by_norm(max_norm=CLIP)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
         booster.save_model(model, at / f"{epoch}" / file, **options)
-        booster.save_optimizer(optimizer, at / f"{epoch}" / "optimizer", shard=name == "vit")
+        booster.save_optimizer(optimizer, at / f"{epoch}" / "optimizer", shard=name == "resnet")
         booster.save_lr_scheduler(scheduler, at / f"{epoch}" / "scheduler.pth")
         logger.info(f"epoch {epoch}: loss {loss.item():.4f}", ranks=[0])
     booster.save_model(model, at / "end.pth")

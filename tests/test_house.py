@@ -24,14 +24,14 @@ LINES = {
     ("checkpoint",): 550,
     ("clip",): 3511,
     ("optim",): 264,
-    ("data", "models"): 2100,
+    ("data", "models"): 1850,
     ("report",): 2292,
     ("run_folder",): 600,
     ("tools",): 1146,
-    ("bench",): 807,
+    ("bench",): 720,
 }
 """The most lines of each room. A change that makes a room smaller lowers its number."""
-PUBLIC = {"HybridParallelPlugin", "Mixture", "AWDLSTM", "GPT", "CompressiveTransformer"}
+PUBLIC = {"HybridParallelPlugin", "Mixture", "AWDLSTM", "GPT"}
 """Classes with the arguments of another library's or a paper's."""
 
 

@@ -1,18 +1,16 @@
 """Data sets, and the order in which ranks read their samples.
 
-Each factory has its own module, which `conf/data/*.yaml` names in full
-(`runner.data.digits.digits`), so that importing this package loads neither scikit-learn nor
+Factories are imported from their modules, so that this package does not load
 torchvision.
 """
 
 from runner.data.dataset import IGNORED, Data, DataUnavailable, TensorPairs, collate_pairs
-from runner.data.order import EmptyPart, PartitionedBatches
+from runner.data.order import PartitionedBatches
 
 __all__ = [
     "IGNORED",
     "Data",
     "DataUnavailable",
-    "EmptyPart",
     "PartitionedBatches",
     "TensorPairs",
     "collate_pairs",

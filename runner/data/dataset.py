@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from runner.data.order import RandomState, generator_for, generators
+from runner.data.order import RandomState, generator_for, generators, set_epoch
 
 IGNORED = -100
 """Targets with this value add nothing to the loss and are not counted as items: the default
@@ -45,40 +45,33 @@ def first_sample(dataset: Dataset[Any]) -> Any:
     """Return the first sample of a data set that is not empty; a stream is begun for it."""
     if not isinstance(dataset, IterableDataset):
         return dataset[0]
-    drawn = RandomState.now(generators(dataset, "dataset."))
+    drawn = RandomState.now(generators(dataset))
     try:
         return next(iter(dataset))
     except StopIteration:
         raise DataUnavailable(f"{type(dataset).__name__} yields no sample") from None
     finally:
-        drawn.restore(generators(dataset, "dataset."))
+        drawn.restore(generators(dataset))
 
 
-def data_folder(root: str | None, message: str) -> Path:
+def data_folder(root: str | None, advice: str) -> Path:
     """Return the folder `root`, or the one that `$DATA` names."""
     folder = root or os.environ.get("DATA")
     if not folder:
-        raise DataUnavailable(f"data.root is not set, and neither is $DATA{message}")
+        raise DataUnavailable(f"data.root is not set, and neither is $DATA. {advice}")
     return Path(folder).expanduser()
 
 
-class TensorPairs(Dataset[tuple[Tensor, Tensor]]):
+class TensorPairs(TensorDataset):
     """Inputs and targets in memory; a batch takes one index operation for each."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        if len(inputs) != len(targets):
-            raise ValueError(f"{len(inputs)} inputs do not pair with {len(targets)} targets")
+        super().__init__(inputs, targets)
         self.inputs, self.targets = inputs, targets
 
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.targets[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        return self.inputs.index_select(0, chosen), self.targets.index_select(0, chosen)
+        return tuple(each.index_select(0, chosen) for each in self.tensors)
 
 
 def collate_pairs(batch: Any) -> Any:
@@ -101,22 +94,9 @@ def own(
     tokens_per_sample: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> Data:
-    """Train on one data set and evaluate on another, or on a share of the first.
-
-    Args:
-        train: a ``Dataset`` or an ``IterableDataset``; a table of Hugging Face's ``datasets`` reads
-            tensors.
-        eval: held-out samples; None for a random share of ``train``, and of a stream nothing.
-        eval_fraction: that share; 0 for no evaluation.
-        seed: seed of the choice of held-out samples.
-        items: what the loss is averaged over.
-        tokens_per_sample: number of tokens in a sample, for durations in tokens.
-        columns: names of a table's inputs and targets; None to read each row as a dictionary.
-    """
+    """Train on one data set, evaluate on another or on a share of it; see conf/data/own.yaml."""
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")
-    if columns is not None and len(columns) != 2:
-        raise ValueError(f"columns {list(columns)} must be that of the inputs and of the targets")
     train, eval = (_tensors(one, columns) for one in (train, eval))
     if eval is None and eval_fraction > 0 and not isinstance(train, IterableDataset):
         samples = len(train)
@@ -133,8 +113,7 @@ def own(
 
 class _Part(Subset[Any]):
     def set_epoch(self, epoch: int) -> None:
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(epoch)
+        set_epoch(self.dataset, epoch)
 
 
 def _tensors(table: Any, columns: Sequence[str] | None) -> Any:
@@ -145,10 +124,6 @@ def _tensors(table: Any, columns: Sequence[str] | None) -> Any:
         raise ValueError(f"these are several tables: choose a split of {', '.join(table)}")
     if columns is None:
         return table.with_format("torch")
-    if missing := [name for name in columns if name not in table.column_names]:
-        raise DataUnavailable(
-            f"data.columns: there is no column {missing[0]}, but {', '.join(table.column_names)}"
-        )
     return _Pairs(table.with_format("torch", columns=list(columns)), columns)
 
 
@@ -167,8 +142,7 @@ class _Pairs(Dataset[tuple[Any, Any]]):
         return [(row[self.inputs], row[self.targets]) for row in rows]
 
 
-SUCCESSORS = 4
-"""Number of equally likely successors of a token: the lowest possible loss is log(4)."""
+SUCCESSORS = 4  # equally likely successors of a token: the lowest possible loss is log(4)
 
 
 def synthetic(
@@ -183,13 +157,13 @@ def synthetic(
     ``sizes`` are the ``shape`` of a sample and ``num_classes``; of tokens ``sequence_length``,
     ``vocabulary`` and ``ignored_fraction``, the share of targets that do not count.
     """
-    generator = torch.Generator().manual_seed(seed)
+    if kind not in ("images", "vectors", "tokens"):
+        raise ValueError(f"kind {kind!r} must be images, vectors or tokens")
     if min(samples, test_samples) < 1:
         raise ValueError(f"samples {samples} and test_samples {test_samples} must be at least 1")
-    of_tokens = kind == "tokens"
-    inputs, targets = (_walks if of_tokens else _classes)(
-        kind, samples + test_samples, generator, **sizes
-    )
+    generator, of_tokens = torch.Generator().manual_seed(seed), kind == "tokens"
+    make = _walks if of_tokens else _classes
+    inputs, targets = make(samples + test_samples, generator, **sizes)
     train = TensorPairs(inputs[:samples], targets[:samples])
     test = TensorPairs(inputs[samples:], targets[samples:])
     if of_tokens:
@@ -198,7 +172,6 @@ def synthetic(
 
 
 def _classes(
-    kind: str,
     count: int,
     generator: torch.Generator,
     shape: Sequence[int],
@@ -208,15 +181,10 @@ def _classes(
     ignored_fraction: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return inputs, float32 [count, *shape], and targets, int64 [count]."""
-    dimensions = {"images": 3, "vectors": 1}.get(kind)
-    if dimensions is None:
-        raise ValueError(f"kind {kind!r} must be images, vectors or tokens")
-    if ignored_fraction != 0:
-        raise ValueError(f"ignored_fraction {ignored_fraction} must be 0 for {kind}")
-    if len(shape) != dimensions or min(*shape, num_classes) < 1:
+    if ignored_fraction != 0 or min(*shape, num_classes) < 1:
         raise ValueError(
-            f"shape {list(shape)} must have {dimensions} numbers for {kind}, each of which and "
-            f"num_classes {num_classes} must be at least 1"
+            f"shape {list(shape)} and num_classes {num_classes} must be at least 1, and "
+            f"ignored_fraction {ignored_fraction} must be 0 without tokens"
         )
     inputs = torch.randn(count, *shape, generator=generator)
     flat = inputs.flatten(1)
@@ -225,7 +193,6 @@ def _classes(
 
 
 def _walks(
-    kind: str,
     count: int,
     generator: torch.Generator,
     sequence_length: int,

@@ -3,8 +3,8 @@
 Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
 Repository, 1998, https://doi.org/10.24432/C50P49 (its test part: 1,797 images by 13 writers).
 
-Only the file of scikit-learn is used: importing the package takes longer than training on it. The
-split is that of ``sklearn.model_selection.train_test_split(stratify=...)``, to the sample.
+Only the file is used: importing scikit-learn takes longer than training on it. The split is that of
+its ``train_test_split(stratify=...)``, to the sample.
 """
 
 import gzip
@@ -41,10 +41,7 @@ def digits(test_fraction: float, seed: int) -> Data:
 def _split(targets: Integers, test_fraction: float, seed: int) -> tuple[Integers, Integers]:
     held_out, sizes = math.ceil(test_fraction * len(targets)), np.bincount(targets)
     if not len(sizes) <= held_out <= len(targets) - len(sizes):
-        raise ValueError(
-            f"test_fraction {test_fraction} leaves too few training or test samples for "
-            f"{len(sizes)} classes"
-        )
+        raise ValueError(f"test_fraction {test_fraction} leaves too few samples of some classes")
     draw = np.random.RandomState(seed)
     training = _shares(sizes, len(targets) - held_out, draw)
     testing = _shares(sizes - training, held_out, draw)

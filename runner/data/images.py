@@ -1,9 +1,8 @@
 """CIFAR-10 as torchvision reads it, and images in one folder per class, the layout of ImageNet.
 
-Sources: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009, cropped and
-flipped as in K. He et al., Deep Residual Learning for Image Recognition, 2016, section 4.2; folders
-of images as in C. Szegedy et al., Going Deeper with Convolutions, 2015, 1409.4842, section 6 (crops
-of 8 to 100 % of the area with aspect ratios of 3/4 to 4/3), and a flip of half of the samples.
+Crops and flips of CIFAR-10 are those of K. He et al., Deep Residual Learning for Image Recognition,
+2016, section 4.2; of folders those of C. Szegedy et al., Going Deeper with Convolutions, 2015,
+1409.4842, section 6 (8 to 100 % of the area, aspect ratios of 3/4 to 4/3), and a flip of half.
 """
 
 from collections.abc import Sequence
@@ -26,13 +25,9 @@ STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LARGER = 256 / 224
 """Ratio of the shorter side of a held-out image to the side of its centre crop."""
 
-CIFAR_ADVICE = (
-    f"Either set data.root (or $DATA) to a folder that holds {CIFAR10.base_folder}, "
-    "or set data.download=true on a machine with a network."
-)
-FOLDER_ADVICE = (
-    "Set data.root (or $DATA) to a folder that holds train/<class>/<image> and val/<class>/<image>."
-)
+ADVICE = "Set data.root (or $DATA) to a folder that holds"
+CIFAR_ADVICE = f"{ADVICE} {CIFAR10.base_folder}, or set data.download=true"
+FOLDER_ADVICE = f"{ADVICE} train/<class>/<image> and val/<class>/<image>"
 
 
 @dataclass(eq=False, repr=False)
@@ -61,7 +56,7 @@ class SeededImages(Dataset[tuple[Tensor, Tensor]]):
 
 def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
     """Load CIFAR-10: normalised float32 images [3, 32, 32] of 10 classes."""
-    place = data_folder(root, f": CIFAR-10 has no folder to be in. {CIFAR_ADVICE}")
+    place = data_folder(root, CIFAR_ADVICE)
     try:
         if download:
             place.mkdir(parents=True, exist_ok=True)
@@ -70,10 +65,7 @@ def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
                 CIFAR10(place, download=True)
         train, test = CIFAR10(place, train=True), CIFAR10(place, train=False)
     except (OSError, RuntimeError) as error:  # torchvision's RuntimeError: files are not complete
-        raise DataUnavailable(
-            f"data.root={place}: no complete {CIFAR10.base_folder} is in this folder ({error}). "
-            + CIFAR_ADVICE
-        ) from error
+        raise DataUnavailable(f"data.root={place}: {error}. {CIFAR_ADVICE}") from error
     plain = _tensor(CIFAR_STATISTICS)
     changed = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), plain])
     seen = SeededImages(train, changed if augment else plain, seed)
@@ -89,17 +81,14 @@ def image_folder(root: str | None, size: int, augment: bool, seed: int) -> Data:
     """Load `root/train` and `root/val`: normalised float32 images [3, size, size] and classes."""
     if size < 1:
         raise ValueError(f"size {size} must be at least 1")
-    place = data_folder(root, f". {FOLDER_ADVICE}")
+    place = data_folder(root, FOLDER_ADVICE)
     try:
         train, test = ImageFolder(place / "train"), ImageFolder(place / "val")
     except OSError as error:
         raise DataUnavailable(f"data.root={place}: {error}. {FOLDER_ADVICE}") from error
     if train.classes != test.classes:
-        odd = sorted(set(train.classes) ^ set(test.classes))
-        raise DataUnavailable(
-            f"data.root={place}: train and val hold different classes ({', '.join(odd[:5])}). "
-            + FOLDER_ADVICE
-        )
+        odd = ", ".join(sorted({*train.classes} ^ {*test.classes})[:5])
+        raise DataUnavailable(f"data.root={place}: train and val have different classes ({odd})")
     tensor = _tensor(STATISTICS)
     centre = v2.Compose([v2.Resize(round(size * LARGER)), v2.CenterCrop(size), tensor])
     cropped = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), tensor])

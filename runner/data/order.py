@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
-_HOLDERS = ("sampler", "batch_sampler", "dataset")
-"""Attributes of a loader, and of what it holds, whose generators are looked for."""
+_GLOBAL: dict[str, Any] = {"python": random, "numpy": np.random, "cpu": torch.default_generator}
+_GPU = "cuda"
 
 
 def seed_for(purpose: str, seed: int, epoch: int) -> int:
@@ -42,6 +42,12 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def set_epoch(of: Any, epoch: int) -> None:
+    """Set the epoch of a data set or sampler that has one."""
+    if callable(method := getattr(of, "set_epoch", None)):
+        method(epoch)
+
+
 def generators(loader: Any, above: str = "") -> dict[str, Generator]:
     """Return the generators of a data loader, its samplers and its data set, by dotted name."""
     found: dict[str, Generator] = {}
@@ -49,78 +55,64 @@ def generators(loader: Any, above: str = "") -> dict[str, Generator]:
         if isinstance(value, Generator):
             found[above + name] = value
         elif above.count(".") < 4 and (
-            name in _HOLDERS or isinstance(value, DataLoader | Sampler | Dataset)
+            name in ("sampler", "batch_sampler", "dataset")
+            or isinstance(value, DataLoader | Sampler | Dataset)
         ):
             found |= generators(value, f"{above}{name}.")
     return found
 
 
-class RandomState(NamedTuple):
-    """State of the global generators of Python, NumPy and torch, and of the current GPU's."""
-
-    python: Any
-    numpy: Any
-    cpu: Tensor
-    cuda: Tensor | None = None
-    own: Mapping[str, Any] = {}
+class RandomState(dict[str, Any]):
+    """State of the global generators of Python, NumPy and torch, the current GPU's, and others."""
 
     @classmethod
     def now(cls, own: Mapping[str, Generator], with_gpu: bool = True) -> RandomState:
-        uses_gpu = with_gpu and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return cls(
-            random.getstate(),
-            np.random.get_state(legacy=False),
-            torch.get_rng_state(),
-            torch.cuda.get_rng_state() if uses_gpu else None,
-            {name: _state_of(generator) for name, generator in own.items()},
-        )
+        state = cls({name: _state_of(each) for name, each in _all(own).items()})
+        if with_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state[_GPU] = torch.cuda.get_rng_state()
+        return state
 
     def restore(self, own: Mapping[str, Generator]) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
-        for name in self.own.keys() & own.keys():
-            _restore(own[name], self.own[name])
+        known = _all(own)
+        for name in self.keys() & known.keys():
+            _restore(known[name], self[name])
+        if _GPU in self and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self[_GPU])
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._asdict()
-        state["python"] = json.dumps(self.python)
-        state["numpy"] = json.dumps(self.numpy, default=np.ndarray.tolist)
-        return {key: value for key, value in state.items() if value is not None}
+        """Return tensors and texts, which a checkpoint holds without running code."""
+        return {
+            name: each if isinstance(each, Tensor) else json.dumps(each, default=np.ndarray.tolist)
+            for name, each in self.items()
+        }
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RandomState:
-        version, words, gauss = json.loads(state["python"])
-        python = (version, tuple(words), gauss)
-        return cls(**{**state, "python": python, "numpy": json.loads(state["numpy"])})
+        items = state.items()
+        return cls({n: each if isinstance(each, Tensor) else json.loads(each) for n, each in items})
 
 
-def _state_of(generator: Generator) -> Any:
-    match generator:
-        case torch.Generator():
-            return generator.get_state()
-        case np.random.Generator():
-            state: Any = generator.bit_generator.state
-        case np.random.RandomState():
-            state = generator.get_state(legacy=False)
-        case _:
-            state = generator.getstate()
-    return json.dumps(state, default=np.ndarray.tolist)
+def _all(own: Mapping[str, Generator]) -> dict[str, Any]:
+    return {**_GLOBAL, **{f"own.{name}": each for name, each in own.items()}}
 
 
-def _restore(generator: Generator, state: Any) -> None:
-    match generator:
-        case torch.Generator():
-            generator.set_state(state)
-        case np.random.Generator():
-            generator.bit_generator.state = json.loads(state)
-        case np.random.RandomState():
-            generator.set_state(json.loads(state))
-        case _:
-            version, words, gauss = json.loads(state)
-            generator.setstate((version, tuple(words), gauss))
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    old_numpy = hasattr(generator, "get_state")  # the module numpy.random too
+    return generator.get_state(legacy=False) if old_numpy else generator.getstate()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
 
 
 class Indices(list[int]):
@@ -131,10 +123,11 @@ class Indices(list[int]):
         self.epoch = epoch
 
 
-class EmptyPart(Indices):
-    """The part of a rank for which a microbatch has no sample."""
-
-    weightless = True
+def part_of(samples: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the bounds of a rank's part of a microbatch; the first parts may be one longer."""
+    size, longer = divmod(samples, ranks)
+    first = rank * size + min(rank, longer)
+    return first, first + size + (rank < longer)
 
 
 @dataclass(eq=False, repr=False)
@@ -153,13 +146,11 @@ class PartitionedBatches(Sampler[list[int]]):
     _cached: tuple[int, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.length < 0 or self.batch_size < 1 or self.world_size < 1:
-            raise ValueError(
-                f"length {self.length} must be at least 0, batch_size {self.batch_size} and "
-                f"world_size {self.world_size} at least 1"
-            )
+        if self.length < 0 or self.batch_size < 1:
+            sizes = f"length {self.length} must be at least 0, batch_size {self.batch_size}"
+            raise ValueError(f"{sizes} at least 1")
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not one of 0 to {self.world_size - 1}")
+            raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -181,14 +172,12 @@ class PartitionedBatches(Sampler[list[int]]):
 
     def parts(self, microbatch: int) -> list[list[int]]:
         """Return the indices that each rank reads in this microbatch of the current epoch."""
-        permutation = self._permutation()
-        return [
-            permutation[slice(*self._bounds(microbatch, rank))].tolist()
-            for rank in range(self.world_size)
-        ]
+        order = self._permutation()
+        bounds = [self._bounds(microbatch, rank) for rank in range(self.world_size)]
+        return [order[first:end].tolist() for first, end in bounds]
 
     def weightless(self, microbatch: int) -> bool:
-        """Return True if this rank has no sample in this microbatch and gets an `EmptyPart`."""
+        """Return True if this rank has no sample in this microbatch, and reads a stand-in."""
         first, end = self._bounds(microbatch, self.rank)
         return first == end
 
@@ -196,20 +185,16 @@ class PartitionedBatches(Sampler[list[int]]):
         self._start = 0  # only now: a loader with workers makes an iterator that it does not use
         for microbatch in range(start, len(self)):
             first, end = self._bounds(microbatch, self.rank)
-            if first < end:
-                yield Indices(permutation[first:end].tolist(), epoch)
-            else:
-                slice_start = microbatch * self.batch_size * self.world_size
-                yield EmptyPart([int(permutation[slice_start])], epoch)
+            if first == end:  # a stand-in, the first sample of all ranks
+                first = microbatch * self.batch_size * self.world_size
+                end = first + 1
+            yield Indices(permutation[first:end].tolist(), epoch)
 
     def _bounds(self, microbatch: int, rank: int) -> tuple[int, int]:
-        if not 0 <= microbatch < len(self):
-            raise IndexError(f"microbatch {microbatch} is not one of 0 to {len(self) - 1}")
         whole = self.batch_size * self.world_size
         start = microbatch * whole
-        size, longer = divmod(min(whole, self.length - start), self.world_size)
-        first = start + rank * size + min(rank, longer)
-        return first, first + size + (rank < longer)
+        first, end = part_of(min(whole, self.length - start), rank, self.world_size)
+        return start + first, start + end
 
     def _permutation(self) -> Tensor:
         if not self.shuffle:

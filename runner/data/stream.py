@@ -24,10 +24,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from runner.data.dataset import collate_pairs
-from runner.data.order import RandomState, seed_all, seed_for
+from runner.data.order import RandomState, part_of, seed_all, seed_for, set_epoch
 from runner.data.workers import begin, shielded, start_method
 
 T = TypeVar("T")
+
+BEGINNING: Mapping[str, Any] = {"turn": 0, "workers": {}}
+"""A position: the worker whose turn is next, and that of each worker that has read something."""
 
 
 class Read(NamedTuple):
@@ -37,14 +40,7 @@ class Read(NamedTuple):
     weightless: bool
     worker: int
     position: dict[str, Any]
-    mark: int = 0
-
-
-class Position(NamedTuple):
-    """The worker whose turn is next, and the position of each worker that has read something."""
-
-    turn: int = 0
-    workers: Mapping[int, dict[str, Any]] = {}
+    mark: int
 
 
 @dataclass(eq=False, repr=False)
@@ -61,73 +57,67 @@ class Stream(IterableDataset[Read]):
     workers: int
     epoch: int = 0
     start: int = 0
-    position: Position = field(default_factory=Position)
-
-    @property
-    def parts(self) -> int:
-        return self.world_size * self.workers
+    position: Mapping[str, Any] = field(default_factory=lambda: BEGINNING)
 
     @property
     def divided_by(self) -> str:
         """Who divides the stream: ``runner``, ``shard`` or ``itself``."""
         if getattr(self.dataset, "shards_itself", False):
             return "itself"
-        enough = getattr(self.dataset, "num_shards", self.parts) >= self.parts
+        parts = self.world_size * self.workers
+        enough = getattr(self.dataset, "num_shards", parts) >= parts
         return "shard" if enough and callable(getattr(self.dataset, "shard", None)) else "runner"
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(epoch)
+        set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[Read]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
         start, position = self.start, self.position
-        self.start, self.position = 0, Position()
+        self.start, self.position = 0, BEGINNING
         if self.divided_by == "runner":
-            return self._divided(worker, start, position.workers.get(0, {}))
-        worker = (worker + position.turn) % self.workers
-        return self._own(worker, position.workers.get(worker, {}))
+            return self._divided(worker, start, position["workers"].get(0, {}))
+        worker = (worker + position["turn"]) % self.workers
+        return self._own(worker, position["workers"].get(worker, {}))
 
     def first(self) -> Read | None:
         """Return a batch of the part of this rank; None if that is empty."""
         parts = (self._own(worker, {}) for worker in range(self.workers))
-        return next((read for part in parts for read in islice(part, 1)), None)
+        return next((read for part in parts for read in part), None)
 
     def _divided(self, worker: int, start: int, position: Mapping[str, Any]) -> Iterator[Read]:
         """Read the whole stream; yield this rank's part of each of this worker's microbatches."""
         samples = _Samples(self.dataset, f"stream,{self.seed},{self.epoch}", position, alone=True)
-        whole = self.batch_size * self.world_size
-        for number in count(start if samples.continued else 0):
-            group = samples.take(whole)
-            if not group or (self.drop_last and len(group) < whole):
-                return
-            if number < start or (number - start) % self.workers != worker:
-                continue
-            size, longer = divmod(len(group), self.world_size)
-            first = self.rank * size + min(self.rank, longer)
-            part = group[first : first + size + (self.rank < longer)]
-            batch = samples.quietly(partial(self.collate, part or group[:1]))
-            mark = checksum(group) if number == start else 0
-            yield Read(batch, not part, 0, samples.position(number + 1), mark)
+        for number, group in self._groups(samples, start, self.batch_size * self.world_size):
+            if (number - start) % self.workers == worker:
+                part = group[slice(*part_of(len(group), self.rank, self.world_size))]
+                batch = samples.quietly(partial(self.collate, part or group[:1]))
+                mark = checksum(group) if number == start else 0
+                yield Read(batch, not part, 0, samples.position(number + 1), mark)
 
     def _own(self, worker: int, position: Mapping[str, Any]) -> Iterator[Read]:
+        """Read the part of a worker of this rank."""
         index = self.rank * self.workers + worker
         divided = self.divided_by == "shard"
         dataset: Any = self.dataset
         if divided:
-            dataset = dataset.shard(num_shards=self.parts, index=index)
+            dataset = dataset.shard(num_shards=self.world_size * self.workers, index=index)
         purpose = f"stream,{self.seed},{self.epoch},{index}"
         samples = _Samples(dataset, purpose, position, alone=divided)
-        done = position.get("batches", 0)
-        for number in count(done if samples.continued else 0):
-            group = samples.take(self.batch_size)
-            if not group or (self.drop_last and len(group) < self.batch_size):
+        for number, group in self._groups(samples, position.get("batches", 0), self.batch_size):
+            batch = samples.quietly(partial(self.collate, group))
+            yield Read(batch, False, worker, samples.position(number + 1), 0)
+
+    def _groups(self, samples: _Samples, start: int, size: int) -> Iterator[tuple[int, list[Any]]]:
+        """Yield the samples of each microbatch from ``start`` on, with its number."""
+        for number in count(start if samples.continued else 0):
+            group = samples.take(size)
+            if not group or (self.drop_last and len(group) < size):
                 return
-            if number >= done:
-                batch = samples.quietly(partial(self.collate, group))
-                yield Read(batch, False, worker, samples.position(number + 1))
+            if number >= start:
+                yield number, group
 
 
 class _Samples:
@@ -136,15 +126,13 @@ class _Samples:
     def __init__(
         self, dataset: Any, purpose: str, position: Mapping[str, Any], alone: bool
     ) -> None:
-        self._alone = alone
-        self.continued = "state" in position
-        outer = RandomState.now({}, with_gpu=False)
-        seed_all(seed_for(purpose, 0, 0))
-        self._random = RandomState.now({}, with_gpu=False)
-        outer.restore({})
+        self._alone, self.continued = alone, "state" in position
         if self.continued:
             self._random = RandomState.of(position["random"])
-        self._iterator: Iterator[Any] = self.quietly(lambda: self._begin(dataset, position))
+        else:
+            self._random = RandomState.now({}, with_gpu=False)
+            self.quietly(partial(seed_all, seed_for(purpose, 0, 0)))
+        self._iterator: Iterator[Any] = self.quietly(partial(self._begin, dataset, position))
 
     def _begin(self, dataset: Any, position: Mapping[str, Any]) -> Any:
         own = has_state(dataset)
@@ -188,9 +176,8 @@ def checksum(batch: Any) -> int:
     digest = 0
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
-            flat = leaf.detach().cpu().contiguous().flatten()
-            content = flat.view(torch.uint8).numpy().tobytes()
-        elif isinstance(leaf, np.ndarray):
+            leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray):
             content = leaf.tobytes()
         else:
             known = isinstance(leaf, int | float | str | bytes)
@@ -226,7 +213,7 @@ class StreamLoader(DataLoader[Any]):
         super().__init__(
             stream, batch_size=None, collate_fn=_unchanged, num_workers=num_workers, **kwargs
         )
-        self._after: dict[int, Position] = {}
+        self._after: dict[int, Mapping[str, Any]] = {}
         self._weightless: set[int] = set()
         self.mark = 0
         self._stand_in: Any = None
@@ -246,15 +233,14 @@ class StreamLoader(DataLoader[Any]):
 
     def set_start(self, microbatch: int, position: Mapping[str, Any]) -> None:
         """Begin the next iteration at a microbatch, before which ``position`` was the position."""
-        self.dataset.start = microbatch
-        self.dataset.position = Position(position["turn"], position["workers"])
+        self.dataset.start, self.dataset.position = microbatch, position
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         stream = self.dataset
         start = stream.start
         self._after, self._weightless = {start: stream.position}, set()
         reads = shielded(super().__iter__)
-        stream.start, stream.position = 0, Position()  # workers have copies
+        stream.start, stream.position = 0, BEGINNING  # workers have copies
         return self._batches(reads, start)
 
     def _batches(self, reads: Iterator[Read], number: int) -> Iterator[Any]:
@@ -262,9 +248,9 @@ class StreamLoader(DataLoader[Any]):
             self.mark = read.mark or self.mark
             if read.weightless:
                 self._weightless.add(number)
-            workers = {**self._after[number].workers, read.worker: read.position}
-            number += 1
-            self._after[number] = Position((read.worker + 1) % self.dataset.workers, workers)
+            workers = {**self._after[number]["workers"], read.worker: read.position}
+            number, turn = number + 1, (read.worker + 1) % self.dataset.workers
+            self._after[number] = {"turn": turn, "workers": workers}
             self._stand_in = read.batch
             yield read.batch
 
@@ -275,34 +261,27 @@ class StreamLoader(DataLoader[Any]):
             stream = self.dataset
             first = stream.first()
             if first is None:
-                raise ValueError(
-                    f"data-parallel rank {stream.rank} of {stream.world_size} reads no sample: the "
-                    "part of this stream that is its own is empty; use fewer ranks and "
-                    "data.num_workers, or a data set with more shards"
-                )
+                rank = f"data-parallel rank {stream.rank} of {stream.world_size}"
+                raise ValueError(f"{rank} reads no sample: use fewer ranks, or more shards")
             self._stand_in = first.batch
         return self._stand_in
 
     def position(self, microbatch: int) -> dict[str, Any]:
         first = min(microbatch, max(self._after))
         self._after = {n: at for n, at in self._after.items() if n >= first}
-        return {"parts": self._parts(), **self._after[first]._asdict()}
+        return {**self._after[first], "parts": self._parts()}
 
     def require(self, position: Mapping[str, Any]) -> None:
-        own = self._parts()
-        if position["parts"] != own:
-            told = [
-                "by the runner" if of is None else f"over {of[0]} ranks x {of[1]} workers"
-                for of in (position["parts"], own)
-            ]
+        if position["parts"] != self._parts():
             raise ValueError(
-                f"the stream of the checkpoint is divided {told[0]}, here {told[1]}: continue with "
-                "the same number of data-parallel ranks and data.num_workers"
+                f"the stream of the checkpoint is divided over {position['parts']}, here over "
+                f"{self._parts()}: use as many data-parallel ranks and data.num_workers"
             )
 
-    def _parts(self) -> list[int] | None:
+    def _parts(self) -> str:
         stream = self.dataset
-        return None if self.microbatch is not None else [stream.world_size, stream.workers]
+        own = f"{stream.world_size} ranks x {stream.workers} workers"
+        return "any ranks" if self.microbatch is not None else own
 
 
 def _unchanged(read: Any) -> Any:

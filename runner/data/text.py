@@ -9,9 +9,7 @@ al., BERT, 2019, 1810.04805, section 3.1: of the tokens to predict, 80 % are rep
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +29,7 @@ SHOWN_AS_RANDOM = 0.1
 PACKAGED_APART = frozenset({"site-packages", "dist-packages", "test", "tests"})
 """Folders that are not part of the standard library, or that some systems package separately."""
 
-WAYS_FORWARD = (
-    "Set data.path to a file or folder that can be read, or data.path=null for the source files "
-    "of the Python standard library"
-)
+ADVICE = "Set data.path to a file or folder that can be read, or data.path=null for Python's source"
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -54,53 +49,96 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
         return len(self._windows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._pair(self._windows[index])
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self._pair(self._windows[torch.as_tensor(indices, dtype=torch.int64)])
+        windows = self._windows[torch.as_tensor(indices, dtype=torch.int64)].long()
+        return windows[:, :-1].clamp(min=0), windows[:, 1:]
 
-    def _pair(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        wide = windows.long()
-        return wide[..., :-1].clamp(min=0), wide[..., 1:]
+
+class MaskedWindows(ByteWindows):
+    """Windows of L bytes of which a random part is to be predicted."""
+
+    epoch = 0
+
+    def __init__(self, text: bytes, length: int, masked_fraction: float, seed: int) -> None:
+        super().__init__(text, length)
+        self.masked_fraction, self.seed = masked_fraction, seed
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        inputs, following = super().__getitems__(indices)
+        uniform, drawn = [], []
+        for index in indices:
+            generator = generator_for(f"masks of window {index}", self.seed, self.epoch)
+            uniform.append(torch.rand(2, inputs.shape[1], generator=generator))
+            drawn.append(torch.randint(BYTES, inputs.shape[1:], generator=generator))
+        (choice, shown), tokens = torch.stack(uniform, 1), torch.stack(drawn)
+        # A position without a next byte is padding or the last byte of the text.
+        chosen = (choice < self.masked_fraction) & (following != IGNORED)
+        targets = inputs.masked_fill(~chosen, IGNORED)
+        inputs = inputs.masked_fill(chosen & (shown < SHOWN_AS_MASK), MASK)
+        at_random = (shown >= SHOWN_AS_MASK) & (shown < SHOWN_AS_MASK + SHOWN_AS_RANDOM)
+        return torch.where(chosen & at_random, tokens, inputs), targets
 
 
 def text(path: str | None, sequence_length: int, test_fraction: float, max_bytes: int) -> Data:
     """Load bytes for next-byte prediction; the end of the text is held out."""
-    if sequence_length < 1 or max_bytes < 1 or not 0 < test_fraction < 1:
+    parts = _parts(path, sequence_length, test_fraction, max_bytes)
+    train, test = (ByteWindows(part, sequence_length) for part in parts)
+    return Data(train, test, "tokens", sequence_length)
+
+
+def masked_text(
+    path: str | None,
+    sequence_length: int,
+    test_fraction: float,
+    max_bytes: int,
+    masked_fraction: float,
+    seed: int,
+) -> Data:
+    """Load bytes for masked language modelling; every evaluation has the same masks."""
+    if not 0 < masked_fraction <= 1:
+        raise ValueError(f"masked_fraction {masked_fraction} must be above 0 and at most 1")
+    parts = _parts(path, sequence_length, test_fraction, max_bytes)
+    train, test = (MaskedWindows(p, sequence_length, masked_fraction, seed) for p in parts)
+    # Only bytes to predict count as tokens, and their number in a sample is random.
+    return Data(train, test, "tokens")
+
+
+def _parts(path: str | None, length: int, test_fraction: float, limit: int) -> tuple[bytes, bytes]:
+    """Return the bytes to train on, and the end of the text, which is held out."""
+    if length < 1 or limit < 1 or not 0 < test_fraction < 1:
         raise ValueError(
-            f"sequence_length {sequence_length} and max_bytes {max_bytes} must be at least 1, "
+            f"sequence_length {length} and max_bytes {limit} must be at least 1, "
             f"test_fraction {test_fraction} between 0 and 1"
         )
     root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser()
-    read = _read(root, standard_library=path is None, limit=max_bytes)
+    read = _read(root, standard_library=path is None, limit=limit)
     held_out = round(len(read) * test_fraction)
     if min(held_out, len(read) - held_out) < 2:
-        raise DataUnavailable(
-            f"data.path: {root} gives {len(read)} bytes to read, too few to learn from with "
-            f"data.test_fraction={test_fraction} and data.max_bytes={max_bytes}. {WAYS_FORWARD}."
-        )
-    cut = len(read) - held_out
-    train, test = (ByteWindows(part, sequence_length) for part in (read[:cut], read[cut:]))
-    return Data(train, test, items="tokens", tokens_per_sample=sequence_length)
+        few = f"{root} gives {len(read)} bytes, too few for data.test_fraction={test_fraction}"
+        raise DataUnavailable(f"data.path: {few}. {ADVICE}")
+    return read[:-held_out], read[-held_out:]
 
 
 def _read(root: Path, standard_library: bool, limit: int) -> bytes:
     """Read the first `limit` bytes of the concatenated files at `root`."""
     if not root.exists():
-        raise DataUnavailable(f"data.path: {root} does not exist. {WAYS_FORWARD}.")
+        raise DataUnavailable(f"data.path: {root} does not exist. {ADVICE}")
     collected = bytearray()
     try:
-        files = [root] if root.is_file() else _files(root, standard_library)
-        for file in files:
+        for file in [root] if root.is_file() else _files(root, standard_library):
             with file.open("rb") as stream:
                 collected += stream.read(limit - len(collected))
             if len(collected) >= limit:
                 break
     except OSError as error:
-        where = error.filename or root
-        raise DataUnavailable(
-            f"data.path: {where} cannot be read ({error.strerror}). {WAYS_FORWARD}."
-        ) from error
+        where = f"{error.filename or root} cannot be read ({error.strerror})"
+        raise DataUnavailable(f"data.path: {where}. {ADVICE}") from error
     return bytes(collected)
 
 
@@ -117,59 +155,3 @@ def _files(folder: Path, standard_library: bool) -> Iterator[Path]:
         for file in (Path(place, name) for name in sorted(filter(wanted, names))):
             if file.is_file() and (file.suffix == ".py" or not standard_library):
                 yield file
-
-
-@dataclass(eq=False, repr=False)
-class MaskedWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of L bytes of which a random part is to be predicted."""
-
-    windows: ByteWindows
-    masked_fraction: float
-    seed: int
-    epoch: int = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        inputs, following = self.windows.__getitems__(indices)
-        draws, tokens = self._draws(indices, inputs.shape[1])
-        choice, shown = draws.unbind(1)
-        # A position without a next byte is padding or the last byte of the text.
-        chosen = (choice < self.masked_fraction) & (following != IGNORED)
-        targets = inputs.masked_fill(~chosen, IGNORED)
-        inputs = inputs.masked_fill(chosen & (shown < SHOWN_AS_MASK), MASK)
-        at_random = (shown >= SHOWN_AS_MASK) & (shown < SHOWN_AS_MASK + SHOWN_AS_RANDOM)
-        return torch.where(chosen & at_random, tokens, inputs), targets
-
-    def _draws(self, indices: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        uniform, tokens = [], []
-        for index in indices:
-            generator = generator_for(f"masks of window {index}", self.seed, self.epoch)
-            uniform.append(torch.rand(2, length, generator=generator))
-            tokens.append(torch.randint(BYTES, (length,), generator=generator))
-        return torch.stack(uniform), torch.stack(tokens)
-
-
-def masked_text(
-    path: str | None,
-    sequence_length: int,
-    test_fraction: float,
-    max_bytes: int,
-    masked_fraction: float,
-    seed: int,
-) -> Data:
-    """Load bytes for masked language modelling; every evaluation has the same masks."""
-    if not 0 < masked_fraction <= 1:
-        raise ValueError(f"masked_fraction {masked_fraction} must be above 0 and at most 1")
-    plain: Any = text(path, sequence_length, test_fraction, max_bytes)
-    train, test = (MaskedWindows(w, masked_fraction, seed) for w in (plain.train, plain.test))
-    # Only bytes to predict count as tokens, and their number in a sample is random.
-    return Data(train, test, items="tokens", tokens_per_sample=None)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from runner.data.order import Indices, seed_all, seed_for
+from runner.data.order import Indices, seed_all, seed_for, set_epoch
 
 T = TypeVar("T")
 
@@ -23,8 +23,7 @@ SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a terminal or a cluster sends to all processes of a run. The training process
 decides what to do, and needs its workers until then."""
 
-_CHECK_SECONDS = 1.0
-"""Time between two looks of a worker at whether its training process still lives."""
+_CHECK_SECONDS = 1.0  # between two looks of a worker at whether its training process still lives
 
 
 @dataclass(eq=False, repr=False)
@@ -38,8 +37,7 @@ class WorkerDataset(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; workers that run already get it with the indices of a batch."""
         self.epoch = epoch
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(epoch)
+        set_epoch(self.dataset, epoch)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

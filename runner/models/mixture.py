@@ -48,7 +48,9 @@ class Mixture(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, T, width] to the same shape and dtype, position by position."""
         rows = hidden.flatten(0, -2)
-        weights, chosen = self._route(rows)
+        logits = self.router(rows)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        best, chosen = logits.topk(self.top_k, dim=-1)  # each [N, top_k]
         numbers = torch.arange(len(self.experts), device=rows.device)
         counts = (chosen.unsqueeze(-1) == numbers).sum((0, 1))
         # One copy of a token per choice, then sorted by expert.
@@ -62,15 +64,8 @@ class Mixture(nn.Module):
         else:
             answers = self._run_spread(rows_by_expert, counts, self.group)
         answers = _Reorder.apply(answers, inverse, order).view(*chosen.shape, rows.shape[1])
-        mixed: Tensor = (answers * weights.unsqueeze(-1)).sum(1)
+        mixed: Tensor = (answers * best.softmax(-1).unsqueeze(-1)).sum(1)
         return mixed.to(hidden.dtype).view_as(hidden)
-
-    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of the experts of rows [N, width], both [N, top_k]."""
-        logits = self.router(rows)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        best, chosen = logits.topk(self.top_k, dim=-1)
-        return best.softmax(-1), chosen
 
     def _run(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Apply the local experts to rows that are sorted by expert, ``counts`` rows for each."""

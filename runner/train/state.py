@@ -17,7 +17,7 @@ from runner.booster import OptimizerWrapper, Plugin
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.notation import Duration, plural
-from runner.data.order import PartitionedBatches, RandomState, generators
+from runner.data.order import PartitionedBatches, RandomState, generators, set_epoch
 from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
 from runner.run_folder import keys
@@ -103,9 +103,7 @@ class Windows:
         """
         steps, length = self._steps, self._length()
         for part in ("batch_sampler", "sampler", "dataset"):
-            of = getattr(self.loader, part, None)
-            if callable(set_epoch := getattr(of, "set_epoch", None)):
-                set_epoch(epoch)
+            set_epoch(getattr(self.loader, part, None), epoch)
         now, upcoming = RandomState.now(self._generators), list[Any]()
         if first:
             # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.

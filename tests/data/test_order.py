@@ -89,20 +89,16 @@ def test_a_start_skips_microbatches_once_and_leaves_the_length(workers):
 
 
 def test_an_empty_part_holds_a_weightless_stand_in():
-    samplers = ranks(9, 4, 2)
-    assert samplers[0].parts(1)[1] == []
-    assert list(samplers[1])[1] == samplers[0].parts(1)[0]
-    assert [sampler.weightless(1) for sampler in samplers] == [False, True]
+    samplers = ranks(10, 2, 4)
+    first, second, *empty = samplers[0].parts(1)
+    assert empty == [[], []]
+    assert [list(sampler)[1] for sampler in samplers] == [first, second, first, first]
+    assert [sampler.weightless(1) for sampler in samplers] == [False, False, True, True]
 
 
 def test_wrong_sizes_and_places_are_refused():
     for sizes in ((-1, 1, 0, 1), (1, 0, 0, 1), (1, 1, 1, 1), (1, 1, -1, 2)):
         with pytest.raises(ValueError, match=r"at least|is not one of"):
             sampler_of(*sizes)
-    sampler = sampler_of(9, 4)
-    with pytest.raises(IndexError, match="microbatch 3 is not one of 0 to 2"):
-        sampler.parts(3)
     with pytest.raises(ValueError, match="microbatch 4 is not one of 0 to 3"):
-        sampler.set_start(4)
-    with pytest.raises(ValueError, match="3 inputs do not pair with 2 targets"):
-        TensorPairs(torch.zeros(3, 1), torch.zeros(2))
+        sampler_of(9, 4).set_start(4)

@@ -10,7 +10,6 @@ from runner.models.gpt import GPT, MaskedLanguageModel
 from runner.models.mixture import MixtureGPT
 from runner.models.recurrent import (
     AWDLSTM,
-    CompressiveTransformer,
     LSTMLanguageModel,
     RNNLanguageModel,
     WeightDroppedLSTM,
@@ -30,9 +29,6 @@ moe = maker(MixtureGPT, **SIZES, tied=False, bias=True, experts=4, top_k=2)
 lstm = maker(LSTMLanguageModel, embedding=8, hidden=8, layers=2, tied=False)
 gated_conv = maker(GatedConvLanguageModel, channels=8, layers=3, kernel=3, weight_norm=False)
 masked = maker(MaskedLanguageModel, **SIZES)
-compressive = maker(
-    CompressiveTransformer, segment=2, memory=2, compressed=1, rate=2, layers=1, heads=2, width=8
-)
 DROPPED = ("dropout", "dropout_hidden", "dropout_input", "dropout_embedding", "weight_dropout")
 
 
@@ -43,7 +39,6 @@ def awd_lstm(dropout=0.0, **changes):
 
 MODELS = {
     "awd_lstm": lambda **changes: awd_lstm(embedding=8, layers=2, **changes),
-    "compressive": maker(compressive, layers=2, compressed=2),
     "gpt": gpt,
     "gpt_tied": maker(gpt, tied=True, bias=False),
     "lstm": lstm,
@@ -110,7 +105,6 @@ def test_sizes_that_do_not_fit_are_refused():
         (lambda: gpt(heads=3), "3 heads do not divide a width of 8"),
         (lambda: gpt()(tokens(length=T + 1)), "11 tokens do not fit a context of 10"),
         (lambda: lstm(hidden=6, tied=True), "embedding 8 and hidden 6"),
-        (lambda: compressive(memory=3), "memory 3 must be a multiple of segment 2"),
     ]:
         with pytest.raises(ValueError, match=message):
             wrong()
@@ -148,10 +142,3 @@ def test_a_layer_is_torchs_lstm_whose_recurrent_weights_are_dropped_once(share):
     found.sum().backward()
     assert torch.equal(layer.recurrent_weight.grad == 0, dropped == 0)
     assert torch.equal(layer.recurrent_weight, before)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_token_is_seen_until_it_leaves_the_compressed_memory_of_each_layer(layers):
-    torch.manual_seed(0)
-    reached = changed(compressive(layers=layers), 0, length=14) > 1e-9
-    assert reached.tolist() == [place < 2 + 4 * layers for place in range(14)]

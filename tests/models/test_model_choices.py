@@ -15,7 +15,7 @@ from runner.models import Classifier
 
 CONF = Path(__file__).parents[2] / "conf"
 OWNED = ("batch_size", "num_workers", "drop_last")
-TEXT = ("awd_lstm", "compressive", "gated_conv", "gpt", "lstm", "moe", "rnn")
+TEXT = ("awd_lstm", "gated_conv", "gpt", "lstm", "moe", "rnn")
 SHOWN_DATA = dict.fromkeys(TEXT, "text") | {"cnn": "digits", "masked": "masked_text"}
 LEAST_PIXELS = {"inception_v3": 75}
 PARAMETERS = {"resnet18": 11_181_642, "resnet34": 21_289_802}

@@ -11,9 +11,11 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
+import torchvision
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,8 +32,6 @@ BINDING, FREE, SCALE = 0.5, 2.0, 1e-3
 # the share of normally distributed elements that they clip.
 ADAPTIVE = {"ours": 1e-3, "nothing clipped": 1e3}
 VALUE = {"10 % clipped": 1.645 * SCALE, "nothing clipped": 1e3}
-# Seconds below which work is done three times.
-SHORT = 0.02
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd+momentum": partial(torch.optim.SGD, lr=1e-4, momentum=0.9, fused=True),
@@ -49,28 +49,16 @@ class Subject:
         self._saved = [torch.randn_like(each).mul_(SCALE) for each in self.parameters]
         for parameter, gradient in zip(self.parameters, self._saved, strict=True):
             parameter.grad = gradient.clone()
-
-    @property
-    def norm(self) -> float:
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in self._saved]
-        return float(torch.stack(norms).norm())
-
-    def limit(self, limit: float) -> float | None:
-        """Return the limit of a row; a model of many small tensors has none."""
-        return None if isinstance(self.model, Small) else limit
+        self.norm = float(nn.utils.get_total_norm(self._saved))
+        self.small = isinstance(model, nn.ParameterList)  # of many tensors
 
     def side(self, work: Callable[[], object]) -> Side:
         """Return a side that restores the gradients and times ``work``."""
-        clock = clock_of(self.setting.device)
-
-        def once() -> float:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_copy_(gradients, self._saved)
-            return clock(work)
 
         def timed() -> float:
-            seconds = once()
-            return seconds if seconds > SHORT else min(seconds, once(), once())
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_copy_(gradients, self._saved)
+            return clocked(work, self.setting.device)
 
         return timed
 
@@ -81,12 +69,9 @@ class Subject:
         return self.side(torch.no_grad()(lambda: push(mode.clip(layout))))
 
 
-_files = count()
-
-
 def telemetry(folder: Path) -> Callable[[Decision], None]:
     """Return the record of a training: every decision becomes a row of a file in ``folder``."""
-    meter, steps = Meter([JsonlSink(folder / f"rows-{next(_files)}.jsonl")]), count(1)
+    meter, steps = Meter([JsonlSink(folder / f"rows-{token_hex(4)}.jsonl")]), count(1)
 
     def push(decision: Decision) -> None:
         step = next(steps)
@@ -95,37 +80,12 @@ def telemetry(folder: Path) -> Callable[[Decision], None]:
     return push
 
 
-class Small(nn.ParameterList):
-    def __init__(self, number: int) -> None:
-        super().__init__(torch.randn(64) for _ in range(number))
-
-
-def of_torchvision(name: str, **options: Any) -> nn.Module:
-    import torchvision
-
-    model: nn.Module = getattr(torchvision.models, name)(**options)
-    return model
+def small(number: int) -> nn.Module:
+    return nn.ParameterList(torch.randn(64) for _ in range(number))
 
 
 def gpt(layers: int = 12, width: int = 384, heads: int = 6) -> nn.Module:
     return GPT(256, 128, layers, heads, width, tied=True, bias=True, dropout=0.0)
-
-
-def clock_of(device: str) -> Callable[[Callable[[], object]], float]:
-    """Return a function that times work on ``device``: by its events on a GPU."""
-    if device == "cpu":
-        return clocked
-
-    def on_gpu(work: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-    return on_gpu
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -134,13 +94,13 @@ def rows(setting: Setting) -> Iterator[Row]:
     1.00 is what torch.nn.utils.clip_grad_norm_(foreach=True) adds, unless a row says otherwise
     """
     models: dict[str, Callable[[], nn.Module]] = {
-        "resnet34": partial(of_torchvision, "resnet34"),
-        "vit_b_16": partial(of_torchvision, "vit_b_16"),
+        "resnet34": torchvision.models.resnet34,
+        "vit_b_16": torchvision.models.vit_b_16,
         "gpt 12x384": gpt,
-        "2,000 x 64": partial(Small, 2_000),
+        "2,000 x 64": partial(small, 2_000),
     }
     if setting.quick:
-        models = {"gpt 2x96": partial(gpt, 2, 96), "200 x 64": partial(Small, 200)}
+        models = {"gpt 2x96": partial(gpt, 2, 96), "200 x 64": partial(small, 200)}
     for name, make in models.items():
         subject = Subject(name, make(), setting)
         for of, optimizer in OPTIMIZERS.items():
@@ -166,8 +126,7 @@ def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:
     sides |= {"binding": ours(BINDING), "not binding": ours(FREE)}
     times = interleave(sides, subject.setting.pairs())
     for binds, limit in (("binding", 0.50), ("not binding", 0.35)):
-        most = subject.limit(limit) or 0.60
-        what = f"{subject.name}, {name}, {binds}"
+        what, most = f"{subject.name}, {name}, {binds}", 0.60 if subject.small else limit
         yield compared(what, times, binds, "torch", most, bare="step")
 
 
@@ -187,12 +146,11 @@ def _adaptive(subject: Subject) -> Iterator[Row]:
     if subject.setting.peers and find_spec("timm"):
         from timm.utils.agc import adaptive_clip_grad
 
-        clip: Callable[..., object] = adaptive_clip_grad
-        theirs = partial(clip, subject.parameters, clip_factor=ADAPTIVE["ours"], eps=1e-3)
-        sides["timm"] = subject.side(theirs)
+        clip: Any = adaptive_clip_grad
+        sides["timm"] = subject.side(lambda: clip(subject.parameters, ADAPTIVE["ours"], eps=1e-3))
     times = interleave(sides, subject.setting.pairs())
     for name in list(sides)[1:]:
-        most = subject.limit(1.35) if name == "ours" else None
+        most = 1.35 if name == "ours" and not subject.small else None
         what = f"{subject.name}, adaptive, {name} over the memory's limit"
         yield compared(what, times, name, "limit", most)
     if "timm" in times:
@@ -203,8 +161,8 @@ def _value(subject: Subject) -> Iterator[Row]:
     """Measure against torch's clipping by value, which counts and measures nothing."""
     for share, threshold in VALUE.items():
         torchs = partial(nn.utils.clip_grad_value_, subject.parameters, threshold, foreach=True)
-        ours = subject.clipping("value", threshold=threshold)
-        sides = {"torch": subject.side(torchs), "ours": ours}
+        sides = {"torch": subject.side(torchs)}
+        sides["ours"] = subject.clipping("value", threshold=threshold)
         times = interleave(sides, subject.setting.pairs())
         what = f"{subject.name}, value, {share} over torch's"
         yield compared(what, times, "ours", "torch", 1.5)

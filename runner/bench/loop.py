@@ -8,6 +8,7 @@ other libraries do is written as their documentation shows it.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -22,20 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from runner.bench.clip import of_torchvision
 from runner.bench.parallel import on_ranks, slowest
-from runner.bench.timing import Row, Setting, Side, Spread, clocked, compared, interleave
+from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave, row
 from runner.booster import Booster, Plugin, TorchDDPPlugin
 from runner.clip import GradientClipping
-from runner.data.dataset import TensorPairs, collate_pairs
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import JsonlSink, read_rows
-from runner.run_folder.strict_json import Row as Metrics
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train.trainer import Log, Trainer
@@ -43,7 +42,13 @@ from runner.train.trainer import Log, Trainer
 THRESHOLD, INTERVAL = 0.25, 50  # of the norm; steps between rows
 # Arguments, and the exit code of each command.
 ANSWERS = {"--help": 0, "--cfg job": 0, "clip.treshold=1 accumulation.steps=0": 2, "plan": 0}
-Parts = Callable[[], tuple[nn.Module, DataLoader[Any], Optimizer]]
+
+
+class Samples(TensorDataset):
+    """Samples in memory, read a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        return self[torch.tensor(indices)]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,9 @@ class Task:
         """Make the network, always with the same weights, its loader and its optimizer."""
         torch.manual_seed(0)
         model, samples = self.make(), self.steps * self.batch
-        data = TensorPairs(torch.randn(samples, *self.shape), torch.randint(10, (samples,)))
-        if plugin is None:
-            loader = DataLoader(data, self.batch, shuffle=True, collate_fn=collate_pairs)
-        else:
-            loader = plugin.prepare_dataloader(data, self.batch, shuffle=True)
+        data = Samples(torch.randn(samples, *self.shape), torch.randint(10, (samples,)))
+        make: Any = DataLoader if plugin is None else plugin.prepare_dataloader
+        loader = make(data, self.batch, shuffle=True, collate_fn=tuple)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
         return model, loader, optimizer
 
@@ -79,7 +82,7 @@ def tiny(setting: Setting) -> Task:
     return Task("tiny MLP", mlp, (64,), 64, 50 if setting.quick else 200)
 
 
-LARGE = Task("resnet18", partial(of_torchvision, "resnet18", num_classes=10), (3, 32, 32), 32, 6)
+LARGE = Task("resnet18", partial(torchvision.models.resnet18, num_classes=10), (3, 32, 32), 32, 6)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -91,16 +94,17 @@ def rows(setting: Setting) -> Iterator[Row]:
     tasks = [(small, 41, 1.00), *([] if setting.quick else [(LARGE, 15, 1.01)])]
     with recorded(setting) as sinks:
         for task, pairs, limit in tasks:
-            sides: dict[str, Side] = {"bare": partial(bare, task)}
-            sides["full"] = partial(trained, task, sinks)
+            sides = {"bare": partial(bare, task), "full": partial(trained, task, sinks)}
             times = interleave(sides, setting.pairs(pairs))
             what = f"{task.name}, JSONL and wandb offline, log.interval={INTERVAL}"
             yield compared(what, times, "full", "bare", limit, steps=task.steps)
-        if setting.peers:
-            theirs = loops(small.parts)
+    if setting.peers:
+        loops = {"lightning": _fabric, "accelerate": _accelerate}
+        theirs = {name: partial(loop, small) for name, loop in loops.items() if find_spec(name)}
+        with warnings.catch_warnings(action="ignore"):  # of libraries, about what is not given
             times = interleave({"bare": partial(bare, small), **theirs}, setting.pairs())
-            for name in theirs:
-                yield compared(f"{small.name}, {name}", times, name, "bare", steps=small.steps)
+        for name in theirs:
+            yield compared(f"{small.name}, {name}", times, name, "bare", steps=small.steps)
     yield from on_ranks(ddp, 2, setting)
 
 
@@ -147,36 +151,21 @@ class Continued(WandbSink):
 
     _steps = count(1)
 
-    def write(self, row: Metrics) -> None:
+    def write(self, row: dict[str, Any]) -> None:
         super().write(row | {keys.TRAIN_STEP: next(self._steps)})
 
 
 @contextmanager
 def recorded(setting: Setting) -> Iterator[list[Sink]]:
     """Context with the sinks of a run: a file of rows, and wandb offline."""
-    run: dict[str, Any] = {"project": "bench", "group": None, "tags": [], "job_type": "bench"}
-    run |= {"name": "bench", "run_id": new_run_id(), "config": {}}
+    run: dict[str, Any] = dict.fromkeys(("project", "name", "job_type"), "bench")
+    run |= {"group": None, "tags": [], "run_id": new_run_id(), "config": {}}
     wandb = Continued(setting.folder, mode="offline", timeout=60.0, **run)
     try:
         with JsonlSink(setting.folder / "rows.jsonl") as file:
             yield [file, wandb]
     finally:
         wandb.close(None, 0)
-
-
-def loops(parts: Parts) -> dict[str, Side]:
-    """Return the training loop of each library that is installed, which clips by the norm."""
-    known: dict[str, tuple[str, Side]] = {
-        "Lightning Fabric": ("lightning", partial(_fabric, parts)),
-        "Accelerate": ("accelerate", partial(_accelerate, parts)),
-    }
-
-    def timed(train: Side) -> float:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries, about what they were not given
-            return train()
-
-    return {name: partial(timed, train) for name, (each, train) in known.items() if find_spec(each)}
 
 
 def plain_loop(
@@ -197,22 +186,22 @@ def plain_loop(
     return time.perf_counter() - started
 
 
-def _fabric(parts: Parts) -> float:
+def _fabric(task: Task) -> float:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
-    network, plain, own = parts()
+    network, plain, own = task.parts()
     model, optimizer = fabric.setup(network, own)
     clip = partial(fabric.clip_gradients, model, optimizer, max_norm=THRESHOLD)
     loader = fabric.setup_dataloaders(plain)
     return plain_loop(model, loader, optimizer, fabric.backward, clip)
 
 
-def _accelerate(parts: Parts) -> float:
+def _accelerate(task: Task) -> float:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, loader, optimizer = accelerator.prepare(*parts())
+    model, loader, optimizer = accelerator.prepare(*task.parts())
     clip = partial(accelerator.clip_grad_norm_, list(model.parameters()), THRESHOLD)
     return plain_loop(model, loader, optimizer, accelerator.backward, clip)
 
@@ -222,17 +211,14 @@ def start(setting: Setting) -> Iterator[Row]:
 
     1.00 is python -c 'import torch'; in s: what a run takes besides its training and that import
     """
-    sides: dict[str, Side] = {"import": partial(clocked, partial(_run, setting, "-c import torch"))}
+    sides: dict[str, Side] = {"import": partial(_run, setting, "-c 'import torch'")}
     answers = list(ANSWERS)[: 1 if setting.quick else None]
     for words in answers:
-        command = partial(_run, setting, f"-m runner {words}", ANSWERS[words])
-        sides[words] = partial(clocked, command)
-    numbers = count()
+        sides[words] = partial(_run, setting, f"-m runner {words}", ANSWERS[words])
 
     def outside() -> float:
-        folder = setting.folder / f"run-{next(numbers)}"
-        words = f"-m runner train.max_duration=1ba hydra.run.dir={folder}"
-        seconds = clocked(lambda: _run(setting, words))
+        folder = setting.folder / f"run-{new_run_id()}"
+        seconds = _run(setting, f"-m runner train.max_duration=1ba hydra.run.dir={folder}")
         return seconds - sum(float(row[keys.TIME_STEP]) for row in read_rows(folder / files.ROWS))
 
     sides["run"] = outside
@@ -241,22 +227,23 @@ def start(setting: Setting) -> Iterator[Row]:
         yield compared(f"python -m runner {words}", times, words, "import", 0.45)
     more = [one - other for one, other in zip(times["run"], times["import"], strict=True)]
     what = "a run of one step, beyond that step and import torch"
-    yield Row(what, Spread.of(more), 4.0, "s")
+    yield row(what, more, 4.0, "s")
 
 
-def _run(setting: Setting, words: str, code: int = 0) -> None:
-    arguments = words.split(" ", 1) if words.startswith("-c") else words.split()
-    outputs = {"WANDB_MODE": "offline", "RUNNER_OUTPUTS": str(setting.folder / "outputs")}
-    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
+def _run(setting: Setting, words: str, code: int = 0) -> float:
+    """Run a command in a process of its own; return the seconds."""
+    started = time.perf_counter()
+    own = {"WANDB_MODE": "offline", "RUNNER_OUTPUTS": str(setting.folder / "outputs")}
     ended = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **outputs, **root},
+        [sys.executable, *shlex.split(words)],
+        env={**os.environ, **own, "PYTHONPATH": str(Path(__file__).parents[2])},
         cwd=setting.folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         timeout=300,
         check=False,
+        text=True,
     )
     if ended.returncode != code:
-        printed = ended.stdout.decode(errors="replace")[-2000:]
-        raise RuntimeError(f"python {words} ended with {ended.returncode}, not {code}:\n{printed}")
+        why = f"ended with {ended.returncode}, not {code}:\n{ended.stderr[-2000:]}"
+        raise RuntimeError(f"python {words} {why}")
+    return time.perf_counter() - started

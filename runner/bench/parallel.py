@@ -23,16 +23,13 @@ from runner.bench.timing import Row, Setting, Side, clocked, compared, interleav
 from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
 from runner.clip import Layout, build, total_norm
 from runner.config.request import request
-from runner.config.schema import RunConfig
 from runner.launch.supervise import train
-from runner.telemetry.sinks import Sink
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,
     "tensor": TensorParallelPlugin,
     "2-D mesh": partial(HybridParallelPlugin, tp_size=2, dp_size=2, zero_stage=2),
 }
-Make = Callable[[], nn.Module]
 
 
 def on_ranks(measure: Callable[[Setting], list[Row]], number: int, setting: Setting) -> list[Row]:
@@ -41,17 +38,11 @@ def on_ranks(measure: Callable[[Setting], list[Row]], number: int, setting: Sett
     [job] = request(words).jobs
     folder = setting.folder / f"ranks-{secrets.token_hex(3)}"
     folder.mkdir()
-    ended = train(job.config, folder, [], partial(_work, measure, setting))
-    rows: list[Row] = ended["rows"]
+    rows: list[Row] = train(job.config, folder, [], partial(_work, measure, setting))["rows"]
     return rows
 
 
-def _work(
-    measure: Callable[[Setting], list[Row]],
-    setting: Setting,
-    config: RunConfig,
-    sinks: Sequence[Sink],
-) -> dict[str, Any]:
+def _work(measure: Callable[[Setting], list[Row]], setting: Setting, *_: Any) -> dict[str, Any]:
     # Of torch's own clipping on a 2-D mesh, which is slow for the reason that it gives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return {"rows": measure(setting)}
@@ -75,18 +66,19 @@ def rows(setting: Setting) -> Iterator[Row]:
 
     1.00 is clip_grad_norm_(foreach=True): of DTensors under fsdp, else of each rank's shards alone
     """
-    model: Make = partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
+    make: Callable[[], nn.Module] = (
+        partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
+    )
     for ranks, names in ((4, [*PLUGINS]), *([] if setting.quick else [(2, ["fsdp"])])):
-        yield from on_ranks(partial(_each, model, names), ranks, setting)
+        yield from on_ranks(partial(_each, make, names), ranks, setting)
 
 
-def _each(make: Make, names: Sequence[str], setting: Setting) -> list[Row]:
-    return [row for name in names for row in _rows(name, make, setting)]
-
-
-def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
+def _each(make: Callable[[], nn.Module], names: Sequence[str], setting: Setting) -> list[Row]:
     torch.manual_seed(0)
-    model = make()
+    return [row for name in names for row in _rows(name, make(), setting)]
+
+
+def _rows(name: str, model: nn.Module, setting: Setting) -> list[Row]:
     sizes = [parameter.numel() for parameter in model.parameters()]
     plugin = PLUGINS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,23 +86,13 @@ def _rows(name: str, make: Make, setting: Setting) -> list[Row]:
     layout: Layout = wrapped.layout
     theirs = []
     for shard in layout.shards:
-        local = torch.randn_like(shard.weight).mul_(SCALE)
-        own = shard.param
+        own, local = shard.param, torch.randn_like(shard.weight).mul_(SCALE)
+        plain = nn.Parameter(shard.weight)
+        own.grad = plain.grad = local
         if isinstance(own, DTensor):
-            own.grad = DTensor.from_local(
-                local,
-                own.device_mesh,
-                own.placements,
-                run_check=False,
-                shape=own.shape,
-                stride=own.stride(),
-            )
-        else:
-            own.grad = local
-        if name != "fsdp":
-            own = nn.Parameter(shard.weight)
-            own.grad = local
-        theirs.append(own)
+            place: Any = {"shape": own.shape, "stride": own.stride(), "run_check": False}
+            own.grad = DTensor.from_local(local, own.device_mesh, own.placements, **place)
+        theirs.append(own if name == "fsdp" else plain)
     gradients = [g for shard in layout.shards if (g := shard.gradient) is not None]
     saved = [gradient.clone() for gradient in gradients]
     norm = float(total_norm(layout))

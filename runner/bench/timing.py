@@ -1,8 +1,7 @@
 """Time several ways to do the same work in interleaved rounds, and compare them by ratios.
 
-A machine that others use too changes its speed by tens of percent within seconds, so absolute times
-of one side after the other say little. Here each round times every side once, in a rotating order,
-and a ratio is taken within a round. Reported is the median of the ratios, with their quartiles.
+Each round times every side once, in a rotating order, and a ratio is taken within a round. README
+says why.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import cleandoc
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ PEERS = ("timm", "lightning", "accelerate")  # packages that are measured with `
 # Does the work once, and returns the seconds that it took without its preparations.
 Side = Callable[[], float]
 Times = dict[str, list[float]]  # seconds of each side in each round
+Row = dict[str, Any]  # what was measured, and its median, quartiles, limit and times
 WIDTH = 62  # characters of the column that says what was measured
 HEADER = f"{'':<{WIDTH}}  median   quartiles        limit         medians in ms"
 
@@ -54,55 +55,42 @@ class Setting:
         return self.rounds or (3 if self.quick else usual)
 
 
-class Spread(NamedTuple):
-    """Median, first and third quartile, and size of a sample."""
-
-    median: float
-    low: float
-    high: float
-    number: int
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        listed = sorted(values)
-        if len(listed) == 1:
-            return cls(listed[0], listed[0], listed[0], 1)
-        low, median, high = statistics.quantiles(listed, n=4, method="inclusive")
-        return cls(median, low, high, len(listed))
+def row(
+    what: str,
+    values: Sequence[float],
+    limit: float | None = None,
+    unit: str = "ratio",
+    ms: Mapping[str, float] | None = None,
+) -> Row:
+    """Return the median of the values of all rounds, with first and third quartile."""
+    several = values if len(values) > 1 else [*values] * 2
+    low, median, high = statistics.quantiles(several, n=4, method="inclusive")
+    spread = {"median": median, "low": low, "high": high, "number": len(values)}
+    return {"what": what, "unit": unit, "limit": limit, "ms": dict(ms or {}), **spread}
 
 
-@dataclass(frozen=True)
-class Row:
-    what: str
-    value: Spread
-    limit: float | None = None
-    unit: str = ""
-    ms: Mapping[str, float] = field(default_factory=dict)
-
-    def record(self) -> dict[str, Any]:
-        unit = self.unit or "ratio"
-        own = {"what": self.what, "unit": unit, "limit": self.limit, "ms": dict(self.ms)}
-        return own | self.value._asdict()
-
-    def line(self) -> str:
-        value, limit = self.value, ""
-        if self.limit is not None:
-            missed = value.median > self.limit
-            limit = f"{_shown(self.limit)}{' missed' if missed else ''}"
-        between = f"{_shown(value.low)} - {_shown(value.high)}"
-        sides = "  ".join(f"{name} {_shown(median)}" for name, median in self.ms.items())
-        median = _shown(value.median)
-        line = f"{self.what:<{WIDTH}} {median:>7} {self.unit:<4}{between:<15}  {limit:<12}  {sides}"
-        return line.rstrip()
+def line_of(row: Row) -> str:
+    median, low, high = (_shown(row[name]) for name in ("median", "low", "high"))
+    limit = "" if row["limit"] is None else _shown(row["limit"])
+    if limit and row["median"] > row["limit"]:
+        limit += " missed"
+    unit = "" if row["unit"] == "ratio" else row["unit"]
+    sides = "  ".join(f"{name} {_shown(each)}" for name, each in row["ms"].items())
+    spread = f"{median:>7} {unit:<4}{f'{low} - {high}':<15}"
+    return f"{row['what']:<{WIDTH}} {spread}  {limit:<12}  {sides}".rstrip()
 
 
 def _shown(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 0.1 else f"{value:.{2 if abs(value) < 100 else 0}f}"
 
 
-def clocked(work: Callable[[], object]) -> float:
+def clocked(work: Callable[[], object], device: str = "cpu") -> float:
+    """Return the seconds that work takes, on a GPU until that has done all of it."""
+    wait: Any = partial(torch.accelerator.synchronize, device) if device != "cpu" else lambda: None
+    wait()
     started = time.perf_counter()
     work()
+    wait()
     return time.perf_counter() - started
 
 
@@ -141,7 +129,7 @@ def compared(
         kept = [(our - less) / abs(their - less or 1e-9)]
     sides = [name for name in (bare, base, ours) if name is not None]
     ms = {name: 1e3 * statistics.median(times[name]) / steps for name in sides}
-    return Row(what, Spread.of(kept), limit, ms=ms)
+    return row(what, kept, limit, ms=ms)
 
 
 def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) -> dict[str, Any]:
@@ -153,24 +141,22 @@ def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) 
         lines.append(text)
         print_line(text)
 
-    began, peers, made_with = now(), {}, provenance()
-    if setting.peers:
-        peers = {name: version(name) for name in PEERS if find_spec(name)}
+    began, made_with = now(), provenance()
+    peers = {name: version(name) for name in PEERS if setting.peers and find_spec(name)}
     found: dict[str, Any] = {"command": command, "date": began, "quick": setting.quick}
     found |= {"machine": _machine(setting.device), "peers": peers, **made_with, "tables": {}}
     line(f"{began[:10]}  {found['machine']}\n{', '.join(made_with.values())}")
     if setting.peers:
-        line("peers: " + ", ".join(f"{name} {version}" for name, version in peers.items()))
+        line("peers: " + ", ".join(map(" ".join, peers.items())))
     for name in tables:
         table: Any = resolve_name(TABLES[name])
         title = cleandoc(table.__doc__ or "").replace(".\n\n", "\n")
         line(f"\n{name}: " + title.replace("\n", "\n  ") + f"\n{HEADER}")
         rows = []
-        for row in table(setting):
-            if setting.quick:
-                row = replace(row, limit=None)  # limits are those of the full sizes
-            line(row.line())
-            rows.append(row.record())
+        for each in table(setting):
+            # Limits are those of the full sizes.
+            rows.append({**each, "limit": None} if setting.quick else each)
+            line(line_of(rows[-1]))
             if number := stop.reset():  # a training has noted the signal
                 raise Stopped(number)
         found["tables"][name] = {"title": title, "rows": rows}

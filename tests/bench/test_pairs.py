@@ -1,11 +1,9 @@
 """Interleaved rounds, spreads of ratios, and the rows that show them."""
 
-import json
-
 import numpy as np
 import pytest
 
-from runner.bench.timing import Row, Spread, compared, interleave
+from runner.bench.timing import compared, interleave, line_of, row
 
 
 def test_every_round_times_each_side_once_and_begins_with_another_one():
@@ -19,32 +17,42 @@ def test_every_round_times_each_side_once_and_begins_with_another_one():
     assert times == {"a": [6.0, 8.0, 10.0], "b": [4.0, 9.0, 11.0], "c": [5.0, 7.0, 12.0]}
 
 
+def spread(row):
+    return tuple(row[name] for name in ("low", "median", "high", "number"))
+
+
 @pytest.mark.parametrize("number", [1, 2, 5, 15])
 def test_a_spread_has_the_quartiles_of_numpy(number):
     values = np.random.default_rng(number).normal(size=number)
-    low, median, high = np.percentile(values, (25, 50, 75))
-    assert Spread.of(values.tolist()) == pytest.approx((median, low, high, number))
+    wanted = [*np.percentile(values, (25, 50, 75)), number]
+    assert spread(row("", values.tolist())) == pytest.approx(wanted)
 
 
 def test_ratios_are_taken_within_a_round():
-    def spread(ours, base, bare=None):
+    def ratio(ours, base, bare=None):
         times = {"ours": ours, "base": base, "bare": bare}
-        return compared("", times, "ours", "base", bare=bare and "bare").value
+        return spread(compared("", times, "ours", "base", bare=bare and "bare"))
 
     # The machine is three times slower in the second round.
-    assert spread([2.0, 6.0, 2.0], [4.0, 12.0, 4.0]) == (0.5, 0.5, 0.5, 3)
-    assert spread([3.0, 9.0], [5.0, 15.0], [1.0, 3.0]) == (0.5, 0.5, 0.5, 2)
+    assert ratio([2.0, 6.0, 2.0], [4.0, 12.0, 4.0]) == (0.5, 0.5, 0.5, 3)
+    assert ratio([3.0, 9.0], [5.0, 15.0], [1.0, 3.0]) == (0.5, 0.5, 0.5, 2)
     # A round in which the bare side was slower says nothing.
-    assert spread([3.0, 2.0, 3.0], [5.0, 1.0, 5.0], [1.0, 1.5, 1.0]).number == 2
-    assert spread([3.0], [1.0], [2.0]) == (1.0, 1.0, 1.0, 1)
+    assert ratio([3.0, 2.0, 3.0], [5.0, 1.0, 5.0], [1.0, 1.5, 1.0])[-1] == 2
+    assert ratio([3.0], [1.0], [2.0]) == (1.0, 1.0, 1.0, 1)
 
 
-def test_a_row_reads_as_one_line_and_is_recorded_with_all_its_numbers():
+def test_a_row_reads_as_one_line():
     times = {"step": [1.0, 1.0], "torch": [3.0, 3.0], "ours": [2.0, 2.0]}
-    row = compared("resnet34", times, "ours", "torch", 0.5, bare="step", steps=100)
+    found = compared("resnet34", times, "ours", "torch", 0.5, bare="step", steps=100)
     words = ["resnet34", "0.50", "0.50", "-", "0.50", "0.50"]
-    assert row.line().split() == [*words, "step", "10.00", "torch", "30.00", "ours", "20.00"]
-    assert "0.60 missed" in compared("", times, "ours", "torch", 0.6).line()
-    wanted = {"what": "s", "unit": "s", "limit": 4.0, "number": 1, "ms": {}}
-    wanted |= dict.fromkeys(("median", "low", "high"), 3.5)
-    assert json.loads(json.dumps(Row("s", Spread.of([3.5]), 4.0, "s").record())) == wanted
+    assert line_of(found).split() == [*words, "step", "10.00", "torch", "30.00", "ours", "20.00"]
+    assert "0.60 missed" in line_of(compared("", times, "ours", "torch", 0.6))
+    assert line_of(row("s", [3.5], 4.0, "s")).split() == [
+        "s",
+        "3.50",
+        "s",
+        "3.50",
+        "-",
+        "3.50",
+        "4.00",
+    ]

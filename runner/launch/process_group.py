@@ -7,10 +7,10 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partialmethod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,21 +101,14 @@ def keep_freed_memory(device: str) -> None:
         mallopt(trim_threshold, never)
 
 
-class DistributedLogger:
+class DistributedLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger with messages for some ranks: ``logger.info("done", ranks=[0])``."""
 
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def log(self, level: int, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Log ``message`` on ``ranks``, or on all."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        if ranks is None or rank in ranks:
-            self._logger.log(level, message)
-
-    info = partialmethod(log, logging.INFO)
-    warning = partialmethod(log, logging.WARNING)
-    error = partialmethod(log, logging.ERROR)
+    def log(self, level: int, msg: object, *args: Any, **options: Any) -> None:
+        """Log ``msg`` on the ranks of the option ``ranks``, or on all."""
+        ranks = options.pop("ranks", None)
+        if ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in ranks:
+            super().log(level, msg, *args, **options)
 
 
 def get_dist_logger(name: str = "runner") -> DistributedLogger:
@@ -129,7 +122,7 @@ def get_dist_logger(name: str = "runner") -> DistributedLogger:
         handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-    return DistributedLogger(name)
+    return DistributedLogger(logger)
 
 
 def get_current_device() -> torch.device:
@@ -143,20 +136,7 @@ def get_current_device() -> torch.device:
 
 
 class DistCoordinator:
-    """What a script asks about its ranks, and how they wait for each other.
-
-    The first rank is the master.
-
-    Raises:
-        RuntimeError: there is no process group.
-    """
-
-    def __init__(self) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "DistCoordinator needs a process group: call runner.launch_from_torch() first, "
-                "and start the script by torchrun"
-            )
+    """What a script asks about its ranks, of which the first one is the master."""
 
     @property
     def world_size(self) -> int:
@@ -174,10 +154,7 @@ class DistCoordinator:
 
     @contextmanager
     def priority_execution(self) -> Iterator[None]:
-        """Return a context that the master runs first, for a download that the others read.
-
-        If the master raises, the others run all the same.
-        """
+        """Return a context that the master runs first; the others follow, also if it raises."""
         if not self.is_master():
             dist.barrier()
         try:

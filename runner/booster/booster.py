@@ -188,7 +188,7 @@ class Booster(saved.CheckpointIO):
                 microbatches, see :class:`runner.booster.loss.WindowLoss`.
             optimizer: the boosted optimizer; None for forward passes only.
             return_loss: whether to return the loss.
-            return_outputs: whether to return outputs; in training this costs another forward pass.
+            return_outputs: whether to return outputs.
 
         Returns:
             ``loss``, the mean over the batch (0 without samples), and ``outputs`` [B, ...] on the
@@ -206,11 +206,14 @@ class Booster(saved.CheckpointIO):
         if optimizer is not None:
             count = window_loss.items(batch).items
             weight = 1.0 / window_loss.divisor(count)
-            total = self.train_pipeline(model, optimizer, window_loss, (batch, batch), weight, True)
+            kept: list[Tensor] | None = [] if return_outputs else None
+            pair = batch, batch
+            total = self.train_pipeline(model, optimizer, window_loss, pair, weight, True, kept)
             loss = total * weight if pipeline.last else None
-        if optimizer is None or return_outputs:
+            outputs = kept[0] if kept else None
+        else:
             outputs = pipeline.evaluate(window_loss.call(batch).only_tensor())
-            if optimizer is None and outputs is not None:
+            if outputs is not None:
                 some = batch_size(batch) > 0
                 loss = criterion(outputs, targets_of(batch)) if some else outputs.sum() * 0.0
         return {
@@ -226,10 +229,12 @@ class Booster(saved.CheckpointIO):
         batches: tuple[Any, Any],
         weight: float,
         counts: bool,
+        kept: list[Tensor] | None = None,
     ) -> Tensor:
         """Train on a batch, on the host and on the device, in microbatches; return its summed loss.
 
-        ``weight`` is what the loss is multiplied by, and ``counts`` whether this rank has samples.
+        ``weight`` is what the loss is multiplied by, ``counts`` whether this rank has samples, and
+        ``kept`` takes the outputs of the last stage.
         """
         host, batch = batches
         assert model.pipeline is not None
@@ -243,7 +248,7 @@ class Booster(saved.CheckpointIO):
             items = loss.items(mapped(host, part)).items if counts else None
             return loss.sum(outputs, mapped(batch, part), items) * factor
 
-        total = model.pipeline.train(loss.call(batch).only_tensor(), summed) / factor
+        total = model.pipeline.train(loss.call(batch).only_tensor(), summed, kept) / factor
         optimizer.end_backward()
         return total
 
@@ -253,7 +258,8 @@ class Booster(saved.CheckpointIO):
             return
         loss.unproved = False
         inputs = loss.call(batch).only_tensor()
-        with torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else []):
+        forked = torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else [])
+        with forked, model.pipeline.in_eval():
             outputs = model.pipeline.evaluate(inputs)
             off = outputs is not None and not loss.adds_up(outputs, batch)
         # Only the last stage knows, and all ranks stop.

@@ -1,7 +1,7 @@
 """What a checkpoint holds, how all ranks write and read it together, and when.
 
-Tensors lie in safetensors files of :mod:`torch.distributed.checkpoint`, under their names in the
-whole model, so that any layout of ranks can read them. The rest of the state is ``state.pt``.
+Tensors lie in safetensors files under their names in the whole model, so that any layout of ranks
+can read them. The rest of the state is ``state.pt``.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -30,8 +30,8 @@ from runner.parallel.full_state_dict import Folder, fill, one_error, write, writ
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import replacing
 
+# What the state of a training holds besides tensors.
 STATE_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random", "optimizers"}
-"""What the state of a training holds besides tensors."""
 
 
 class Training(Protocol):
@@ -44,70 +44,14 @@ class Training(Protocol):
     state: Any
 
 
-def save(training: Training, checkpoints: Path, step: int, about: Mapping[str, Any]) -> Path:
-    """Save a training between two steps; every rank has to call this."""
-    return _write(training, checkpoints, step, _content(training), about)
-
-
-def save_weights(training: Training, checkpoints: Path, about: Mapping[str, Any]) -> Path:
-    """Save the weights alone as the checkpoint ``final``; every rank has to call this."""
-    return _write(training, checkpoints, None, (_model(training), None), about)
-
-
-def _write(
-    training: Training,
-    checkpoints: Path,
-    step: int | None,
-    parts: tuple[dict[str, Tensor], bytes | None],
-    about: Mapping[str, Any],
-) -> Path:
-    content, (tensors, rest) = _about(training, step, about), parts
+def save(training: Training, checkpoints: Path, step: int | None, about: Mapping[str, Any]) -> Path:
+    """Save a training between two steps, or its weights as ``final``; every rank calls this."""
+    tensors, rest = (_model(training), None) if step is None else _content(training)
+    content = _about(training, step, about)
     part = on_first(lambda: folder.begin(checkpoints, step))
     with _removed_on_error(part):
         write(tensors, part)
         return on_first(lambda: _complete(part, rest, content))
-
-
-class Writing:
-    """A checkpoint that threads write while the training goes on, from copies in host memory.
-
-    ``group`` is for the collectives of the thread; the first rank calls ``after`` at the end.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        checkpoints: Path,
-        step: int,
-        about: Mapping[str, Any],
-        group: dist.ProcessGroup | None,
-        after: Callable[[], None],
-    ) -> None:
-        tensors, rest = _content(training)
-        content = _about(training, step, about)
-        part = self._part = on_first(lambda: folder.begin(checkpoints, step))
-        written = write_later(tensors, part, group)
-
-        def finish() -> None:
-            with one_error():
-                written.result()
-            if is_first():
-                _complete(part, rest, content)
-                after()
-
-        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._finished: Future[None] = executor.submit(finish)
-        executor.shutdown(wait=False)
-
-    def failed(self) -> bool:
-        """Return whether this rank knows that the checkpoint could not be written."""
-        return self._finished.done() and self._finished.exception() is not None
-
-    def wait(self) -> None:
-        """Wait until all ranks have written."""
-        wait([self._finished])
-        with _removed_on_error(self._part):
-            on_first(self._finished.result)
 
 
 @contextmanager
@@ -128,7 +72,7 @@ def _complete(part: Path, rest: bytes | None, about: dict[str, Any]) -> Path:
 
 def load(
     training: Training, checkpoint: Path, verify: bool = True, keep: Collection[str] = ()
-) -> dict[str, Any]:
+) -> None:
     """Continue a training from a checkpoint, under any layout; every rank has to call this."""
     read = folder.require_whole if verify else folder.manifest_of
     manifest = on_first(lambda: read(checkpoint))
@@ -145,7 +89,6 @@ def load(
     fill(saved.model_slots(training.model) | tensors, source)
     assign()
     training.state.load_state_dict(rest, keep)
-    return manifest
 
 
 def load_weights(training: Training, checkpoint: Path | None) -> None:
@@ -165,15 +108,14 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
     """Return the state of a training besides its tensors; no code in the file is run."""
     path = checkpoint / files.STATE
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those about what other programs write
+        with warnings.catch_warnings(action="ignore"):  # those about what other programs write
             rest = torch.load(path, map_location="cpu", weights_only=True)
+        if not rest.keys() >= STATE_KEYS:
+            raise ValueError
     except Exception as error:  # the advice of torch's own message would run the code
-        kind = type(error).__name__
-        raise DamagedCheckpoint(f"{path} is no state of a training ({kind})") from None
-    if not isinstance(rest, dict) or not rest.keys() >= STATE_KEYS:
-        raise DamagedCheckpoint(f"{path} is no state of a training")
-    return rest
+        message = f"{path} is no state of a training ({type(error).__name__})"
+        raise DamagedCheckpoint(message) from None
+    return dict(rest)
 
 
 def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
@@ -275,8 +217,8 @@ class CheckpointSaver:
         self._maximizes = higher_is_better(best or "") if maximizes is None else maximizes
         self._asynchronous = asynchronous
         self._about = dict(about or {})
-        self._writing: Writing | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._writing: tuple[Path, Future[None]] | None = None
+        self._group: Any = None
         self._saved = time.monotonic()
 
     @property
@@ -303,10 +245,9 @@ class CheckpointSaver:
         require_savable(training)
 
     def due(self) -> bool:
-        """Return whether this rank asks for a checkpoint: the first one by its clock, and any rank
-        that knows that the last one could not be written, which :meth:`save` then raises.
-        """
-        failed = self._writing is not None and self._writing.failed()
+        """Return whether this rank asks for a checkpoint, also to raise that one has failed."""
+        finished = None if self._writing is None else self._writing[1]
+        failed = finished is not None and finished.done() and finished.exception() is not None
         return failed or (is_first() and self.overdue())
 
     def overdue(self) -> bool:
@@ -316,10 +257,9 @@ class CheckpointSaver:
         return time.monotonic() - self._saved >= 60 * self.interval.value
 
     def save(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
-        """Save a checkpoint between two steps; every rank has to call this.
+        """Save a checkpoint between two steps, with the last metrics; every rank has to call this.
 
-        ``metrics`` are the last values; those of evaluations and ``best`` are recorded. An OSError,
-        of this checkpoint or the one before, is raised on every rank.
+        An OSError, of this checkpoint or the one before, is raised on every rank.
         """
         self.wait()
         if not self.keep:
@@ -331,26 +271,44 @@ class CheckpointSaver:
             if is_first():
                 self._prune(step)
         else:
-            if self._group is None and several_ranks():
-                # Its collectives run in a thread beside those of the training.
-                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-            self._writing = Writing(
-                training, self.folder, step, about, self._group, lambda: self._prune(step)
-            )
+            self._save_later(training, step, about)
         self._saved = time.monotonic()
+
+    def _save_later(self, training: Training, step: int, about: Mapping[str, Any]) -> None:
+        """Let threads write while the training goes on, from copies in host memory."""
+        if self._group is None and several_ranks():
+            # Its collectives run in a thread beside those of the training.
+            self._group = dist.new_group(backend="gloo")
+        tensors, rest = _content(training)
+        content = _about(training, step, about)
+        part = on_first(lambda: folder.begin(self.folder, step))
+        written = write_later(tensors, part, self._group)
+
+        def finish() -> None:
+            with one_error():
+                written.result()
+            if is_first():
+                _complete(part, rest, content)
+                self._prune(step)
+
+        executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = part, executor.submit(finish)
+        executor.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete; every rank has to call this."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.wait()
+            part, finished = writing
+            wait([finished])
+            with _removed_on_error(part):
+                on_first(finished.result)
 
     def finish(self, training: Training, step: int, metrics: Mapping[str, Any]) -> None:
         """Complete the last checkpoint, and save the final weights; every rank has to call this."""
         self.wait()
         if self.save_final:
-            about = {"step": step, **self._described(training, metrics)}
-            save_weights(training, self.folder, about)
+            save(training, self.folder, None, {"step": step, **self._described(training, metrics)})
 
     def _described(self, training: Training, metrics: Mapping[str, Any]) -> dict[str, Any]:
         kept = {k: v for k, v in metrics.items() if k.startswith(keys.EVAL) or k == self.best}

@@ -1,8 +1,4 @@
-"""Folders of checkpoints: written beside and renamed, with a manifest of checksums.
-
-A checkpoint is a folder ``step_000000037``. Its manifest is written last, and then the folder gets
-its name, so that a run that is killed while it saves leaves the checkpoints before it as they are.
-"""
+"""Folders of checkpoints: written beside and renamed, with a manifest of checksums."""
 
 from __future__ import annotations
 
@@ -18,9 +14,7 @@ from typing import Any
 from runner.run_folder import files
 from runner.run_folder.strict_json import decode, encode, number
 
-VERSION = 3
-"""Version of the format; a checkpoint of another one is refused."""
-
+VERSION = 3  # of the format; a checkpoint of another one is refused
 _PREFIX, _PART = "step_", ".part"
 
 
@@ -52,8 +46,7 @@ def complete(part: Path, about: dict[str, Any]) -> Path:
 
 def found(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, newest step first; none where there is no folder."""
-    named = [one for one in folder.glob(f"{_PREFIX}*") if one.is_dir()]
-    named = [one for one in named if one.name.removeprefix(_PREFIX).isdecimal()]
+    named = [one for one in folder.glob(_PREFIX + "[0-9]" * 9) if one.is_dir()]
     return sorted(named, key=lambda one: one.name, reverse=True)
 
 
@@ -176,10 +169,9 @@ def _name(step: int) -> str:
     return f"{_PREFIX}{step:09d}"
 
 
-def _entry(file: Path) -> dict[str, Any]:
+def _entry(file: Path) -> dict[str, str]:
     with file.open("rb") as content:
-        size = os.fstat(content.fileno()).st_size
-        return {"size": size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+        return {"sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
 def _flush(path: Path) -> None:

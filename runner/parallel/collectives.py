@@ -52,19 +52,8 @@ def gather(
     )
 
 
-def scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool) -> Tensor:
-    """Return this rank's shard of ``tensor``. Backward: all shards of the gradient."""
-    length = tensor.shape[dim]
-    if length % group.size():
-        raise ValueError(
-            f"a sequence of {length} cannot be split evenly over tp_size "
-            f"{group.size()}: choose a length that it divides, or sequence_parallel=false"
-        )
-    return split(tensor, dim, group, sums=sums)
-
-
 def split(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool = False) -> Tensor:
-    """Like :func:`scatter`, for ranks that need not divide the dimension evenly."""
+    """Return this rank's shard of ``tensor``. Backward: all shards of the gradient."""
     length = tensor.shape[dim]
     return _apply(
         tensor,

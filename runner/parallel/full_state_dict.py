@@ -1,7 +1,7 @@
 """Whole tensors of a model: on the first rank, and in safetensors files, from and to all ranks.
 
-Files are written by :mod:`torch.distributed.checkpoint`: each rank writes its shards of DTensors,
-and one rank writes each plain tensor. They hold tensors only, so that nothing in them is run.
+By :mod:`torch.distributed.checkpoint` each rank writes its shards of DTensors, and one rank each
+plain tensor. Files hold tensors only, so that nothing in them is run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import hf_storage, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
@@ -91,19 +86,14 @@ def load(
     kinds = {name: kind for part in listed for name, kind in part.items()}
     given: dict[str, Tensor] = {}
 
-    def check() -> tuple[list[str], str]:
-        try:
-            given.update((name.replace("_orig_mod.", ""), t) for name, t in state.items())
-            found = "; ".join(
-                _problems(given, names, {n: s for n, (s, _) in kinds.items()}, strict)
-            )
-        except Exception as error:  # one message on all ranks
-            found = f"{type(error).__name__}: {error}"
-        return [name for name in dict.fromkeys(names.values()) if name in given], found
+    def check() -> list[str]:
+        given.update((name.replace("_orig_mod.", ""), t) for name, t in state.items())
+        shapes = {name: shape for name, (shape, _) in kinds.items()}
+        if problems := "; ".join(_problems(given, names, shapes, strict)):
+            raise ValueError(f"this state does not fit the model: {problems}")
+        return [name for name in dict.fromkeys(names.values()) if name in given]
 
-    wanted, problems = on_first(check)
-    if problems:
-        raise ValueError(f"this state does not fit the model: {problems}")
+    wanted = on_first(check)
     device = next((held[0].device for held in here.values()), torch.device("cpu"))
     for name in wanted:
         shape, dtype = kinds[name]
@@ -153,12 +143,12 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors to ``folder``; every rank has to call this."""
     content, writer = _content(tensors, folder)
     with one_error():
-        save(content, storage_writer=writer, no_dist=not several_ranks())
+        state_dict_saver.save(content, storage_writer=writer, no_dist=not several_ranks())
 
 
 def _content(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Any], Any]:
     content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    return content, HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    return content, hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
 
 
 def write_later(
@@ -171,7 +161,7 @@ def write_later(
     # For the thread: catch_warnings of one thread would change those of all.
     warnings.filterwarnings("ignore", _ADVICE)
     options: dict[str, Any] = {"process_group": group, "no_dist": not several_ranks()}
-    written = async_save(content, storage_writer=writer, **options)
+    written = state_dict_saver.async_save(content, storage_writer=writer, **options)
     assert isinstance(written, Future)
     return written
 
@@ -185,7 +175,7 @@ class Folder:
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
         try:
-            metadata = HuggingFaceStorageReader(self._path).read_metadata()
+            metadata = hf_storage.HuggingFaceStorageReader(self._path).read_metadata()
         except Exception as error:  # torch reads the header of a file as it comes
             kind = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ValueError(
@@ -198,9 +188,9 @@ class Folder:
     def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         """Fill copies of tensors, which are stored in the same shape; every rank calls this."""
         content = {name: first.detach() for name, (first, *_) in tensors.items()}
-        reader = HuggingFaceStorageReader(self._path)
+        reader = hf_storage.HuggingFaceStorageReader(self._path)
         with one_error():
-            load_shards(content, storage_reader=reader, no_dist=not several_ranks())
+            state_dict_loader.load(content, storage_reader=reader, no_dist=not several_ranks())
         for first, *others in tensors.values():
             for other in others:
                 local(other).copy_(local(first))

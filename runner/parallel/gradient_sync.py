@@ -10,9 +10,9 @@ are averaged again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress, islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -26,8 +26,7 @@ from runner.parallel.hooks import register
 from runner.parallel.mesh import Axes, split_parameters
 
 
-@dataclass(frozen=True)
-class Replicas:
+class Replicas(NamedTuple):
     """Parameters that the ranks of a group hold copies of, and train on different samples."""
 
     parameters: Sequence[nn.Parameter]  # in the same order on every rank of the group
@@ -51,23 +50,24 @@ def replicas_of(
 
 
 @torch.no_grad()
-def average(replicas: Replicas) -> None:
+def average(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, divisor: int
+) -> None:
     """Average gradients in place; where only some ranks have one, it is zero on the others."""
-    parameters = [p for p in replicas.parameters if p.requires_grad]
-    if replicas.group is None or replicas.group.size() == 1:
-        here = [local(p.grad) for p in parameters if p.grad is not None]
-        if here and replicas.divisor != 1:
-            torch._foreach_mul_(here, 1.0 / replicas.divisor)
+    trained = [p for p in parameters if p.requires_grad]
+    if group is None or group.size() == 1:
+        here = [local(p.grad) for p in trained if p.grad is not None]
+        if here and divisor != 1:
+            torch._foreach_mul_(here, 1.0 / divisor)
         return
-    if not parameters:
+    if not trained:
         return
     gradients = []
-    present = on_any_rank([p.grad is not None for p in parameters], replicas.group)
-    for parameter in compress(parameters, present):
+    for parameter in compress(trained, on_any_rank([p.grad is not None for p in trained], group)):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))
-    all_reduce(gradients, replicas.group, replicas.divisor)
+    all_reduce(gradients, group, divisor)
 
 
 class Averaging:
@@ -85,14 +85,13 @@ class Averaging:
     def __init__(
         self, replicas: Replicas, backwards: Mapping[int, int], waiting: Collection[int]
     ) -> None:
-        alone = replicas.group is None or replicas.group.size() == 1
-        late = [p for p in replicas.parameters if alone or id(p) in waiting]
-        self._late = replace(replicas, parameters=late)
-        self._parameters = [p for p in replicas.parameters if not (alone or id(p) in waiting)]
-        self._early = replace(replicas, parameters=self._parameters)
+        parameters, self._shared, self._divisor = replicas
+        alone = self._shared is None or self._shared.size() == 1
+        self._late = [p for p in parameters if alone or id(p) in waiting]
+        self._parameters = [p for p in parameters if not (alone or id(p) in waiting)]
         self._group: Any = None
-        if not (alone or replicas.group is None):
-            ranks = dist.get_process_group_ranks(replicas.group)
+        if not alone:
+            ranks = dist.get_process_group_ranks(self._shared)
             self._group = dist.new_group(ranks, use_local_synchronization=True)
         self._backwards = backwards
         self._begin()
@@ -151,7 +150,7 @@ class Averaging:
         # Ranks agree on the host, so that no accelerator is waited for.
         flags = [changed, wrote, *(p.grad is not None for p in self._parameters)]
         if self._parameters:
-            flags = on_any_rank(flags, self._early.group)
+            flags = on_any_rank(flags, self._shared)
         if flags[1]:
             raise ValueError(
                 "gradients were changed in place before they were averaged over ranks: call "
@@ -168,11 +167,11 @@ class Averaging:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)
                     gradient = local(parameter.grad)
-                    torch.mul(part.view_as(gradient), 1.0 / self._early.divisor, out=gradient)
+                    torch.mul(part.view_as(gradient), 1.0 / self._divisor, out=gradient)
         self._begin()
         if flags[0]:
-            average(self._early)
-        average(self._late)
+            average(self._parameters, self._shared, self._divisor)
+        average(self._late, self._shared, self._divisor)
 
 
 def written(parameter: Tensor) -> tuple[Tensor | None, int]:
@@ -181,43 +180,30 @@ def written(parameter: Tensor) -> tuple[Tensor | None, int]:
 
 
 @torch.no_grad()
-def sum_partial(parameters: Iterable[DTensor]) -> None:
-    """Sum partial gradients over their mesh axis: those of a norm along the sequence, say."""
-    waiting: dict[dist.ProcessGroup, list[DTensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if not isinstance(gradient, DTensor):
-            continue
-        for axis, placement in enumerate(gradient.placements):
-            if placement.is_partial():
-                group = gradient.device_mesh.get_group(axis)
-                waiting.setdefault(group, []).append(parameter)
-    for group, members in waiting.items():
-        all_reduce([local(p.grad) for p in members if p.grad is not None], group)
-    for parameter in {id(p): p for members in waiting.values() for p in members}.values():
-        assert isinstance(parameter.grad, DTensor)
-        summed, where = parameter.grad.to_local(), (parameter.device_mesh, parameter.placements)
+def sum_partial(parameters: Iterable[DTensor], group: dist.ProcessGroup) -> None:
+    """Sum partial gradients over tensor ranks: those of a norm along the sequence, say."""
+    partly = [
+        (parameter, gradient.to_local())
+        for parameter in parameters
+        if isinstance(gradient := parameter.grad, DTensor)
+        and any(placement.is_partial() for placement in gradient.placements)
+    ]
+    all_reduce([here for _, here in partly], group)
+    for parameter, summed in partly:
         size: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+        where = (parameter.device_mesh, parameter.placements)
         parameter.grad = DTensor.from_local(summed, *where, run_check=False, **size)
-
-
-@dataclass(frozen=True)
-class Tied:
-    """Copies of a parameter that several pipeline stages use; their gradients are summed."""
-
-    name: str  # in the whole model
-    copies: Sequence[nn.Parameter]  # on this rank
-    group: dist.ProcessGroup | None  # ranks that have copies; None if all are on this rank
 
 
 def tied_copies(
     model: nn.Module, copies: Mapping[str, Sequence[int]], renamed: Mapping[str, str], axes: Axes
-) -> list[Tied]:
-    """Return the copies on this rank of each parameter that several stages use, see ``OwnStages``.
+) -> list[Callable[[], None]]:
+    """Return what sums the gradients of each parameter that several stages use, see ``OwnStages``.
 
     Every rank has to call this, because torch numbers process groups by counting them.
     """
-    found, pipelines = [], axes.dp.size() * axes.tp.size()
+    sums: list[Callable[[], None]] = []
+    pipelines = axes.dp.size() * axes.tp.size()
     for name, where in copies.items():
         ranks = sorted(set(where))
         group: Any = None  # all copies are on one rank
@@ -229,24 +215,18 @@ def tied_copies(
             )
         here = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
         if here:
-            found.append(Tied(name, here, group))
-    return found
+            sums.append(partial(sum_copies, name, here, group))
+    return sums
 
 
 @torch.no_grad()
-def sum_copies(tied: Tied) -> None:
-    copies = tied.copies
-    trained, frozen, used = on_any_rank(
-        [
-            any(p.requires_grad for p in copies),
-            not all(p.requires_grad for p in copies),
-            any(p.grad is not None for p in copies),
-        ],
-        tied.group,
-    )
+def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of ``copies``, and of those on the ranks of ``group``."""
+    flags = [any(p.requires_grad for p in copies), not all(p.requires_grad for p in copies)]
+    trained, frozen, used = on_any_rank([*flags, any(p.grad is not None for p in copies)], group)
     if trained and frozen:
         raise ValueError(
-            f"{tied.name} is tied across pipeline stages, and frozen on some of them alone: call "
+            f"{name} is tied across pipeline stages, and frozen on some of them alone: call "
             "requires_grad_ on each module that uses it, on every rank"
         )
     if frozen or not used:
@@ -256,8 +236,8 @@ def sum_copies(tied: Tied) -> None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [local(p.grad) for p in copies if p.grad is not None]
     summed = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0].contiguous()
-    if tied.group is not None:
-        dist.all_reduce(summed, group=tied.group)
+    if group is not None:
+        dist.all_reduce(summed, group=group)
     for gradient in gradients:
         gradient.copy_(summed)
 
@@ -268,21 +248,20 @@ def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
     broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], group)
 
 
-def broadcast_buffers(
-    model: nn.Module, group: dist.ProcessGroup, belongs: Callable[[str], bool] = lambda name: True
-) -> Callable[[], None]:
+def broadcast_buffers(model: nn.Module, axes: Axes, experts: frozenset[str]) -> Callable[[], None]:
     """Return a function that gives all ranks the statistics that the first one has updated."""
     # By owner and key, because a forward pass may replace a buffer by a new tensor.
     slots = [
-        (module, key)
+        (module, key, (f"{prefix}.{key}" if prefix else key) in experts)
         for prefix, module in model.named_modules()
         for key, buffer in module._buffers.items()
-        if buffer is not None and belongs(f"{prefix}.{key}" if prefix else key)
+        if buffer is not None
     ]
 
     def broadcast_all() -> None:
-        found = [module._buffers[key] for module, key in slots]
-        broadcast([buffer for buffer in found if buffer is not None], group)
+        for group, of_expert in ((axes.dp, False), (axes.edp, True)):
+            found = [module._buffers[key] for module, key, own in slots if own is of_expert]
+            broadcast([each for each in found if each is not None], group.get_group())
 
     return broadcast_all
 
@@ -321,17 +300,7 @@ class Partition:
 def nothing() -> None: ...
 
 
-def in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
-
-    @torch.no_grad()
-    def call_all() -> None:
-        for call in calls:
-            call()
-
-    return call_all if set(calls) - {nothing} else nothing
-
-
-def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
-    if next(model.parameters()).device.type == "cpu":
-        raise ValueError("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm computes")
-    nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]
+@torch.no_grad()
+def in_turn(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -2,8 +2,6 @@
 
 ``fully_shard`` reduces zeros for unused parameters, by which the optimizer would change what no
 rank used, by momentum and weight decay: :class:`Usage` sets them back to None.
-
-The last functions tell, in one process, when autograd has accumulated a gradient.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
     """Register ``_backward_hooks`` on a replacement; on a DTensor they get the whole gradient."""
     if not hooks:
         return
-    placements = replacement.placements if isinstance(replacement, DTensor) else ()
 
     @torch.no_grad()
     def run(gradient: Tensor) -> Tensor:
@@ -54,8 +51,8 @@ def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
         for hook in list(hooks.values()):
             changed = hook(whole)
             whole = whole if changed is None else changed
-        if isinstance(gradient, DTensor):
-            return sharded(whole, gradient.device_mesh, placements)
+        if isinstance(replacement, DTensor):
+            return sharded(whole, replacement.device_mesh, replacement.placements)
         return whole
 
     register(run, replacement)
@@ -65,18 +62,15 @@ class Apart:
     """Copies a gradient that shares memory: microbatches would be added to both of them."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, StorageWeakRef] = {}
+        self.seen: dict[int, StorageWeakRef] = {}
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         storage = local(gradient).untyped_storage()
-        held = self._storages.get(storage._cdata)
+        held = self.seen.get(storage._cdata)
         if held is not None and not held.expired():  # type: ignore[no-untyped-call]
             return gradient.clone()
-        self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.seen[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return None
-
-    def forget(self) -> None:
-        self._storages.clear()
 
 
 def register(hook: Callable[[Tensor], Any], parameter: Tensor, after: bool = False) -> None:
@@ -118,33 +112,32 @@ class Usage:
         Autograd computes gradients of unsharded parameters, so this unshards each block; every rank
         has to call it.
         """
-        seen: set[int] = set()
+        seen: set[nn.Parameter] = set()
         # Innermost first: a block gathers the parameters that are not in blocks inside it.
         for block in reversed(list(root.modules())):
             if not isinstance(block, FSDPModule):
                 continue
             slots = {
-                id(parameter): (module, key, parameter)
+                parameter: (module, key)
                 for module in block.modules()
                 for key, parameter in module._parameters.items()
-                if parameter is not None and id(parameter) not in seen
+                if parameter is not None and parameter not in seen
             }
             seen.update(slots)
             block.unshard()
-            for key_of_shard, (module, key, shard) in slots.items():
+            for shard, (module, key) in slots.items():
                 gathered = module._parameters[key]
                 assert gathered is not None
                 _UNSHARDED[shard] = gathered
                 carry_over(hooks.get((module, key)), gathered)
-                # Not a post-accumulate hook: zero-bubble schedules call autograd.grad, which runs
-                # none.
-                register(partial(self._note, key_of_shard), gathered)
+                # Not after accumulation: zero-bubble schedules call autograd.grad.
+                register(partial(self._note, id(shard)), gathered)
             block.reshard()
 
     def forget(self) -> None:
         """Forget a window whose gradients were dropped."""
         self._used.clear()
-        self._apart.forget()
+        self._apart.seen.clear()
 
     def _note(self, parameter: int, gradient: Tensor) -> Tensor | None:
         self._used.add(parameter)
@@ -186,7 +179,7 @@ class Usage:
             else:
                 parameter.grad = None
         self._used.difference_update(id(p) for p in parameters.values())
-        self._apart.forget()
+        self._apart.seen.clear()
 
 
 Final = Callable[[Tensor], None]  # called with a parameter whose .grad is final
@@ -195,8 +188,7 @@ Final = Callable[[Tensor], None]  # called with a parameter whose .grad is final
 def watch_parameters(model: nn.Module, final: Final) -> None:
     """Call ``final`` with each parameter of a model that is whole in this process.
 
-    A gradient that shares memory with another one, or with a tensor that the backward pass still
-    needs, is copied before, so that it can be changed.
+    A gradient whose memory is another's too, or is still needed, is copied before it is changed.
     """
     usual: list[int] = []  # of a gradient that shares its memory with no other
     single = nn.Parameter(torch.ones(2))
@@ -206,10 +198,10 @@ def watch_parameters(model: nn.Module, final: Final) -> None:
 
     def note(parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided:
-            if _uses(gradient) > usual[0]:
-                parameter.grad = gradient.clone()
-            del gradient
+        strided = gradient is not None and gradient.layout is torch.strided
+        if strided and _uses(gradient) > usual[0]:
+            parameter.grad = gradient.clone()  # type: ignore[union-attr]
+        del gradient
         final(parameter)
 
     for parameter in model.parameters():

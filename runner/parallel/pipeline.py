@@ -7,7 +7,8 @@ Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,25 +74,30 @@ class Pipeline:
         for stage in self.stages.values():
             stage.dtype = dtype
 
-    def train(self, inputs: Tensor, loss_of: LossOf) -> Tensor:
-        """Run forward and backward passes of a batch, and accumulate gradients."""
+    def train(self, inputs: Tensor, loss_of: LossOf, kept: list[Tensor] | None = None) -> Tensor:
+        """Run forward and backward passes of a batch, and accumulate gradients.
+
+        Return the summed loss, 0 on all stages but the last, which adds its outputs to ``kept``.
+        """
         padded, rows = self._padded(inputs)
         run, before = self._run_of(padded)
-        self._apart.forget()
+        self._apart.seen.clear()
         losses: list[Tensor] = []
         self._loss_of = loss_of
         try:
-            run.step(
+            outputs = run.step(
                 *([padded] if self.first else []),
                 target=rows if self.last else None,
                 losses=losses if self.last else None,
-                return_outputs=False,
+                return_outputs=kept is not None,
             )
         finally:
             self._loss_of = None
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._after = self._last_gradient()
+        if kept is not None and outputs is not None:
+            kept.append(outputs.detach()[: len(inputs)])
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
@@ -102,40 +108,35 @@ class Pipeline:
         if gradient is None or gradient.is_cuda:  # An accelerator is not waited for.
             return gradient, version
         # Operations on lists of DTensors are no new version.
-        return gradient, (
-            version,
-            [number.hex() for number in local(gradient).flatten()[:1].tolist()],
-        )
+        return gradient, (version, str(local(gradient).flatten()[:1].tolist()))
 
     def require_unchanged(self) -> None:
-        """Refuse gradients that were changed in place since: by the norm of these stages, say."""
+        """Refuse, on all ranks, gradients that were changed in place since: by their norm, say."""
         (then, before), (now, version) = self._after, self._last_gradient()
         self._after = (None, 0)
-        if now is then and version != before:
+        if any(on_any_rank([now is then and version != before], self.group)):
             raise ValueError(
                 "gradients were changed in place after the backward pass, and a rank of a pipeline "
                 "has those of its stages alone: use optimizer.clip_grad_by_norm, or register_hook"
             )
 
+    @contextmanager
+    def in_eval(self) -> Iterator[None]:
+        """Context of forward passes without dropout and without updates of running statistics."""
+        modes = {module: module.training for s in self.stages.values() for module in s.modules()}
+        try:
+            for stage in self.stages.values():
+                stage.eval()
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Return the outputs [B, ...] of a batch on the last stage, None on the others."""
         padded, _ = self._padded(inputs)
-        # In training mode, batch norm would count these samples twice in its running statistics.
-        before = [
-            (module._buffers, name, buffer, None if buffer is None else buffer.clone())
-            for stage in self.stages.values()
-            if stage.training
-            for module in stage.modules()
-            for name, buffer in module._buffers.items()
-        ]
-        try:
-            passed = self._forward(padded.chunk(self.microbatches))
-        finally:
-            for held, name, buffer, value in before:
-                held[name] = buffer  # A forward pass may have replaced the buffer.
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
+        passed = self._forward(padded.chunk(self.microbatches))
         if not self.last:
             return None
         return torch.cat([out for _, out in passed[self.count - 1]])[: len(inputs)]
@@ -190,15 +191,8 @@ class Pipeline:
         # Imported here, because the import takes as long as that of the rest of this package.
         from torch.distributed import pipelining
 
-        modes = {module: module.training for s in self.stages.values() for module in s.modules()}
-        try:
-            for stage in self.stages.values():
-                stage.eval()  # Without dropout, and without updates of running statistics.
-            with torch.no_grad():
-                passed = self._forward([inputs[: len(inputs) // self.microbatches]])
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        with self.in_eval(), torch.no_grad():
+            passed = self._forward([inputs[: len(inputs) // self.microbatches]])
         stages = []
         for number, stage in self.stages.items():
             before, after = (half.to("meta") for half in passed[number][0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,18 +75,7 @@ def shard_model(
     # `usage` sets the gradients of parameters that no rank used back to None.
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
-    try:
-        usage.watch(root, hooks)
-    except AssertionError as error:
-        usual = Counter(parameter.dtype for parameter in root.parameters()).most_common(1)[0][0]
-        for name, parameter in root.named_parameters():
-            if parameter.dtype != usual:
-                raise ValueError(
-                    f"{name} is {parameter.dtype}, and others of its block are {usual}: "
-                    "fully_shard needs one dtype in a block. Convert it, or choose "
-                    "TorchDDPPlugin (plugin=ddp) or zero_stage=1"
-                ) from error
-        raise
+    usage.watch(root, hooks)
 
 
 def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -1,17 +1,12 @@
-"""Split a model into pipeline stages, assign stages to ranks, and keep those of this rank.
-
-README.md says which models can be split. A part of one of transformers runs the forward pass of the
-model in which the modules of all other parts return their input, so that masks and position
-embeddings are those of the model.
-"""
+"""Split a model into pipeline stages, assign stages to ranks, and keep those of this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache, partial
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,88 +51,10 @@ def parts_of(model: nn.Module) -> list[Part]:
         # named_children() would list a module that is there twice only once.
         held = model._modules.items()
         return [Part((name,), module) for name, module in held if module is not None]
-    why = "give it a method pipeline() that lists its parts"
-    try:
-        if found := planned_parts(model):
-            return found
-    except Exception as error:  # of the model's own forward
-        why += f" ({' '.join(str(error).split())[:200]})"
-    raise CutError(f"{type(model).__name__} cannot be cut into stages: {why}")
-
-
-class _Skipped(nn.Module):
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden
-
-
-def planned_parts(model: nn.Module) -> list[Part]:
-    """Return the parts of a model of transformers in order; none if it has no such plan."""
-    planned = {*(getattr(model, "_pp_plan", None) or {})}
-    names = [name for name, _ in model.named_modules() if name in planned]
-    lists = [name for name in names if isinstance(model.get_submodule(name), nn.ModuleList)]
-    if len(lists) != 1:
-        return []
-    start = names.index(lists[0])
-    before, after = names[:start], names[start + 1 :]
-    layers = [f"{lists[0]}.{i}" for i, _ in model.get_submodule(lists[0]).named_children()]
-    everything = [*before, *layers, *after]
-    if not before or not after:
-        return []
-    inside: Any = model.base_model
-    _require_nothing_between(model, inside, everything)
-
-    def enter(tokens: Tensor) -> Tensor:
-        with _skipping(model, [*layers, *after]):
-            return _hidden(inside(input_ids=tokens, use_cache=False))
-
-    def pass_on(layer: str, hidden: Tensor) -> Tensor:
-        with _skipping(model, [name for name in everything if name != layer]):
-            return _hidden(inside(inputs_embeds=hidden, use_cache=False))
-
-    def leave(hidden: Tensor) -> Tensor:
-        with _skipping(model, [*before, *layers]):
-            outputs: Any = model(inputs_embeds=hidden, use_cache=False)
-            logits: Tensor | None = getattr(outputs, "logits", None)
-            return _hidden(outputs) if logits is None else logits
-
-    inner = [Part((name,), partial(pass_on, name)) for name in layers]
-    return [Part(tuple(before), enter), *inner, Part(tuple(after), leave)]
-
-
-def _hidden(outputs: Any) -> Tensor:
-    hidden: Tensor = outputs.last_hidden_state
-    return hidden
-
-
-@contextmanager
-def _skipping(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let the modules called ``names`` return their input."""
-    skipped = _Skipped()
-    places = []
-    for name in names:
-        owner, _, key = name.rpartition(".")
-        modules = model.get_submodule(owner)._modules
-        places.append((modules, key, modules[key]))
-    try:
-        for modules, key, _ in places:
-            modules[key] = skipped
-        yield
-    finally:
-        for modules, key, module in places:
-            modules[key] = module
-
-
-@torch.no_grad()
-def _require_nothing_between(model: nn.Module, inside: nn.Module, names: Sequence[str]) -> None:
-    """Refuse a model that changes hidden states outside of the modules of its plan."""
-    weight = inside.get_input_embeddings().weight  # type: ignore[operator]
-    if weight.is_meta:
-        return
-    hidden = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=weight.dtype)
-    hidden = hidden.view(1, 2, -1)
-    with _skipping(model, names):
-        if not torch.equal(_hidden(inside(inputs_embeds=hidden, use_cache=False)), hidden):
-            raise ValueError("its forward computes between the modules of its plan for pipelines")
+    raise CutError(
+        f"{type(model).__name__} cannot be cut into stages: give it a method pipeline() that lists "
+        "its parts"
+    )
 
 
 def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:
@@ -146,9 +63,8 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
     held = {id(parameter) for _, parameter in _parameters(model, parts)}
     if loose := [name for name, p in model.named_parameters() if id(p) not in held]:
         raise CutError(
-            f"{kind} cannot be cut into stages: {first_few(loose, 3)} is in no module of a part, "
-            "so no stage would hold it: move it into a module, and let the part of pipeline() that "
-            "uses it name that module"
+            f"{kind} cannot be cut into stages: {first_few(loose, 3)} is in no module of a part: "
+            "move it into a module that the part of pipeline() that uses it names"
         )
     if stages > len(parts):
         raise CutError(
@@ -156,7 +72,17 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
             "smaller pp_size, or a schedule with one stage a rank"
         )
     bounds = _balanced(model, parts, stages) if starts is None else _named(parts, stages, starts)
-    return [parts[a:b] for a, b in zip([0, *bounds], [*bounds, len(parts)], strict=True)]
+    made = [parts[a:b] for a, b in zip([0, *bounds], [*bounds, len(parts)], strict=True)]
+    homes: dict[nn.Module, int] = {}
+    for number, stage in enumerate(made):
+        for name, module in _inside(model, stage):
+            named = next(module.named_parameters(recurse=False), None)
+            if named and homes.setdefault(module, number) != number:
+                raise CutError(
+                    f"{name} has parameters, and stages {homes[module]} and {number} both use it: "
+                    "let one stage use it, or share parameters of several modules"
+                )
+    return made
 
 
 def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[int]:
@@ -197,15 +123,15 @@ def stage_to_rank(stage: int, ranks: int, schedule: str) -> int:
     return next(rank for rank in range(ranks) if stage in stages_on(rank, ranks, schedule))
 
 
-def _modules(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Module]]:
+def _inside(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Module]]:
     for part in parts:
         for name in part.modules:
-            yield name, model.get_submodule(name)
+            yield from model.get_submodule(name).named_modules(prefix=name)
 
 
 def _parameters(model: nn.Module, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Parameter]]:
-    for prefix, module in _modules(model, parts):
-        yield from module.named_parameters(prefix=prefix)
+    for path, module in _inside(model, parts):
+        yield from module.named_parameters(prefix=path, recurse=False)
 
 
 class OwnStages(NamedTuple):
@@ -217,100 +143,62 @@ class OwnStages(NamedTuple):
 
 
 def keep_own(
-    model: nn.Module,
-    stages: Sequence[Sequence[Part]],
-    rank: int,
-    ranks: int,
-    schedule: str,
-    *,
-    sharded: bool,
+    model: nn.Module, stages: Sequence[Sequence[Part]], rank: int, ranks: int, schedule: str
 ) -> OwnStages:
     """Reduce ``model`` to the stages of this rank, in place."""
     if not stages:
         return OwnStages([], {}, {})
-    renamed = untie(model, stages)
-    homes = [stage_to_rank(number, ranks, schedule) for number in range(len(stages))]
-    copies = copies_of(model, stages, renamed, homes, sharded=sharded)
+    renamed, users = untie(model, stages)
     own = stages_on(rank, ranks, schedule)
     keep(model, stages, own)
+    copies = {
+        name: sorted(stage_to_rank(number, ranks, schedule) for number in numbers)
+        for name, numbers in users.items()
+        if len(numbers) > 1
+    }
     return OwnStages(own, renamed, copies)
 
 
-def untie(model: nn.Module, stages: Sequence[Sequence[Part]]) -> dict[str, str]:
-    """Give each stage its own copy of a parameter that several use, except in a module that they
-    share; return new names.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+def untie(
+    model: nn.Module, stages: Sequence[Sequence[Part]]
+) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """Give each stage its own copy of a parameter; return new names, and the stages of each."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
     renamed: dict[str, str] = {}
-    users: dict[nn.Module, set[int]] = {}
+    held: dict[str, dict[int, nn.Parameter]] = {}
     for number, parts in enumerate(stages):
-        for prefix, planned in _modules(model, parts):
-            for path, module in planned.named_modules(prefix=prefix):
-                users.setdefault(module, set()).add(number)
-                for key, parameter in module._parameters.items():
-                    if parameter is not None and names[id(parameter)] != f"{path}.{key}":
-                        renamed[f"{path}.{key}"] = names[id(parameter)]
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in users:
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(parameter, []).append((module, key))
-    for parameter, held in places.items():
-        joined: list[set[int]] = []  # the stages that share a module with each other
-        for module, _ in held:
-            touched = [numbers for numbers in joined if numbers & users[module]]
-            apart = [numbers for numbers in joined if not numbers & users[module]]
-            joined = [*apart, users[module].union(*touched)]
-        for others in sorted(joined, key=min)[1:]:
-            named = [(names[id(parameter)], parameter)]
-            require_no_post_accumulate(named, "several stages have a copy of this parameter each")
-            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            carry_over(parameter._backward_hooks, copy)
-            for module, key in held:
-                if users[module] <= others:
-                    module._parameters[key] = copy
-    return renamed
+        for path, module in _inside(model, parts):
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                name = names[parameter]
+                copies = held.setdefault(name, {})
+                if number not in copies:
+                    copies[number] = _copy(name, parameter) if copies else parameter
+                    names[copies[number]] = name
+                module._parameters[key] = copies[number]
+                if name != f"{path}.{key}":
+                    renamed[f"{path}.{key}"] = name
+    return renamed, {name: [*copies] for name, copies in held.items()}
 
 
-def copies_of(
-    model: nn.Module,
-    stages: Sequence[Sequence[Part]],
-    renamed: Mapping[str, str],
-    homes: Sequence[int],
-    *,
-    sharded: bool = False,
-) -> dict[str, list[int]]:
-    """Return the pipeline rank of each copy of a parameter that has several, by its name.
-
-    ``homes``: the pipeline rank of each stage. Those that are ``sharded`` must not share a module.
-    """
-    copies: dict[str, dict[tuple[int, int], int]] = {}
-    for number, (home, parts) in enumerate(zip(homes, stages, strict=True)):
-        for own, parameter in _parameters(model, parts):
-            users = copies.setdefault(renamed.get(own, own), {})
-            first = users.setdefault((home, id(parameter)), number)
-            if sharded and first != number:
-                raise CutError(
-                    f"{own} is in a module that stages {first} and {number} of one rank use, and "
-                    "cannot be sharded: choose a schedule with one stage a rank, or zero_stage=1"
-                )
-    return {
-        name: sorted(home for home, _ in users) for name, users in copies.items() if len(users) > 1
-    }
+def _copy(name: str, parameter: nn.Parameter) -> nn.Parameter:
+    why = "several stages have a copy of this parameter each"
+    require_no_post_accumulate([(name, parameter)], why)
+    copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    carry_over(parameter._backward_hooks, copy)
+    return copy
 
 
 def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:
     """Drop the parameters and buffers of ``model`` that only stages other than ``own`` use."""
-    used = [
-        {
-            id(tensor)
-            for _, module in _modules(model, parts)
-            for tensor in chain(module.parameters(), module.buffers())
-        }
-        for parts in stages
-    ]
-    mine = set().union(*(used[number] for number in own))
-    others = set().union(*used) - mine
+    mine: set[int] = set()
+    others: set[int] = set()
+    for number, parts in enumerate(stages):
+        for _, module in _inside(model, parts):
+            held = (*module._parameters.values(), *module._buffers.values())
+            (mine if number in own else others).update(map(id, held))
+    others -= mine
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from runner.parallel.collectives import copy_to, gather, scatter, span, split, sum_of
+from runner.parallel.collectives import copy_to, gather, span, split, sum_of
 from runner.parallel.hooks import carry_over
 from runner.parallel.tensor_styles import style_of
 
@@ -76,8 +76,16 @@ class Region:
     def leave(self, partial_sums: Tensor) -> Tensor:
         """Return the output of a layer: the sum over ranks, or this rank's shard of it."""
         if self.sequence:
-            return scatter(partial_sums, SEQUENCE, self.group, sums=True)
+            return self.split(partial_sums, sums=True)
         return sum_of(partial_sums, self.group)
+
+    def split(self, hidden: Tensor, sums: bool = False) -> Tensor:
+        if (length := hidden.shape[SEQUENCE]) % self.group.size():
+            raise ValueError(
+                f"a sequence of {length} cannot be split evenly over tp_size "
+                f"{self.group.size()}: choose a length that it divides, or sequence_parallel=false"
+            )
+        return split(hidden, SEQUENCE, self.group, sums=sums)
 
 
 Run = Callable[..., Any]
@@ -123,13 +131,13 @@ def _embedding(region: Region, module: nn.Embedding, forward: Run, tokens: Tenso
 
 def _split_sequence(region: Region, module: nn.Module, forward: Run, *args: Any, **kw: Any) -> Any:
     output = forward(*args, **kw)
-    return scatter(output, SEQUENCE, region.group, sums=False) if region.sequence else output
+    return region.split(output) if region.sequence else output
 
 
 def _whole_sequence(region: Region, module: nn.Module, forward: Run, hidden: Tensor) -> Any:
     if not region.sequence:
         return forward(hidden)
-    return scatter(forward(region.whole(hidden)), SEQUENCE, region.group, sums=False)
+    return region.split(forward(region.whole(hidden)))
 
 
 RUNS: Mapping[str, Run] = {

@@ -1,7 +1,7 @@
 """Plans for tensor parallelism: placements of each style, and a check of what a plan leaves out.
 
-If a replicated parameter is applied to the output of a sharded layer (a norm of single heads), each
-rank has only a part of its gradient. Without the check its replicas would silently diverge.
+A replicated parameter that works on the output of a sharded layer (a norm of single heads) has only
+a part of its gradient on each rank. Without the check its replicas would silently diverge.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.config.plugin_section import EXPERT_STYLES, STYLES
 
+# Attributes in which models keep the number of heads of an attention.
 HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")
-"""Attributes in which models keep the number of heads of an attention."""
 
 
 class PlanError(ValueError):
@@ -36,10 +36,8 @@ class PlanError(ValueError):
 class Style:
     kind: type[nn.Module] = nn.Module
     shards: Mapping[str, Shard] = field(default_factory=dict)  # by the name of a parameter
-    sequence: bool = False
-    """Whether replicated parameters get partial gradients if the sequence is sharded."""
-    partial: bool = False
-    """Whether they always get partial gradients on each rank."""
+    sequence: bool = False  # replicated parameters get partial gradients if the sequence is sharded
+    partial: bool = False  # they always get partial gradients on each rank
 
     def placement(self, key: str) -> Placement:
         return self.shards.get(key, Replicate())
@@ -48,7 +46,7 @@ class Style:
 _ROWS = {"weight": Shard(0), "bias": Shard(0)}
 UNPLANNED = Style()  # replicated parameters, also those of modules that no pattern matches
 
-PLACED: Mapping[str, Style] = {
+PLACED = {
     "colwise": Style(nn.Linear, _ROWS),
     "rowwise": Style(nn.Linear, {"weight": Shard(1)}, sequence=True),
     "rowwise_split_input": Style(nn.Linear, {"weight": Shard(1)}, sequence=True),
@@ -57,8 +55,7 @@ PLACED: Mapping[str, Style] = {
     "embedding_rowwise": Style(nn.Embedding, _ROWS),
     "replicated_with_grad_allreduce": Style(partial=True),
     "sequence_parallel": Style(sequence=True),
-}
-"""Styles that shard parameters, or make their gradients partial."""
+}  # styles that shard parameters, or make their gradients partial
 
 
 def checked_plan(
@@ -124,22 +121,13 @@ def _check_kind(name: str, module: nn.Module, style: str) -> None:
     fit = f"torch.nn.{kind.__name__}"
     if not isinstance(module, kind):
         raise PlanError(f"{name}: {style} is for {fit}, not for {made}")
-    if type(module).forward is not kind.forward:
+    options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module).get(key)]
+    own = type(module).forward is not kind.forward or module._parameters.get("weight") is None
+    if own or options:
         raise PlanError(
-            f"{name}: {style} would replace what {made}.forward does by what {fit} does: leave it "
-            f"out of the plan, or plan a plain {fit} inside it"
+            f"{name}: {style} computes as a plain {fit}, and {' '.join(['this', made, *options])} "
+            f"does not: leave it out of the plan, or plan a plain {fit} inside it"
         )
-    if module._parameters.get("weight") is None:
-        raise PlanError(
-            f"{name}: {style} splits a weight, but that of this {made} is computed from others: "
-            "leave it out of the plan"
-        )
-    if (
-        isinstance(module, nn.Embedding)
-        and style == "embedding_rowwise"
-        and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
-    ):
-        raise PlanError(f"{name}: {style} takes no max_norm, scale_grad_by_freq or sparse")
 
 
 def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
@@ -175,8 +163,7 @@ def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None
                 )
 
 
-TOLERANCE = (0.01, 0.05)
-"""Largest relative difference that rounding explains, also in half precision."""
+TOLERANCE = (0.01, 0.05)  # relative difference that rounding explains, also in half precision
 LEAST = 1e-3  # share of the largest norm below which a gradient may be rounding alone
 
 
@@ -192,10 +179,7 @@ def replicated(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class ReplicaCheck:
-    """Compares final gradients over ranks in the first step; every rank calls it once a step.
-
-    What is zero on all ranks (because a later layer starts at zero) is checked again in the next.
-    """
+    """Compares final gradients over ranks in the first step; every rank calls it once a step."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         self.waiting = dict(parameters)
@@ -231,6 +215,7 @@ class ReplicaCheck:
                 "style replicated_with_grad_allreduce (if the ranks draw different random numbers, "
                 "seed them alike)"
             )
+        # A later layer that starts at zero makes gradients zero, but only in the first step.
         self.waiting = {name: p for (name, p), size, _ in found if first and size == 0}
 
 

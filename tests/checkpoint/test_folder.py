@@ -43,12 +43,8 @@ def test_an_unfinished_write_leaves_the_former_one(tmp_path):
     assert list(checkpoints.begin(tmp_path, 2).iterdir()) == []
     checkpoints.prune(tmp_path, keep=3, best=None, maximizes=False)
     assert list(tmp_path.iterdir()) == [former]
-
-
-def test_a_step_is_written_again(tmp_path):
-    assert write(tmp_path, 1, "old") == write(tmp_path, 1, "new")
-    [held] = tmp_path.iterdir()
-    assert (held / "a.safetensors").read_text() == "new"
+    assert write(tmp_path, 1, "new") == former
+    assert (former / "a.safetensors").read_text() == "new"
 
 
 def test_a_checkpoint_that_is_removed_vanishes_at_once(tmp_path, monkeypatch):
@@ -143,25 +139,17 @@ def sign(checkpoint):
     manifest = json.loads(path.read_text())
     for name in manifest["files"]:
         data = (checkpoint / name).read_bytes()
-        manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest()}
     path.write_text(json.dumps(manifest))
 
 
-def shard(checkpoint):
-    [found] = checkpoint.glob("*.safetensors")
-    return found
-
-
 @pytest.mark.parametrize("name", ["state.pt", "*.safetensors"])
-@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
-def test_one_bit_is_noticed(checkpoint, name, part):
+def test_one_bit_is_noticed(checkpoint, name):
     [path] = checkpoint.glob(name)
     data = bytearray(path.read_bytes())
-    data[int(part * len(data))] ^= 4
+    data[len(data) // 3] ^= 4
     path.write_bytes(data)
-    message = refused(checkpoint)
-    assert str(path) in message
-    assert "sha256" in message
+    assert f"{path} is damaged: its sha256" in refused(checkpoint)
 
 
 class Code:
@@ -185,9 +173,8 @@ def test_no_code_is_run(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "other",
     [
-        *([1, 2], {"epoch": 3}, torch.ones(2)),
-        *(("progress", None), ("progress", {"odd": 1}), ("schedulers", 3), ("random", None)),
-        *(("optimizers", 3), ("optimizers", {})),
+        *([1, 2], {"epoch": 3}, ("progress", {"odd": 1}), ("schedulers", 3), ("random", None)),
+        ("optimizers", {}),
     ],
     ids=str,
 )
@@ -203,10 +190,11 @@ def test_a_state_of_something_else_is_refused(checkpoint, other):
 def test_tensors_of_another_program_or_shape_are_refused(checkpoint):
     other = trainer(2, width=9)
     assert "shape [8, 6] where it is stored, but [9, 6]" in refused(checkpoint, ValueError, other)
-    safetensors.torch.save_file({"transformer.h.0.attn": torch.ones(3)}, shard(checkpoint))
+    [shard] = checkpoint.glob("*.safetensors")
+    safetensors.torch.save_file({"transformer.h.0.attn": torch.ones(3)}, shard)
     sign(checkpoint)
     assert "does not hold" in refused(checkpoint, ValueError)
     for data in (b"", b"\xff" * 64, b'\x08\0\0\0\0\0\0\0{"a": 1}'):
-        shard(checkpoint).write_bytes(data)
+        shard.write_bytes(data)
         sign(checkpoint)
         assert "holds no safetensors that can be read" in refused(checkpoint, ValueError)

@@ -232,28 +232,22 @@ class Drawn(Sampler):
         return iter(sorted(range(SAMPLES), key=lambda _: draw()))
 
 
-SAMPLERS = {
-    "numpy": lambda: Drawn(np.random.default_rng(1)),
-    "old numpy": lambda: Drawn(np.random.RandomState(1)),
-    "python": lambda: Drawn(random.Random(1)),
-}
-SCHEDULES = {
-    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 9)],
-        [4],
-    ),
-    "NumPy's numbers": lambda optimizer: lr_scheduler.LambdaLR(
-        optimizer, lambda step: np.cos(step / 30)
-    ),
-    "none": None,
-}
+def by_numpy(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 30))
 
 
-@pytest.mark.parametrize(("sampler", "schedule"), [*zip(SAMPLERS, SCHEDULES, strict=True)])
-def test_generators_of_samplers_and_torchs_schedules_continue(tmp_path, sampler, schedule):
+def sequential(optimizer):
+    parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [4])
+
+
+@pytest.mark.parametrize(
+    ("draws", "schedule"),
+    [(np.random.default_rng, by_numpy), (np.random.RandomState, None), (random.Random, sequential)],
+)
+def test_generators_of_samplers_and_torchs_schedules_continue(tmp_path, draws, schedule):
     def made(steps):
-        options = {"sampler": SAMPLERS[sampler](), "schedule": SCHEDULES[schedule]}
+        options = {"sampler": Drawn(draws(1)), "schedule": schedule}
         return trainer(steps, eval_dataloader=None, **options)
 
     whole = made(18)

@@ -26,7 +26,6 @@ from runner.clip import build
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
 from runner.parallel.full_state_dict import gathered
-from tests.distributed.foreign import CausalLM
 from tests.distributed.training import Rows, images, of_images, tokens
 from tests.on_device import call_kept_on_device
 from tests.trainers import trainer_of
@@ -42,8 +41,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "moe": lambda: MixtureGPT(**SHAPE, tied=False, bias=True, experts=5, top_k=2),
     "moe_no_bias": lambda: MixtureGPT(**SHAPE, tied=False, bias=False, experts=5, top_k=2),
     "conv": of_images,
-    "foreign": CausalLM,
-    "normed": lambda: CausalLM(qk_norm=True),
 }
 
 Stages, Tensors, Hybrid = PipelineParallelPlugin, TensorParallelPlugin, HybridParallelPlugin

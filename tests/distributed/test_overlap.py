@@ -62,6 +62,19 @@ WAYS = {
 }
 
 
+def unlike_the_mean(model, alone):
+    """Names of gradients that are not the mean over ranks of those of ``alone``."""
+    found = []
+    for (name, got), own in zip(model.named_parameters(), alone.parameters(), strict=True):
+        mean = torch.zeros_like(own) if own.grad is None else own.grad.clone()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        mine = torch.zeros_like(got) if got.grad is None else got.grad
+        if not torch.allclose(mine, mean, 1e-12, 1e-15, True):
+            found.append(name)
+    return found
+
+
 def trained(way, make):
     """What is wrong with gradients, and how many buckets each step sent early and in all."""
     torch.manual_seed(1)
@@ -89,16 +102,11 @@ def trained(way, make):
         dist.all_reduce = send
         sent.clear()
         way(*theirs, nullcontext, step)
-        for (name, got), own in zip(model.named_parameters(), alone.parameters(), strict=True):
-            summed = torch.zeros_like(own) if own.grad is None else own.grad.clone()
-            dist.all_reduce(summed)
-            mean = summed / dist.get_world_size()
-            if not torch.allclose(
-                torch.zeros_like(got) if got.grad is None else got.grad, mean, 1e-12, 1e-15, True
-            ):
-                wrong.append(f"step {step}: {name} is not the average")
-            got.grad = own.grad = None
+        wrong += [
+            f"step {step}: {name} is not the average" for name in unlike_the_mean(model, alone)
+        ]
         optimizer.zero_grad()
+        alone.zero_grad()
     return wrong, early
 
 
@@ -115,50 +123,45 @@ def test_gradients_are_the_average_in_whatever_way_they_came_about(make, world):
             assert all(0 < sent < of for sent, of in rank[name][1]), name
 
 
-def both_in_one_pass(make):
-    """What is wrong with the gradients of two models, of which ranks use other branches."""
+def both_in_one_pass():
+    """Steps of wrong gradients of two models, of which ranks use other branches."""
     collectives.BUCKET = 300
     torch.manual_seed(1)
     models, wrong = [Forked().double(), Forked().double()], []
     alone = copy.deepcopy(models)
-    booster = Booster(plugin=make())
+    booster = Booster(plugin=HybridParallelPlugin())
     made = [booster.boost(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in models]
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(6):
         inputs = [torch.randn(4, 5, generator=draw, dtype=torch.float64) for _ in models]
         for nets in ([boosted for boosted, *_ in made], alone):
             pairs = zip(nets, inputs, strict=True)
-            torch.stack([net(each).square().sum() for net, each in pairs]).sum().backward()
+            sum(net(each).square().sum() for net, each in pairs).backward()
         for (_, optimizer, *_), net, own in zip(made, models, alone, strict=True):
             optimizer.unscale()
-            for got, one in zip(net.parameters(), own.parameters(), strict=True):
-                summed = torch.zeros_like(one) if one.grad is None else one.grad
-                dist.all_reduce(summed)
-                mine = torch.zeros_like(one) if got.grad is None else got.grad
-                wrong += [] if torch.allclose(mine, summed / 2, 1e-12) else [step]
+            wrong += [step for each in unlike_the_mean(net, own)]
             optimizer.zero_grad()
             own.zero_grad()
     return wrong
 
 
-def test_two_models_send_their_gradients_apart():
-    assert run_ranks(both_in_one_pass, 2, HybridParallelPlugin) == [[], []]
-
-
 def after_a_dropped_window(make):
     """Which parameters have a gradient after a window that used others was dropped."""
     model = Forked().double()
-    boosted, optimizer, *_ = Booster(plugin=make()).boost(
-        model, torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted, optimizer, *_ = Booster(plugin=make()).boost(model, optimizer)
     for sign in (1.0, -1.0):
         optimizer.zero_grad()
         boosted(torch.full((4, 5), sign, dtype=torch.float64)).sum().backward()
     optimizer.unscale()
-    return {name for name, p in model.named_parameters() if p.grad is not None}
+    return {name.partition(".")[0] for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("make", [HybridParallelPlugin, TorchFSDPPlugin])
-def test_what_a_dropped_window_used_has_no_gradient(make):
-    used = {f"{part}.{name}" for part in ("enter", "right", "head") for name in ("weight", "bias")}
-    assert run_ranks(after_a_dropped_window, 2, make) == [used, used]
+def several():
+    dropped = [after_a_dropped_window(make) for make in (HybridParallelPlugin, TorchFSDPPlugin)]
+    return both_in_one_pass(), dropped
+
+
+def test_two_models_send_apart_and_what_a_dropped_window_used_has_no_gradient():
+    used = {"enter", "right", "head"}
+    assert run_ranks(several, 2) == [([], [used, used])] * 2

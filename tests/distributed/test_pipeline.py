@@ -1,4 +1,4 @@
-"""Stages and batches of any size: schedules, uneven microbatches, modules of many stages."""
+"""Stages and batches of any size: schedules, uneven microbatches."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_any_schedule_and_any_batch_is_one_process():
                 assert float(told["loss"]) == pytest.approx(loss, rel=1e-9), at
 
 
-# -- data parts that wait for each other, and modules of many stages
+# -- data parts that wait for each other
 
 WAITING = [("moe", {"pp_size": 2, "ep_size": 2}), ("tied", {"pp_size": 2, "zero_stage": 2})]
 WINDOWS = [
@@ -145,48 +145,21 @@ def windows(name, options):
     return norms, outputs, loop.weights()
 
 
-SHARED = [
-    ({"pp_size": 4}, True),
-    ({"pp_size": 2, "schedule": "interleaved_1f1b"}, True),
-    ({"pp_size": 2, "schedule": "zero_bubble", "zero_stage": 1}, True),
-    ({"pp_size": 2, "zero_stage": 3}, False),
-]
-
-
-def shared_step(options, tied):
-    """A step of layers of which one is there five times, and perhaps its weight once more."""
-    torch.manual_seed(0)
-    block, again, relu = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.ReLU()
-    if tied:
-        again.weight = block.weight
-    model = nn.Sequential(nn.Linear(5, 6), *[block, relu] * 5, again, nn.Linear(6, 10)).double()
-    loop = Loop(options and HybridParallelPlugin(**options), model)
-    loop.backward(*rows(12))
-    return loop.stepped()
-
-
 def on_four_ranks():
-    return [windows(*each) for each in WAITING], [shared_step(*each) for each in SHARED]
+    return [windows(*each) for each in WAITING]
 
 
-def test_data_parts_that_wait_for_each_other_and_blocks_that_many_stages_use():
+def test_data_parts_that_wait_for_each_other():
     ranks = run_ranks(on_four_ranks, 4)
     for number, (name, options) in enumerate(WAITING):
         norms, outputs, weights = windows(name, None)
-        assert unlike(name, ranks[0][0][number][2], weights, 1e-9) == [], options
+        assert unlike(name, ranks[0][number][2], weights, 1e-9) == [], options
         spoke = 0
         for rank in ranks:
-            found, seen, _ = rank[0][number]
+            found, seen, _ = rank[number]
             assert found == pytest.approx(norms, rel=1e-9), options
             for got, wanted in zip(seen, outputs, strict=True):
                 if got and got[0] is not None:
                     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
                     spoke += 1
         assert spoke == 2, "one rank of each pipeline"
-    for number, (options, tied) in enumerate(SHARED):
-        alone = shared_step(None, tied)
-        for rank in ranks:
-            metrics = rank[1][number]["metrics"]
-            assert metrics[:4] == pytest.approx(alone["metrics"][:4], rel=1e-9), options
-        for key in ("gradients", "weights"):
-            assert unlike(key, ranks[0][1][number][key], alone[key], 1e-9) == [], options

@@ -60,11 +60,11 @@ def test_a_model_brings_its_own_plan_and_a_given_one_counts_instead():
         (nn.Embedding(4, 2, max_norm=1.0), "embedding_rowwise", "max_norm"),
         (nn.Embedding(4, 2, sparse=True), "embedding_rowwise", "sparse"),
         (nn.Embedding(4, 2, scale_grad_by_freq=True), "embedding_rowwise", "scale_grad_by_freq"),
-        (Adapted(2, 2), "colwise", "0: colwise would replace what Adapted.forward does by what"),
+        (Adapted(2, 2), "colwise", "0: colwise computes as a plain torch.nn.Linear, and this Ad"),
         (Adapted(2, 2), "rowwise", r"or plan a plain torch.nn.Linear inside it"),
-        (Scaled(4, 2), "embedding_rowwise", "what Scaled.forward does .* torch.nn.Embedding"),
+        (Scaled(4, 2), "embedding_rowwise", "plain torch.nn.Embedding, and this Scaled"),
         (Conv1D(2, 2), "colwise", "0: colwise is for torch.nn.Linear, not for Conv1D"),
-        (weight_norm(nn.Linear(2, 2)), "colwise", "weight, but that of this ParametrizedLinear"),
+        (weight_norm(nn.Linear(2, 2)), "colwise", "this ParametrizedLinear does not"),
     ],
 )
 def test_a_plan_that_does_not_fit(layer, plan, says):

@@ -6,7 +6,6 @@ with most sizes set to 1.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -150,9 +149,9 @@ class HybridParallelPlugin(base.Plugin):
         sizes = self.sizes
         device = next(model.parameters()).device
         axes = Axes.of(device.type, sizes)
-        data, same = axes.dp.get_group(), axes.edp.get_group()
+        data = axes.dp.get_group()
         if self.sync_batchnorm:
-            sync.synchronise_batch_norm(model, data)
+            nn.SyncBatchNorm.convert_sync_batchnorm(model, data)  # type: ignore[no-untyped-call]
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = of_experts(model) if sizes.ep > 1 else frozenset()
@@ -162,9 +161,7 @@ class HybridParallelPlugin(base.Plugin):
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._check_hooks(model)
         sync.broadcast_model(model, self.world)
-        own = stages.keep_own(
-            model, parts, self.pp_rank, sizes.pp, self.schedule, sharded=self.sharded
-        )
+        own = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
         if sizes.ep > 1:
             spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
@@ -196,8 +193,8 @@ class HybridParallelPlugin(base.Plugin):
             partition = sync.Partition(replicas)
             steps, broadcast_params = partition.mine, partition.broadcast_params
         tied = sync.tied_copies(model, own.copies, own.renamed, axes)
-        held = Counter(id(p) for stage in modules.values() for p in stage.parameters())
-        backwards = {each: count * self.num_microbatches for each, count in held.items()}
+        staged = [p for stage in modules.values() for p in stage.parameters()]
+        backwards = {id(p): self.num_microbatches for p in staged}
         waiting = partial_parameters(model) if sizes.tp > 1 else frozenset()
         averagings = [sync.Averaging(each, backwards, waiting) for each in replicas]
         base.averagings[model] = averagings
@@ -209,15 +206,13 @@ class HybridParallelPlugin(base.Plugin):
         calls += usage.drops(model, axes, experts) if self.sharded else []
         if sizes.tp > 1:
             split = [p for p in model.parameters() if isinstance(p, DTensor)]
-            calls.append(partial(sync.sum_partial, split))
+            calls.append(partial(sync.sum_partial, split, axes.tp.get_group()))
         calls += [each.finish for each in averagings]
-        calls += [partial(sync.sum_copies, each) for each in tied]
-        calls.append(sync.broadcast_buffers(model, data, lambda name: name not in experts))
-        calls.append(sync.broadcast_buffers(model, same, lambda name: name in experts))
+        calls += [*tied, sync.broadcast_buffers(model, axes, experts)]
         if sizes.tp > 1:
             replicated = tensor_styles.replicated(model)
             calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
-        finish = sync.in_turn(*calls)
+        finish = partial(sync.in_turn, calls)
         made = (layout, finish, broadcast_params, steps, pipeline, own.renamed)
         return base.ParallelModel(model, *made, forget=usage.forget)
 

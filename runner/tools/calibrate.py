@@ -1,9 +1,8 @@
 """Measure gradients without clipping, and suggest thresholds.
 
 Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, section 3.2) observe the norm over many updates:
-thresholds of half to ten times its mean still converge. Thresholds of a mode that clips whole steps
-follow from the norms of the steps. Those of a mode that clips elements or units follow from the
-elements or units of all steps, because the largest of them says nothing about the others.
+thresholds of half to ten times its mean still converge. Those of a mode that clips elements or
+units follow from the elements or units of all steps: the largest tells nothing about the others.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ class Histogram:
     lowest: float
     highest: float
 
-    @property
-    def nonzero(self) -> float:
-        return math.fsum(self.counts)
-
     def share_above(self, threshold: float) -> float:
         """Return the share of all elements or units, including zeros, above ``threshold``."""
         edges, above = self._above()
@@ -81,9 +76,9 @@ def distribution(values: Iterable[float]) -> dict[str, float]:
 
 def suggest(start: float, low: float, high: float) -> dict[str, float] | None:
     """Return thresholds with three digits; None if no gradient was finite and above 0."""
-    found = {"start": start, "low": low, "high": high}
-    if not all(math.isfinite(x) and x > 0 for x in found.values()):
+    if not all(math.isfinite(x) and x > 0 for x in (start, low, high)):
         return None
+    found = {"start": start, "low": low, "high": high}
     return {name: float(f"{x:.3g}") for name, x in found.items()}
 
 
@@ -127,15 +122,13 @@ def describe(
     first = warm_up(len(norms), config.calibrate.warmup_steps)
     parts = None if info.parts is None else Histogram(**measured["parts"])
     if parts is None:
-        measured_norms = distribution(peaks[first:])
-        mean = measured_norms["mean"]
-        suggested = suggest(measured_norms["p90"], mean / 2, mean * 10)
+        of_peaks = distribution(peaks[first:])
+        suggested = suggest(of_peaks["p90"], of_peaks["mean"] / 2, of_peaks["mean"] * 10)
     else:
         suggested = suggest(*map(parts.largest, info.shares))
-    start = suggested["start"] if suggested else None
+    studied = {*(value for value, _ in info.published), *info.grid, *clip.what_if}
     own = () if clip.threshold is None else (clip.threshold,)
-    studied = {*(value for value, _ in info.published), *info.grid}
-    listed = sorted({*studied, *clip.what_if, *own, *(suggested or {}).values()})
+    listed = sorted({*studied, *own, *(suggested or {}).values()})
     found: dict[str, Any] = {
         "words": list(words),
         "mode": mode,
@@ -153,28 +146,24 @@ def describe(
         found["norm_scaled"] = _apart(peaks, first)  # clip.scales=auto leaves some gradients out
     if parts is not None:
         points = {f"p{point}": parts.largest(1 - point / 100) for point in POINTS}
-        found["parts"] = {"total": parts.total, "nonzero": parts.nonzero, **points}
+        found["parts"] = {"total": parts.total, "nonzero": math.fsum(parts.counts), **points}
         found["would_clip_parts"] = {str(one): parts.share_above(one) for one in listed}
     return found | {
         "suggested": suggested,
         "would_clip": {str(one): would_clip(peaks, one) for one in listed},
-        "next": commands(words, mode, start),
+        "next": commands(words, mode, suggested["start"]) if suggested else {},
         "norms": norms,
         "peaks": peaks,
     }
 
 
 def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
-    return {
-        "warm_up": distribution(values[:first]),
-        "after_warm_up": distribution(values[first:]),
-    }
+    parts = {"warm_up": values[:first], "after_warm_up": values[first:]}
+    return {name: distribution(each) for name, each in parts.items()}
 
 
-def commands(words: Sequence[str], mode: str, start: float | None) -> dict[str, str]:
+def commands(words: Sequence[str], mode: str, start: float) -> dict[str, str]:
     """Return commands of a run and of a sweep to try next, for the arguments ``words``."""
-    if start is None:
-        return {}
     settled = ("clip", "clip.threshold", "clip.what_if")
     named = {word: key_of(word) for word in words}
     base = [w for w in words if named[w] not in settled and not named[w].startswith("calibrate.")]
@@ -209,8 +198,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         own = f"   {percent(parts[threshold]):>12}" if parts else ""
         yield f"{threshold:>9}   {percent(share):>12}{own}"
     if found["next"]:
-        yield "\nNext"
-        yield from (f"  {command}" for command in found["next"].values())
+        yield from ("\nNext", *(f"  {command}" for command in found["next"].values()))
 
 
 def _distributions(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
@@ -236,10 +224,7 @@ def _distributions(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
 
 def _suggested(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
     if found["suggested"] is None:
-        yield (
-            "No threshold can be suggested: no gradient after the warm-up was finite and above 0. "
-            "Try a lower optimizer.lr, or fewer calibrate.steps."
-        )
+        yield "no threshold to suggest: no gradient after the warm-up was finite and above 0"
         return
     start, low, high = (f"{found['suggested'][key]:g}" for key in ("start", "low", "high"))
     why = ["the p90", "half to ten times the mean"]

@@ -1,8 +1,6 @@
 """Save a wandb workspace that shows the runs of a project as ``report.html`` does.
 
 It needs the extra ``[dashboard]``, and runs in a process of its own, which ends with :func:`main`.
-All metrics are in the rows, the summary or the configuration of a run, as
-:class:`runner.telemetry.sinks.wandb_sink.WandbSink` records them.
 """
 
 from __future__ import annotations
@@ -18,20 +16,15 @@ import wandb_workspaces.workspaces as ws
 from runner.run_folder import keys
 from runner.telemetry.sinks.wandb_sink import SWEEP_JOB_TYPE
 
-# Horizontal axis of every curve. It is set at each level: wandb's own step counts rows.
-STEP = keys.TRAIN_STEP
-
+STEP = keys.TRAIN_STEP  # the axis of every curve, set at each level: wandb's own step counts rows
 MODE, THRESHOLD, RATE, ACCUMULATION = map(
     wr.Config, ("clip.mode", "clip.threshold", "optimizer.lr", "accumulation.steps")
 )
 BEST_LOSS, BEST_ACCURACY = f"best/{keys.EVAL_LOSS}", f"best/{keys.EVAL_ACCURACY}"
 CLIPPED = keys.CLIP_RATIO_TOTAL
 SHARE = (0.0, 1.0)
-
 # Unicode categories of characters that wandb refuses in a name as emoji, such as = and <.
 _REFUSED = {"So", "Sk", "Sm", "Sc", "Cs"}
-# Most curves in a panel; wandb's default of ten would leave out most of a sweep.
-MOST_RUNS = 50
 
 
 def save(project: str, entity: str, group: str, name: str) -> str:
@@ -45,7 +38,7 @@ def save(project: str, entity: str, group: str, name: str) -> str:
         project=project,
         name="".join("-" if unicodedata.category(c) in _REFUSED else c for c in title),
         sections=_sections(),
-        settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=MOST_RUNS),
+        settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=50),
         runset_settings=_runs(group),
     )
     url: str = workspace.save().url  # type: ignore[no-untyped-call]
@@ -54,6 +47,7 @@ def save(project: str, entity: str, group: str, name: str) -> str:
 
 def _sections() -> list[ws.Section]:
     summary = wr.SummaryMetric
+    others, layers = (f"^{prefix}.*$" for prefix in (keys.WHAT_IF, keys.LAYER_NORM))
     percentiles: list[Any] = [f"{keys.GRAD_NORM}/{name}" for name in ("p50", "p90", "p99", "max")]
     panels: dict[str, list[wr.PanelTypes]] = {
         "Metric": [
@@ -76,16 +70,14 @@ def _sections() -> list[ws.Section]:
         ],
         "Choosing a threshold": [
             wr.BarPlot(title="‖G‖ before clipping: p50, p90, p99, max", metrics=percentiles),
-            _every("Share of steps that other thresholds clip (clip.what_if)", keys.WHAT_IF),
+            _curve("Share of steps that other thresholds clip (clip.what_if)", metric_regex=others),
             wr.BarPlot(title="Share of steps clipped", metrics=[CLIPPED], range_x=SHARE),
-            _every("‖G‖ by parameter (telemetry.per_layer)", keys.LAYER_NORM, log_y=True),
+            _curve("‖G‖ by parameter (telemetry.per_layer)", metric_regex=layers, log_y=True),
         ],
     }
     axis = ws.SectionPanelSettings(x_axis=STEP)
-    return [
-        ws.Section(name=name, panels=listed, is_open=True, panel_settings=axis)
-        for name, listed in panels.items()
-    ]
+    options: Any = {"is_open": True, "panel_settings": axis}
+    return [ws.Section(name=name, panels=listed, **options) for name, listed in panels.items()]
 
 
 def _runs(group: str) -> ws.RunsetSettings:
@@ -100,11 +92,8 @@ def _runs(group: str) -> ws.RunsetSettings:
     shown = f"Metric('JobType') != {_quoted(SWEEP_JOB_TYPE)}"
     if group:
         shown += f" and Metric('Group') == {_quoted(group)}"
-    return ws.RunsetSettings(
-        filters=shown,
-        order=[ws.Ordering(key, ascending=True) for key in order],
-        pinned_columns=columns,
-    )
+    rising = [ws.Ordering(key, ascending=True) for key in order]
+    return ws.RunsetSettings(filters=shown, order=rising, pinned_columns=columns)
 
 
 def _stored(key: wr.Config) -> ws.Config:
@@ -120,11 +109,6 @@ def _quoted(text: str) -> str:
 
 def _curve(title: str, *metrics: str, **options: Any) -> wr.LinePlot:
     return wr.LinePlot(title=title, x=STEP, y=list(metrics), **options)
-
-
-def _every(title: str, prefix: str, **options: Any) -> wr.LinePlot:
-    """Return the curves of every metric below ``prefix``, which may be none."""
-    return wr.LinePlot(title=title, x=STEP, metric_regex=f"^{prefix}.*$", **options)
 
 
 def main() -> None:

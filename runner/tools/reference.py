@@ -1,12 +1,12 @@
-"""The reference: one process with the whole model and the samples of all data-parallel ranks.
+"""What both sides of a verification are made of, and the reference: a training in one process.
 
-It is given its model, criterion, optimizer and mode, and knows nothing of the plugin.
+The reference has the whole model and the samples of all ranks, and knows nothing of the plugin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -16,69 +16,120 @@ from torch.utils.data import DataLoader, Dataset
 from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
 from runner.booster.loss import Criterion, WindowLoss
-from runner.clip import ClipMode
+from runner.clip import ClipMode, build
+from runner.clip.mode import NEVER
+from runner.config.modes import MODES
 from runner.config.schema import RunConfig
-from runner.data import PartitionedBatches
-from runner.tools.comparison import SideMetrics
+from runner.data.dataset import collate_pairs, length_of
+from runner.data.order import PartitionedBatches, set_epoch
+from runner.parallel.collectives import on_first
+from runner.tools.comparison import side_of
+from runner.train.build import device_of, make_criterion, make_data, maker
 
 
-def windows(
-    config: RunConfig,
-    parts: int,
-    data: Dataset[Any],
-    collate: Callable[[Any], Any],
-    chunks: int = 1,
-) -> Iterator[list[Any]]:
-    """Yield the batches of each optimizer step: the chunks of all parts of its microbatches."""
-    dataset: Any = data
-    order = PartitionedBatches(
-        len(dataset),
-        config.data.batch_size,
-        rank=0,
-        world_size=parts,
-        shuffle=True,
-        drop_last=config.data.drop_last,
-        seed=config.seed,
-    )
-    steps = config.accumulation.steps
-    for epoch in count():
-        order.set_epoch(epoch)
-        if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-            set_epoch(epoch)
-        for first in range(0, len(order), steps):
-            found = []
-            for number in range(first, min(first + steps, len(order))):
-                for part in order.parts(number):
-                    size = max(-(-len(part) // chunks), 1)  # as a pipeline splits a microbatch
-                    found += [part[start : start + size] for start in range(0, len(part), size)]
-            # The default generator of a loader draws its seed from the global one.
-            plain = torch.Generator()
-            yield list(
-                DataLoader(dataset, batch_sampler=found, collate_fn=collate, generator=plain)
-            )
+def collate_for(config: RunConfig) -> Callable[[Any], Any]:
+    """Return what collates samples to a batch with floating-point tensors of ``verify.dtype``."""
+    dtype = getattr(torch, config.verify.dtype)
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return lambda samples: mapped(collate_pairs(samples), convert)
+
+
+def make_samples(config: RunConfig, parts: int) -> Dataset[Any]:
+    """Return the training data of both sides, the first samples of a stream; a collective."""
+    data: Any = make_data(config.data).train
+    if length_of(data) is None:
+        stream, microbatches = data, config.verify.steps * config.accumulation.steps * parts
+        data = on_first(lambda: list(islice(stream, microbatches * config.data.batch_size)))
+    return data  # type: ignore[no-any-return]
+
+
+def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
+    """Make a clipping mode; also return True if its threshold is still to be derived."""
+    chosen = config.clip
+    if name == chosen.mode:
+        return build(chosen.kind, **chosen.options), False
+    described = MODES[name]
+    info = described.info
+    # A mode that needs the optimizer has nothing to compare with in the first step.
+    known = info.needs_optimizer or "threshold" in described.at_once
+    derived = info.takes_threshold and not known
+    threshold = NEVER if derived else info.published[0][0] if info.needs_optimizer else None
+    options = {"threshold": threshold, "norm_type": chosen.norm_type}
+    return build(name, **{**options, **described.at_once}), derived
+
+
+def make_parts(
+    config: RunConfig, mode: ClipMode
+) -> tuple[nn.Module, Criterion | None, torch.optim.Optimizer]:
+    """Make a model without dropout and with the same weights on every rank, criterion, optimizer.
+
+    That is plain SGD, because the steps of Adam and similar optimizers hide a wrong scale.
+    """
+    torch.manual_seed(config.seed)
+    device, dtype = device_of(config.device), getattr(torch, config.verify.dtype)
+    model = maker(config.model)().to(device, dtype)
+    switch_off_dropout(model)
+    parameters = dict.fromkeys(model.parameters())
+    criterion = make_criterion(config.loss)
+    if isinstance(criterion, nn.Module):
+        criterion.to(device, dtype)
+    if mode.info.needs_optimizer:
+        return model, criterion, torch.optim.AdamW(parameters, lr=config.verify.lr / 10, eps=1e-3)
+    return model, criterion, torch.optim.SGD(parameters, lr=config.verify.lr)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set all dropout probabilities to 0, because ranks draw other elements than one process."""
+    for module in model.modules():
+        kind = type(module).__name__.lower()
+        drops = "drop" in kind or "stochasticdepth" in kind
+        for name, value in list(vars(module).items()):
+            is_chance = isinstance(value, int | float) and not isinstance(value, bool)
+            named = "drop" in name.lower() or (drops and name in ("p", "prob"))
+            if is_chance and named and 0 < value <= 1:
+                setattr(module, name, 0.0)
 
 
 class Reference:
-    """Training in one process, one optimizer step at a time."""
+    """Training in one process, step by step, on the samples of ``parts`` ranks in ``chunks``."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        criterion: Criterion | None,
-        optimizer: torch.optim.Optimizer,
-        mode: ClipMode,
-        batches: Iterator[list[Any]],
+        self, config: RunConfig, mode: ClipMode, parts: int, data: Dataset[Any], chunks: int = 1
     ) -> None:
-        self.model, self.mode, self._criterion, self._batches = model, mode, criterion, batches
-        self.loss = WindowLoss(model.train(), criterion)
+        self.model, criterion, optimizer = make_parts(config, mode)
+        self.mode, self.loss = mode, WindowLoss(self.model.train(), criterion)
         self.optimizer: OptimizerWrapper
-        _, self.optimizer, *_ = Booster(nonfinite="error").boost(model, optimizer, criterion)
+        _, self.optimizer, *_ = Booster(nonfinite="error").boost(self.model, optimizer, criterion)
         self.optimizer.bind(mode)
+        self._batches = self._windows(config, parts, data, chunks)
 
-    def step(self) -> tuple[SideMetrics, float, dict[str, Tensor]]:
+    @staticmethod
+    def _windows(config: RunConfig, parts: int, data: Any, chunks: int) -> Iterator[list[Any]]:
+        """Yield the batches of each optimizer step: the chunks of all parts of its microbatches."""
+        steps, own = config.accumulation.steps, config.data
+        options: Any = {"shuffle": True, "drop_last": own.drop_last, "seed": config.seed}
+        order = PartitionedBatches(len(data), own.batch_size, 0, parts, **options)
+        collate = collate_for(config)
+        for epoch in count():
+            order.set_epoch(epoch)
+            set_epoch(data, epoch)
+            for first in range(0, len(order), steps):
+                found = []
+                for number in range(first, min(first + steps, len(order))):
+                    for part in order.parts(number):
+                        size = max(-(-len(part) // chunks), 1)  # as a pipeline splits a microbatch
+                        found += [part[at : at + size] for at in range(0, len(part), size)]
+                # The default generator of a loader draws its seed from the global one.
+                plain = torch.Generator()
+                yield [*DataLoader(data, batch_sampler=found, collate_fn=collate, generator=plain)]
+
+    def step(self) -> tuple[dict[str, float], float, dict[str, Tensor]]:
         """Take one step; return its metrics, its loss and the clipped gradients by name."""
         loss = self.accumulate()
-        metrics = SideMetrics.of(self.optimizer.clip(self.mode))
+        metrics = side_of(self.optimizer.clip(self.mode))
         gradients = {
             shard.name: shard.param.grad.detach().cpu().clone()
             for shard in self.optimizer.layout.shards
@@ -96,15 +147,11 @@ class Reference:
         weight = 1.0 / self.loss.divisor(sum(counts))
         device = next(self.model.parameters()).device
         total = 0.0
-        try:
-            for on_host, items in zip(host, counts, strict=True):
-                batch = mapped(on_host, lambda t: t.to(device))
-                loss = self.loss.sum(self.loss.forward(self.model, batch), batch, items)
-                self.optimizer.backward(loss, weight)
-                total += float(loss.detach()) * weight
-        except Exception as error:
-            error.add_note("raised in the one process that the plugin is compared with")
-            raise
+        for on_host, items in zip(host, counts, strict=True):
+            batch = mapped(on_host, lambda t: t.to(device))
+            loss = self.loss.sum(self.loss.forward(self.model, batch), batch, items)
+            self.optimizer.backward(loss, weight)
+            total += float(loss.detach()) * weight
         return total
 
     def peak(self) -> float:
@@ -112,11 +159,5 @@ class Reference:
         self.accumulate()
         peak = float(self.optimizer.clip(self.mode).max_stat)
         if peak == 0:
-            raise ValueError(
-                "no threshold can be derived from the first step, whose gradient is zero: "
-                "give clip and clip.threshold"
-            )
+            raise ValueError("the gradient of the first step is zero: give clip.threshold")
         return peak
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().cpu() for name, p in self.model.named_parameters()}

@@ -66,7 +66,6 @@ def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
     ("model", "parts", "absent"),
     [
         ("Single", ["verify.dtype=float32"], []),  # of float32 alone
-        ("Fails", [], ["verify.dtype=float32"]),  # dtype is in its traceback alone
         (
             "Broken",
             ["NonFiniteGradient: step 1: the gradient's norm is nan: weight", "every step"],

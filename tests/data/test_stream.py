@@ -54,14 +54,12 @@ class ByItself(Plain):
 class Shards(Plain):
     """Divided by its method; parts have other lengths than each other."""
 
-    numbers = range(SAMPLES)
+    def __init__(self, numbers=range(SAMPLES)):
+        self.numbers = numbers
 
     def shard(self, num_shards, index):
-        part = Shards()
-        part.numbers = range(
-            *[round(SAMPLES * (at / num_shards) ** 2) for at in (index, index + 1)]
-        )
-        return part
+        first, end = (round(SAMPLES * (at / num_shards) ** 2) for at in (index, index + 1))
+        return Shards(range(first, end))
 
     def __iter__(self):
         yield from map(pair, self.numbers)
@@ -108,30 +106,27 @@ def test_epochs_differ_and_leave_the_random_numbers_of_the_training_alone():
     assert [len(batch) for batch in both[0] + both[1]] == [BATCH] * 2 * (SAMPLES // (2 * BATCH))
 
 
-class Watched(nn.Module):
+class Watched(nn.Linear):
     """Counts its forward passes."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.passes = nn.Linear(2, 3), 0
+    passes = 0
 
     def forward(self, inputs):
         self.passes += 1
-        return self.layer(inputs / SAMPLES)
-
-
-CASES = [(TorchDDPPlugin, "itself", 2, 1), (TorchFSDPPlugin, "shard", 0, 3)]
+        return super().forward(inputs / SAMPLES)
 
 
 def train_on_parts():
-    """For each case: samples, passes, held-out loss and weights; and why an empty part fails."""
+    """For each kind of stream: samples, passes, held-out loss and weights."""
     # Ranks of tests are daemons, which may not start workers; those of the command may.
     multiprocessing.current_process()._config["daemon"] = False
     found = []
-    for make, kind, workers, steps in CASES:
-        plugin, model = make(), Watched()
-        dataset = Shards() if kind == "shard" else ByItself(plugin.data_rank, plugin.data_size)
+    for make, kind, workers, steps in (
+        (TorchDDPPlugin, ByItself, 2, 1),
+        (TorchFSDPPlugin, Shards, 0, 3),
+    ):
+        plugin, model = make(), Watched(2, 3)
+        dataset = Shards() if kind is Shards else ByItself(plugin.data_rank, plugin.data_size)
         train = plugin.prepare_dataloader(dataset, BATCH, num_workers=workers)
         held_out = Evaluate(plugin.prepare_dataloader(dataset, BATCH), interval="99ep")
         options = {"booster": Booster(plugin=plugin), "accumulation_steps": steps}
@@ -147,7 +142,7 @@ def test_parts_of_unequal_length_count_each_sample_once_and_ranks_never_wait_for
     for mine, other in zip(*run_ranks(train_on_parts, 2), strict=True):
         assert mine[0] == other[0] == 2 * SAMPLES
         assert mine[1] == other[1]
-        model = Watched()
+        model = Watched(2, 3)
         model.load_state_dict(mine[3])
         loss = nn.functional.cross_entropy(model(torch.stack(inputs)), torch.tensor(targets))
         assert mine[2] == pytest.approx(loss.item(), rel=1e-5)

@@ -22,13 +22,12 @@ class Normed(nn.Module):  # A convolution, batch norm, and a linear head over [B
         return self.head(F.dropout(self.body(images), self.chance, self.training))
 
 
-class Single(nn.Module):  # A model that computes in float32 alone
+class Single(nn.Linear):  # A model that computes in float32 alone
     def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(64, 10)
+        super().__init__(64, 10)
 
     def forward(self, images):
-        return self.head(images.flatten(1).to(torch.float32))
+        return super().forward(images.flatten(1).to(torch.float32))
 
 
 class Chain(nn.Sequential):  # Layers that a pipeline can be cut between, batch norm among them
@@ -51,22 +50,13 @@ class Broken(Constant):  # Logits that are not finite, and neither is the gradie
         return images.flatten(1)[:, :10] * self.weight * math.nan
 
 
-class Fails(Constant):  # A model that fails where it is not merely tried out
-    def forward(self, images):
-        if not images.is_meta:
-            dtype = {"images": images.dtype}["imagse"]
-            return images.to(dtype)
-        return super().forward(images)
-
-
 class Images(IterableDataset):  # A stream of 100 images [C, 8, 8] with one of ten classes
     def __init__(self, channels=1):
-        self.channels = channels
+        self.size = channels, 8, 8
 
     def __iter__(self):
         draw = torch.Generator().manual_seed(5)
-        for number in range(100):
-            yield torch.randn(self.channels, 8, 8, generator=draw), number % 10
+        yield from ((torch.randn(self.size, generator=draw), number % 10) for number in range(100))
 
 
 class Tempered(nn.Module):  # Cross entropy at a temperature

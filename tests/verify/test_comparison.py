@@ -9,26 +9,26 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from runner.clip import Layout, ParamShard, Units
+from runner.clip import Decision, Layout, ParamShard, Units
 from runner.tools.comparison import (
-    SideMetrics,
     compare_mode,
     compare_step,
     disagreements,
     naive_norm,
     relative,
+    side_of,
     tensor_errors,
     worst_naive,
 )
 from tests.ranks import run_ranks
 
-SIDE = SideMetrics(2.0, 1.0, 0.5, 1.0, 0.25, 2.0)
+SIDE = side_of(Decision(2.0, 1.0, 0.5, 1.0, 0.25, 2.0, math.nan))
 NAN, INF = math.nan, math.inf
 
 
-def failures(metrics=SIDE, weights=None, drifted=(), ours="ab", reference="ab"):
+def failures(metrics=SIDE, weights=None, drifted=(), ours="ab", reference="ab", history=False):
     ones = [dict.fromkeys(names, torch.ones(2)) for names in (ours, reference)]
-    step = compare_step(1, [metrics], ones[0], SIDE, ones[1], 1e-9)
+    step = compare_step(1, [metrics], ones[0], SIDE, ones[1], 1e-9, history=history)
     return compare_mode([step], weights or {"a": 3e-12}, drifted, 1e-9)["failures"]
 
 
@@ -57,10 +57,16 @@ def test_errors_are_relative_and_infinite_where_nothing_can_be_compared():
         ({}, []),
         ({"weights": {"a": 1e-8}}, ["weights after the last step are off by 1e-08"]),
         ({"drifted": list("abcdefg")}, ["the same bits: a, b, c, d, e and 2 more"]),
-        ({"metrics": SIDE._replace(norm=2.1)}, ["‖G‖ of step 1 is off by 0.05"]),
-        ({"metrics": SIDE._replace(norm_clipped=1.1)}, ["after clipping of step 1 is off"]),
-        # A count is right or wrong; one element of a million is no rounding.
-        ({"metrics": SIDE._replace(fraction=0.250001)}, ["0.250001 instead of 0.25"]),
+        ({"metrics": SIDE | {"norm": 2.1}}, ["‖G‖ of step 1 is off by 0.05"]),
+        ({"metrics": SIDE | {"norm_clipped": 1.1}}, ["after clipping of step 1 is off"]),
+        # A count is right or wrong; one element of a million is no rounding. Gradients of zero up
+        # to rounding may be above a limit of their own past, while all gradients agree.
+        ({"metrics": SIDE | {"fraction": 0.250001}}, ["0.250001 instead of 0.25"]),
+        ({"metrics": SIDE | {"fraction": 0.3}, "history": True}, []),
+        (
+            {"metrics": SIDE | {"fraction": 0.3, "norm": 2.1}, "history": True},
+            ["‖G‖ of step 1 is off by 0.05", "0.3 instead of 0.25"],
+        ),
         (
             {"ours": "ab", "reference": "acdefgh"},
             ["the clipped gradient", "b: a gr", "c, d, e, f, g and"],
@@ -86,8 +92,8 @@ def test_the_worst_parameters_come_first_and_ranks_agree_to_the_bit():
         ("b", 0.22, "weight"),
     ]
     assert len(worst) == 5
-    nan, near = SIDE._replace(peak=NAN), SIDE._replace(norm=math.nextafter(2.0, 3.0), peak=NAN)
-    assert disagreements(1, [nan, nan]) == []
+    nan, near = SIDE | {"peak": NAN}, SIDE | {"norm": math.nextafter(2.0, 3.0), "peak": NAN}
+    assert [*disagreements(1, [nan, nan])] == []
     [said] = disagreements(4, [nan, nan, near])
     assert said == "norm of step 4 is 2.0000000000000004 on rank 2, 2.0 on rank 0"
 
@@ -120,8 +126,8 @@ def test_torchs_own_norm_is_right_wrong_or_raised_and_never_hangs():
     first, second = run_ranks(by_torch, 2)
     for rank, found in enumerate((first, second)):
         for kind in ("whole", "sharded", "replicated"):
-            assert found[kind]["norm"] == pytest.approx(7225**0.5, rel=1e-6)
-            assert found[kind]["rank"] == rank
+            wanted = {"norm": pytest.approx(7225**0.5, rel=1e-6), "rank": rank}
+            assert found[kind] == wanted | {"raised": None, "message": ""}
         assert (found["mixed"]["norm"], found["mixed"]["raised"]) == (None, "RuntimeError")
         assert "mixed torch.Tensor and DTensor" in found["mixed"]["message"]
     parts = [found["by rank"] for found in (first, second)]

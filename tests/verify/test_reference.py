@@ -10,12 +10,7 @@ from torch import nn
 
 from runner.booster.plugin import SinglePlugin
 from runner.config.check import parse
-from runner.tools.verify import (
-    make_mode,
-    make_reference,
-    make_samples,
-    switch_off_dropout,
-)
+from runner.tools.reference import Reference, make_mode, make_samples, switch_off_dropout
 from runner.train import build
 from tests.verify.requests import IMAGES, net, plain_of
 
@@ -26,7 +21,7 @@ def config_of(*words):
 
 def reference_of(config, parts, mode="norm", **options):
     samples = make_samples(config, parts)
-    return make_reference(config, make_mode(config, mode)[0], parts, samples, **options)
+    return Reference(config, make_mode(config, mode)[0], parts, samples, **options)
 
 
 def test_it_is_a_plain_training_of_one_process():
@@ -52,13 +47,9 @@ def test_it_is_a_plain_training_of_one_process():
         optimizer.zero_grad()
 
 
-def test_what_it_raises_says_where_that_was():
-    config = config_of(*net("Chain"), "data.batch_size=7", "data.samples=60")
-    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
-        reference_of(config, 1, chunks=3).step()
-    assert "one process" in raised.value.__notes__[0]
+def test_a_gradient_of_zero_gives_no_threshold():
     config = config_of("clip=none", *net("Constant"))
-    with pytest.raises(ValueError, match="no threshold can be derived"):
+    with pytest.raises(ValueError, match=r"give clip\.threshold"):
         reference_of(config, 1, "value").peak()
 
 
@@ -78,6 +69,6 @@ def test_every_kind_of_dropout_is_switched_off_and_nothing_else():
     ):
         model.drop_last, model.dropped_tokens = True, 7
         assert draws(model, inputs), type(model)
-        assert switch_off_dropout(model) > 0
+        switch_off_dropout(model)
         assert not draws(model, inputs), type(model)
-        assert (switch_off_dropout(model), model.drop_last, model.dropped_tokens) == (0, True, 7)
+        assert (model.drop_last, model.dropped_tokens) == (True, 7)

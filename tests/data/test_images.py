@@ -111,10 +111,6 @@ def test_folders_are_normalised_squares_that_depend_on_seed_epoch_and_sample_alo
     for epoch in (1, 0):
         data.train.set_epoch(epoch)
         assert torch.equal(data.train[1][0], before) == (epoch == 0)
-    plain = images(augment=False).train
-    before = plain[0][0]
-    plain.set_epoch(1)
-    assert torch.equal(plain[0][0], before)
 
 
 def test_wrong_folders_are_named(images, tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from runner import Booster, Evaluate, Trainer
 from runner.booster.plugin import SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
-from runner.config.notation import Duration
 from runner.data.stream import StreamLoader
 from tests.ranks import run_ranks
 
@@ -185,7 +184,7 @@ def training(kind, workers, steps=17):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     loader = SinglePlugin().prepare_dataloader(kind(), BATCH, seed=3, num_workers=workers)
-    return Trainer(model, loader, Duration(steps, "ba"), accumulation_steps=2)
+    return Trainer(model, loader, f"{steps}ba", accumulation_steps=2)
 
 
 @pytest.mark.parametrize(

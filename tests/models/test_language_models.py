@@ -32,13 +32,12 @@ masked = maker(MaskedLanguageModel, **SIZES)
 DROPPED = ("dropout", "dropout_hidden", "dropout_input", "dropout_embedding", "weight_dropout")
 
 
-def awd_lstm(dropout=0.0, **changes):
-    sizes = {"vocabulary": V, "embedding": 6, "hidden": 10, "layers": 3}
-    return AWDLSTM(**{**sizes, **dict.fromkeys(DROPPED, dropout), **changes})
+def awd_lstm(dropout=0.0):
+    return AWDLSTM(V, embedding=8, hidden=10, layers=2, **dict.fromkeys(DROPPED, dropout))
 
 
 MODELS = {
-    "awd_lstm": lambda **changes: awd_lstm(embedding=8, layers=2, **changes),
+    "awd_lstm": awd_lstm,
     "gpt": gpt,
     "gpt_tied": maker(gpt, tied=True, bias=False),
     "lstm": lstm,

@@ -35,10 +35,6 @@ def token_by_token(layer, hidden):
     return torch.stack(rows).view_as(hidden)
 
 
-def gradients(module):
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (5, 1), (5, 2), (4, 4)])
 @pytest.mark.parametrize("crowded", [False, True])
 def test_every_token_gets_the_weighted_sum_of_its_best_experts(experts, top_k, crowded):
@@ -51,19 +47,13 @@ def test_every_token_gets_the_weighted_sum_of_its_best_experts(experts, top_k, c
     result.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(hidden.grad, same.grad, **CLOSE)
-    for name, gradient in gradients(reference).items():
+    for name, parameter in reference.named_parameters():
         ours = layer.get_parameter(name).grad  # zero, not None, where nobody chose an expert
-        wanted = torch.zeros_like(ours) if gradient is None else gradient
+        wanted = torch.zeros_like(ours) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(ours, wanted, **CLOSE)
 
 
 # -- over ranks, each of which also computes what one process makes of all tokens
-
-
-def share(sizes):
-    """The part of a batch that is this rank's, when they have ``sizes`` samples each."""
-    first = sum(sizes[: dist.get_rank()])
-    return slice(first, first + sizes[dist.get_rank()])
 
 
 def spread_copy(layer):
@@ -78,15 +68,17 @@ def spread_copy(layer):
 
 def assert_same(layer, ours, whole, sizes, input_gradient=True):
     """Assert outputs and gradients; those of what is not an expert are summed over ranks."""
-    part = whole[share(sizes)].clone()
+    own, first = sizes[dist.get_rank()], sum(sizes[: dist.get_rank()])
+    share = slice(first, first + own)
+    part = whole[share].clone()
     for hidden in (whole, part):
         hidden.requires_grad_(input_gradient)
     expected, result = layer(whole), ours(part)
-    torch.testing.assert_close(result, expected[share(sizes)], **CLOSE)
+    torch.testing.assert_close(result, expected[share], **CLOSE)
     expected.square().sum().backward()
     result.square().sum().backward()
     if part.requires_grad:
-        torch.testing.assert_close(part.grad, whole.grad[share(sizes)], **CLOSE)
+        torch.testing.assert_close(part.grad, whole.grad[share], **CLOSE)
     for name, parameter in ours.named_parameters():
         gradient, wanted = parameter.grad, layer.get_parameter(name).grad
         assert (gradient is None) == (wanted is None), name

@@ -14,36 +14,26 @@ from runner.data import collate_pairs
 from runner.models import Classifier
 
 CONF = Path(__file__).parents[2] / "conf"
-OWNED = ("batch_size", "num_workers", "drop_last")
 TEXT = ("awd_lstm", "gated_conv", "gpt", "lstm", "moe", "rnn")
 SHOWN_DATA = dict.fromkeys(TEXT, "text") | {"cnn": "digits", "masked": "masked_text"}
 LEAST_PIXELS = {"inception_v3": 75}
 PARAMETERS = {"resnet18": 11_181_642, "resnet34": 21_289_802}
-EXTRAS = {"nf_resnet": "timm"}
 
 
-def chosen(group, name, **changes):
+def chosen(group, name):
     section = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-    return OmegaConf.create({"seed": 0, group: {**section, **changes}})[group]
+    made = OmegaConf.create({"seed": 0, group: section})[group]
+    return instantiate({key: value for key, value in made.items() if key != "batch_size"})
 
 
-def names(group):
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def make_data(name, **changes):
-    config = chosen("data", name, **changes)
-    return instantiate({key: value for key, value in config.items() if key not in OWNED})
-
-
-@pytest.mark.parametrize("name", sorted({*names("model")} - {"custom"}))
+@pytest.mark.parametrize("name", sorted({file.stem for file in CONF.glob("model/*")} - {"custom"}))
 def test_a_model_takes_one_step_on_the_data_it_is_shown_with(name):
-    if name in EXTRAS:
-        pytest.importorskip(EXTRAS[name])
+    if name == "nf_resnet":
+        pytest.importorskip("timm")
     torch.manual_seed(0)
-    model = instantiate(chosen("model", name))
+    model = chosen("model", name)
     if name in SHOWN_DATA:
-        data = make_data(SHOWN_DATA[name])
+        data = chosen("data", SHOWN_DATA[name])
         inputs, targets = collate_pairs(data.train.__getitems__([0, 1]))
     else:
         pixels = LEAST_PIXELS.get(name, 32)

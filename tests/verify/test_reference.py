@@ -40,7 +40,7 @@ def test_it_is_a_plain_training_of_one_process():
         metrics, mean, theirs = reference.step()
         # torch adds 1e-6 to the norm it divides by.
         assert mean == pytest.approx(loss.item(), rel=1e-6)
-        assert metrics.norm == pytest.approx(norm.item(), rel=1e-6)
+        assert metrics["norm"] == pytest.approx(norm.item(), rel=1e-6)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(theirs[name], parameter.grad, rtol=1e-5, atol=1e-9)
         optimizer.step()

@@ -229,7 +229,7 @@ class Layout:
         if self.group is None:
             return [[value] for value in values]
         columns = self.rows_of_ranks(transfer.on_device(values, self.device)).T
-        return columns.tolist() if transfer.can_read(columns.device) else [list(c) for c in columns]
+        return [list(transfer.numbers(column)) for column in columns]
 
     def rows_of_ranks(self, row: Tensor) -> Tensor:
         """Gather a vector of each rank, [ranks, values]; see :meth:`gather`."""

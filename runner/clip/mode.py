@@ -336,20 +336,21 @@ def scale(layout: Layout, coef: Number, some: bool = False) -> None:
 
 def scale_each(layout: Layout, scales: Tensor) -> None:
     """Multiply the gradient of each parameter of ``layout.names`` by its own of ``scales``."""
-    shards, gradients = layout.gradients()
-    at = [layout.positions[shard.name] for shard in shards]
-    if not gradients:
-        return
-    if not transfer.can_read(layout.device):
-        each = scales.unbind()
-        torch._foreach_mul_(gradients, [each[i] for i in at])
-        return
-    coefs: list[float] = scales.tolist()
-    pairs = [(g, coefs[i]) for g, i in zip(gradients, at, strict=True) if coefs[i] != 1.0]
-    if ordinary := [pair for pair in pairs if pair[1] > TINY]:
+    (shards, gradients), each = layout.gradients(), transfer.numbers(scales)
+    multiply_each(gradients, [each[layout.positions[shard.name]] for shard in shards])
+
+
+def multiply_each(gradients: Sequence[Tensor], coefs: Sequence[Number]) -> None:
+    """Multiply each tensor by its own coefficient in place."""
+    pairs = [
+        (gradient, coef)
+        for gradient, coef in zip(gradients, coefs, strict=True)
+        if isinstance(coef, Tensor) or coef != 1.0
+    ]
+    if ordinary := [pair for pair in pairs if isinstance(pair[1], Tensor) or pair[1] > TINY]:
         torch._foreach_mul_(*map(list, zip(*ordinary, strict=True)))
     for gradient, coef in pairs:
-        if coef <= TINY:
+        if not isinstance(coef, Tensor) and coef <= TINY:
             multiply([gradient], coef)
 
 

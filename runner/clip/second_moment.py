@@ -285,7 +285,7 @@ class UpdateClip(Update, OptimizerMode):
             self.tally.add(rms.where(present, math.nan), 1.0)
         over = rms > limit * (1.0 + TIE)
         factors = torch.where(over, limit / rms, 1.0)
-        every = factors.tolist() if transfer.can_read(layout.device) else factors.unbind()
+        every = transfer.numbers(factors)
         most = transfer.read(rms.amax()) if rms.numel() else 0.0
         more = {"coef": transfer.read(factors.amin()), "update": every} if every else {}
         share, total = share_of(over, present)

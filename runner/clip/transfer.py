@@ -33,6 +33,11 @@ def read(value: Tensor) -> Number:
     return float(value) if can_read(value.device) else value
 
 
+def numbers(vector: Tensor) -> Sequence[Number]:
+    """Return the values of a vector, each as :func:`read` does."""
+    return vector.tolist() if can_read(vector.device) else vector.unbind()
+
+
 def read_later(value: Tensor) -> Callable[[], float]:
     """Start a copy of a 0-dimensional tensor to the host."""
     if value.device.type != "cuda":

@@ -22,7 +22,7 @@ LINES = {
     ("booster",): 2960,
     ("parallel",): 2094,
     ("checkpoint",): 500,
-    ("clip",): 3511,
+    ("clip",): 3429,
     ("optim",): 264,
     ("data", "models"): 1850,
     ("report",): 2292,

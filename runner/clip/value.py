@@ -13,8 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, norms, transfer
-from runner.clip.norms import SMALL, combine, flatten, gathered, largest, power_sum, powers_of
+from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, transfer
+from runner.clip.norms import (
+    OVERFLOWS,
+    SMALL,
+    VANISHES,
+    combine,
+    flatten,
+    gathered,
+    power_sum,
+    powers_of,
+)
 from runner.config.modes import Value
 
 # Elements that a CPU compares together: they stay in a cache from one look to the next.
@@ -34,20 +43,26 @@ class Elements:
     @classmethod
     def of(cls, layout: Layout, limit: float) -> Elements:
         found = cls()
-        room: dict[torch.dtype, Tensor] = {}
         for flat, replicas, gradients in _blocks(layout):
-            wide = flat.float() if flat.dtype.itemsize < 4 else flat
-            if len(flat) > len(room.get(wide.dtype, ())):
-                room[wide.dtype] = torch.empty_like(wide)
-            bound = torch.tensor(limit, dtype=flat.dtype).to(wide.dtype)
-            power, clamped, above, most = _compare(wide, bound, room[wide.dtype][: len(flat)])
+            squares = (flat.float() if flat.dtype.itemsize < 4 else flat).square()
+            bound = torch.tensor(limit, dtype=flat.dtype).to(squares)
+            most, square = squares.amax().sqrt(), (bound * bound).item()
+            above, power = 0, squares.sum().item()
+            clamped = power
+            if not (VANISHES < power < OVERFLOWS and square > VANISHES):
+                above, most = int((flat.abs() > bound).sum()), flat.abs().amax()
+                power, clamped = power_sum([flat]), power_sum([flat.clamp(-limit, limit)])
+            elif most > bound:
+                # Numbers that differ have squares that differ, so counting these is exact.
+                clamped = squares.clamp(max=square).sum().item()
+                above = round(squares.gt_(square).sum().item())
+            if above and not (found.exceeding and found.exceeding[-1] is gradients[-1]):
+                found.exceeding += gradients
             found.power += power / replicas
             found.clamped += clamped / replicas
             found.above += above / replicas
             # The result of max() with NaN depends on the order; the power tells of it.
-            found.largest = max(found.largest, most)
-            if above and not (found.exceeding and found.exceeding[-1] is gradients[-1]):
-                found.exceeding += gradients
+            found.largest = max(found.largest, most.item())
         return found
 
 
@@ -88,28 +103,6 @@ class ValueClip(Value, ClipMode):
         limit = float(decision.threshold)
         for gradient in decision.parts.work:
             gradient.clamp_(-limit, limit)
-
-
-def _compare(flat: Tensor, bound: Tensor, squares: Tensor) -> tuple[float, float, int, float]:
-    """Return Σg², Σmin(|g|, bound)², the number of elements above ``bound``, and the largest |g|.
-
-    The square of a float32 number near 1 is another one for each number, so comparing squares
-    counts exactly, and the root of the largest square is exact.
-    """
-    torch.mul(flat, flat, out=squares)
-    power, square = squares.sum().item(), bound * bound
-    if not (norms.VANISHES < power < norms.OVERFLOWS and square.item() > norms.VANISHES):
-        above = round(torch.gt(flat.abs(), bound).sum().item())
-        clamped = flat.clamp(-bound, bound) if above else flat
-        return power_sum([flat]), power_sum([clamped]), above, largest(flat)
-    most = squares.amax().sqrt_().item()
-    if not most > bound.item():
-        return power, power, 0, most
-    # Squares above that of λ become the next number after it, which tells them from equal ones.
-    next_one = torch.nextafter(square, bound.new_tensor(math.inf)).item()
-    clamped_power = squares.clamp_(max=next_one).sum().item()
-    above = round(squares.gt_(square.item()).sum().item())
-    return power, clamped_power - above * (next_one - square.item()), above, most
 
 
 def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:

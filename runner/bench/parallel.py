@@ -38,8 +38,8 @@ def on_ranks(measure: Callable[[Setting], list[Row]], number: int, setting: Sett
     [job] = request(words).jobs
     folder = setting.folder / f"ranks-{secrets.token_hex(3)}"
     folder.mkdir()
-    rows: list[Row] = train(job.config, folder, [], partial(_work, measure, setting))["rows"]
-    return rows
+    ended = train(job.config, folder, [], partial(_work, measure, setting))
+    return ended["rows"]  # type: ignore[no-any-return]
 
 
 def _work(measure: Callable[[Setting], list[Row]], setting: Setting, *_: Any) -> dict[str, Any]:
@@ -80,18 +80,18 @@ def _each(make: Callable[[], nn.Module], names: Sequence[str], setting: Setting)
 
 def _rows(name: str, model: nn.Module, setting: Setting) -> list[Row]:
     sizes = [parameter.numel() for parameter in model.parameters()]
-    plugin = PLUGINS[name]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plugin, optimizer = PLUGINS[name](), torch.optim.SGD(model.parameters(), lr=0.1)
     _, wrapped, *_ = Booster(plugin=plugin).boost(model, optimizer)
     layout: Layout = wrapped.layout
     theirs = []
     for shard in layout.shards:
         own, local = shard.param, torch.randn_like(shard.weight).mul_(SCALE)
         plain = nn.Parameter(shard.weight)
-        own.grad = plain.grad = local
+        plain.grad = gradient = local
         if isinstance(own, DTensor):
             place: Any = {"shape": own.shape, "stride": own.stride(), "run_check": False}
-            own.grad = DTensor.from_local(local, own.device_mesh, own.placements, **place)
+            gradient = DTensor.from_local(local, own.device_mesh, own.placements, **place)
+        own.grad = gradient
         theirs.append(own if name == "fsdp" else plain)
     gradients = [g for shard in layout.shards if (g := shard.gradient) is not None]
     saved = [gradient.clone() for gradient in gradients]

@@ -44,10 +44,9 @@ def test_a_step_reads_the_same_samples_however_its_batch_is_split(length):
     for world in (2, 3, 5):
         whole, samplers = list(sampler_of(length, 4 * world)), ranks(length, 4, world)
         assert {len(sampler) for sampler in samplers} == {len(whole)}
-        for microbatch, batch in enumerate(whole):
-            parts = [real_batches(sampler)[microbatch] for sampler in samplers]
-            assert list(chain(*parts)) == batch
-            assert samplers[0].parts(microbatch) == parts
+        for number, parts in enumerate(zip(*map(real_batches, samplers), strict=True)):
+            assert list(chain(*parts)) == whole[number]
+            assert samplers[0].parts(number) == [*parts]
             sizes = list(map(len, parts))
             assert sizes == sorted(sizes, reverse=True)
             assert sizes[0] - sizes[-1] <= 1

@@ -61,9 +61,9 @@ def tokens(batch=3, length=T):
     return torch.randint(V, (batch, length))
 
 
-def changed(model, position, length=T):
+def changed(model, position):
     """Return by position how much the logits depend on the token at ``position``."""
-    before = tokens(length=length)
+    before = tokens()
     after = before.clone()
     after[:, position] = (after[:, position] + 1) % V
     return (model(before) - model(after)).abs().amax(dim=(0, 2))

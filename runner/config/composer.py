@@ -31,11 +31,10 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from runner.config.check import owned_keys
 from runner.config.folders import CONFIG_NAME, find, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
 from runner.config.recipes import TARGETS, RecipeSource
-from runner.config.schema import SHORT
+from runner.config.schema import SHORT, owned_keys
 
 OPEN = (*TARGETS, "loss")
 """Sections that pass any key to their target."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
-from inspect import get_annotations, isabstract
+from inspect import get_annotations
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, create_model
 
-from runner.config.problem import did_you_mean
-
-Conflicts = Iterator[tuple[Any, ...]]
+from runner.config.section import Conflicts, Positive, Section, key
 
 
 @dataclass(frozen=True)
@@ -111,23 +109,6 @@ def option(default: Any, meaning: str, **limits: Any) -> Any:
     return field(**made, metadata={"option": Field(description=meaning, **limits)})
 
 
-# Annotations are text that is compiled, and a loop of a user's own makes its mode in each step.
-_hints = cache(partial(get_type_hints, include_extras=True))
-
-
-def options_of(mode: type[Mode]) -> dict[str, tuple[Any, Any]]:
-    """Return the options that a mode has besides those of all modes: annotation and default."""
-    found = {}
-    for one in fields(mode):
-        if one.init and one.name not in ("threshold", "norm_type", "scales"):
-            hint = _hints(mode)[one.name]  # type: ignore[arg-type]
-            if declared := one.metadata.get("option"):
-                hint = Annotated[hint, declared]
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            found[one.name] = hint, ... if default is MISSING else default
-    return found
-
-
 class ModeError(ValueError):
     """A ``clip._target_`` that is not a clipping mode; the message says what is wrong with it."""
 
@@ -135,30 +116,64 @@ class ModeError(ValueError):
 @cache
 def load(target: str) -> type[Mode]:
     """Import a user's clipping mode; a ModeError says what is wrong with it."""
-    module, _, name = str(target).rpartition(".")
+    module, _, name = target.rpartition(".")
     if not module:
         raise ModeError("must be the full name of a class, such as package.Mode")
     try:
-        holder = import_module(module)
+        kind: Any = getattr(import_module(module), name)
     except Exception as error:
         text = str(error).partition("\n")[0]
-        raise ModeError(f"importing {module} raised {type(error).__name__}: {text}") from error
-    kind = getattr(holder, name, None)
-    if kind is None:
-        modes = [f"{module}.{key}" for key, one in vars(holder).items() if _is_mode(one)]
-        raise ModeError(f"{module} has no class {name}{did_you_mean(target, modes)}")
-    if not _is_mode(kind):
+        raise ModeError(f"importing it raised {type(error).__name__}: {text}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Mode) and hasattr(kind, "decide")):
         raise ModeError("is no clipping mode: derive the class from runner.clip.ClipMode")
-    if isabstract(kind):
-        missing = ", ".join(sorted(kind.__abstractmethods__))
-        raise ModeError(f"is abstract: the class has to implement {missing}")
     annotated = {key for key, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)}
     if undeclared := sorted(annotated - {one.name for one in fields(kind)}):
         raise ModeError(f"put @dataclass above the class, so that {undeclared[0]} is an option")
+    try:
+        model_of(kind)
+    except Exception as error:  # pydantic and typing raise several kinds for odd types
+        raise ModeError(f"the types of its options cannot be checked: {error}") from error
     found: type[Mode] = kind
     return found
 
 
-def _is_mode(found: object) -> bool:
-    """Return whether an object is a class that implements a mode, not one that describes it."""
-    return isinstance(found, type) and issubclass(found, Mode) and hasattr(found, "decide")
+class Options(Section):
+    """λ of a mode; the model that `model_of` makes has the mode's own options as further fields."""
+
+    model_config = ConfigDict(validate_default=True)
+
+    described: ClassVar[type[Mode]] = Mode
+
+    threshold: Positive | None = key("lower it to clip more; `calibrate` suggests one", None)
+
+    def conflicts(self) -> Conflicts:
+        info = self.described.info
+        if self.threshold is None and info.takes_threshold:
+            yield "threshold", "this mode needs a finite number greater than 0"
+        elif self.threshold is not None and not info.takes_threshold:
+            why = f"has its thresholds in clip.{info.nested}" if info.nested else "clips nothing"
+            yield "threshold", f"this mode {why}, so it takes no threshold"
+        else:
+            yield from self.described.conflicts(dict(self))
+
+
+_MODELS: dict[Any, type[Options]] = {}
+
+
+def model_of(mode: type[Mode]) -> type[Options]:
+    """Return the pydantic model of the options of a mode, which is made once."""
+    if mode in _MODELS:
+        return _MODELS[mode]
+    options: dict[str, Any] = {}
+    hints = get_type_hints(mode, include_extras=True)
+    for one in fields(mode):
+        if one.init and one.name not in ("threshold", "norm_type", "scales"):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            hint: Any = hints[one.name]
+            hint = Annotated[hint, one.metadata.get("option", Field())]
+            options[one.name] = hint, ... if default is MISSING else default
+    made: Any = create_model(mode.__name__, __base__=Options, **options)
+    made.model_rebuild()
+    made.described = mode
+    _MODELS[mode] = made
+    return _MODELS[mode]

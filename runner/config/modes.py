@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator, TypeAdapter, ValidationError, create_model
-from pydantic_core import to_jsonable_python
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from runner.config import section as t
-from runner.config.mode import Conflicts, Mode, ModeError, ModeInfo, load, option, options_of
-from runner.config.problem import MISSING, NOTHING, did_you_mean, unknown_key
-from runner.config.section import Conflict, Section, conflicts_of, key, read, refusal
+from runner.config.mode import Mode, ModeError, ModeInfo, load, model_of, option
+from runner.config.problem import MISSING, did_you_mean
+from runner.config.section import Conflicts, problems_of, read, refusal
 
-__all__ = ["MODES", "NAMES", "Mode", "ModeError", "ModeInfo", "info_of", "load", "options_of"]
+__all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "info_of", "load", "model_of"]
 
+Dims = Annotated[dict[str, int | list[int]], Field(min_length=1)]
 # A mode inside of another one; the second without a threshold, which the mode around it sets.
-Inner = Annotated[Any, PlainValidator(lambda given: _checked(given))]
-InnerWithout = Annotated[Any, PlainValidator(lambda given: _checked(given, threshold=1.0))]
+Inner = Annotated[Any, PlainValidator(lambda given: _inner(given))]
+InnerWithout = Annotated[Any, PlainValidator(lambda given: _inner(given, threshold=1.0))]
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class Adaptive(Mode):
     )
 
     exclude: Literal["auto"] | t.Texts = option("auto", "do not clip these; auto: heads' weights")
-    units: t.OutputDims | None = option(None, "name the outputs, where a warning asks for it")
+    units: Dims | None = option(None, "name the outputs, where a warning asks for it")
     eps: t.Positive = option(1e-3, "count a weight's norm as at least this, so that zeros can move")
 
 
@@ -232,19 +232,19 @@ class Schedule(Mode):
 
     @classmethod
     def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        described, own = _inner(options["of"])
-        inner = described.info_with(own)
+        kind, own = inner_mode(options["of"], threshold=1.0)
+        inner: ModeInfo = MODES.get(kind, kind).info_with(own)
         note = cls.info.note if inner.limits_norm else inner.note
         return replace(inner, follows=inner.follows or "steps", note=note)
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        described, own = _inner(options["of"])
+        kind, own = inner_mode(options["of"], threshold=1.0)
+        described = MODES.get(kind, kind)
         if issubclass(described, Schedule):
             yield "of", "has no threshold of its own that a schedule could set"
-        else:
-            usual = {name: default for name, (_, default) in options_of(described).items()}
-            yield from described.conflicts({**usual, **own, "threshold": options["threshold"]})
+        for one in errors_of(described, {**own, "threshold": options["threshold"]}):
+            yield "threshold", one["msg"]
         if options["decay"] != "constant" and options["steps"] is None:
             yield "steps", f"clip.decay={options['decay']} needs the number of its steps"
 
@@ -294,69 +294,38 @@ def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
     return MODES[name].info if name in MODES else ModeInfo()
 
 
-def name_of(described: type[Mode]) -> str:
-    return next((name for name, one in MODES.items() if one is described), described.__name__)
-
-
-class ModeOptions(Section):
-    """The model of every mode; that of each one has its options as further fields."""
-
-    described: ClassVar[type[Mode]] = Mode
-
-    threshold: t.Positive | None = key("lower it to clip more; `calibrate` suggests one")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("threshold", *options_of(self.described))}
-
-    def conflicts(self) -> Iterator[Conflict]:
-        info, name = self.described.info, name_of(self.described)
-        if self.threshold is None and info.takes_threshold:
-            yield Conflict("threshold", f"clip={name} needs a finite number greater than 0")
-        elif self.threshold is not None and not info.takes_threshold:
-            why = f"has its thresholds in clip.{info.nested}" if info.nested else "clips nothing"
-            yield Conflict("threshold", f"clip={name} {why}, so it takes no threshold")
-        else:
-            yield from (Conflict(*each) for each in self.described.conflicts(self.options))
-
-
-@cache
-def model_of(described: type[Mode], base: type[ModeOptions], defaults: bool) -> Any:
-    """Return the model of a mode; without ``defaults``, which are in ``conf/``, for one of ours."""
+def class_of(given: Mapping[str, Any]) -> type[Mode]:
+    """Return the class that ``mode`` or ``_target_`` names, with a refusal as `inner_mode` has."""
+    kind, target = given.get("mode"), given.get("_target_")
+    if target is None:
+        if kind in NAMES:
+            return MODES[str(kind)]
+        text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
+        raise refusal([("mode", text, given.get("mode", MISSING))])
     try:
-        fields: dict[str, Any] = {
-            name: (hint, default if defaults else ...)
-            for name, (hint, default) in options_of(described).items()
-        }
-        made: Any = create_model(described.__name__, __base__=base, **fields)
-        made.model_rebuild()
-    except Exception as error:  # pydantic and typing raise several kinds for odd types
-        raise ModeError(f"the types of its options cannot be checked: {error}") from error
-    made.described = described
-    return made
+        return load(str(target))
+    except ModeError as error:
+        raise refusal([("_target_", str(error), target)]) from error
 
 
-def _checked(given: Any, **outer: Any) -> Any:
-    inner_mode(given, **outer)
-    return given
+def errors_of(described: type[Mode], options: Mapping[str, Any]) -> list[ErrorDetails]:
+    """Return what is wrong with the options of a mode, as pydantic says it."""
+    try:
+        model_of(described).model_validate(options)
+    except ValidationError as error:
+        return error.errors(include_url=False)
+    return []
 
 
 def check_options(described: type[Mode], options: Mapping[str, Any]) -> None:
     """Raise a ValueError that names what is wrong with the options of a mode."""
-    model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
-    defaults = {name: default for name, (_, default) in options_of(described).items()}
-    read(model, to_jsonable_python({**defaults, **options}))  # tuples are lists there
+    read(model_of(described), to_jsonable_python(options))  # tuples are lists there
 
 
-def _inner(of: Any) -> tuple[type[Mode], dict[str, Any]]:
-    kind, own = inner_mode(of, threshold=1.0)
-    return MODES[kind] if isinstance(kind, str) else kind, own
-
-
-def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, Any]]:
+def inner_mode(given: Any, **outer: Any) -> tuple[Any, dict[str, Any]]:
     """Return the name or the class of a mode inside of another one, and its options.
 
-    A ValueError names options that are wrong, also beside ``outer``, which the mode around it sets.
+    The refusal names options that are wrong, also beside ``outer``, which the mode around it sets.
     """
     if isinstance(given, int | float) and not isinstance(given, bool):
         given = {"mode": "norm", "threshold": given}
@@ -364,31 +333,19 @@ def inner_mode(given: Any, **outer: Any) -> tuple[str | type[Mode], dict[str, An
         given = {"mode": given or "none"}
     elif not isinstance(given, Mapping):
         raise ValueError("must be a mode, such as {mode:norm,threshold:1.0}, or a number or none")
+    described, kind = class_of(given), given.get("mode")
     own = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
-    kind, target = given.get("mode", MISSING), given.get("_target_")
-    try:
-        kind = kind if target is None else load(str(target))
-    except ModeError as error:
-        raise refusal([Conflict("_target_", str(error), target)]) from error
-    if target is None and kind not in NAMES:
-        text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
-        raise refusal([Conflict("mode", text, kind)])
-    described: type[Mode] = MODES[kind] if isinstance(kind, str) else kind
-    known, around = {"threshold", *options_of(described)} - outer.keys(), "is set around this mode"
-    found = [
-        Conflict(name, around if name in outer else unknown_key(name, known).message, value)
-        for name, value in own.items()
-        if name not in known
-    ]
+    found = [(name, "is set around this mode", own[name]) for name in own if name in outer]
     if described.info.needs_optimizer:
-        found.append(Conflict("mode", "limits what the optimizer does: no mode can hold it", kind))
-    try:
-        model = model_of(described, ModeOptions, True)  # type: ignore[arg-type]
-        model.model_validate({"threshold": described.threshold, **own, **outer})
-    except ValidationError as error:
-        for one in conflicts_of(error.errors(), known):
-            value = own.get(one.key, MISSING) if one.value is NOTHING else one.value
-            found.append(one._replace(value=value))
+        found.append(("mode", "limits what the optimizer does: no mode can hold it", kind))
+    errors = errors_of(described, {"threshold": described.threshold, **own, **outer})
+    for one in problems_of(errors, model_of(described).model_fields, own):
+        found.append((one.key, one.message, one.value))
     if found:
         raise refusal(found)
-    return kind, own
+    return kind if given.get("_target_") is None else described, own
+
+
+def _inner(given: Any, **outer: Any) -> Any:
+    inner_mode(given, **outer)
+    return given

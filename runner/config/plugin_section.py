@@ -8,19 +8,19 @@ file of a plugin in ``conf/plugin`` lists the keys that it uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from math import lcm, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import PlainValidator
+from pydantic import BeforeValidator, Field
 
 from runner.config.environment import started_nodes, started_rank
 from runner.config.folders import find, options, read_yaml
 from runner.config.notation import plural
-from runner.config.problem import did_you_mean, or_list, shown
-from runner.config.section import Conflict, Count, OneOf, Section, Texts, key
+from runner.config.problem import or_list
+from runner.config.section import Conflicts, Count, OneOf, Section, Texts, key
 
 
 class Schedule(NamedTuple):
@@ -58,24 +58,17 @@ EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert")
 """Styles of transformers for modules with stacked experts, which stay whole on each rank."""
 
 
-def read_plan(value: Any) -> dict[str, str]:
+def read_plan(value: Any) -> Any:
     """Return a plan, patterns of module names with styles, or the one in the file at a path.
 
     The file is read while a request is checked, so that ranks and the record have the plan itself.
     """
-    where, plan = "", value
-    if isinstance(value, str):
-        where, plan = f"{value}: ", read_yaml(Path(value).expanduser())
-    if not isinstance(plan, Mapping) or not plan:
-        raise ValueError(f"{where}must be patterns of modules with styles, {{blocks.*.up:colwise}}")
-    wrong = [
-        f"{shown(pattern)} has the unknown style {shown(style)}{did_you_mean(style, STYLES)}"
-        for pattern, style in plan.items()
-        if not (isinstance(pattern, str) and isinstance(style, str) and style in STYLES)
-    ]
-    if wrong:
-        raise ValueError(f"{where}{', '.join(wrong)}  (styles: {', '.join(STYLES)})")
-    return dict(plan)
+    return read_yaml(Path(value).expanduser()) if isinstance(value, str) else value
+
+
+Plan = Annotated[
+    dict[str, Annotated[str, OneOf(STYLES)]], Field(min_length=1), BeforeValidator(read_plan)
+]
 
 
 @cache
@@ -115,6 +108,7 @@ class MeshSizes(NamedTuple):
         pp_size: int | None = 1,
         ep_size: int | None = 1,
     ) -> MeshSizes:
+        """Divide ``ranks``; the first of tp, pp and dp that is None takes those that are left."""
         sizes = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
         given = {key: size for key, size in sizes.items() if size is not None}
         rest, product = _open_size(given), prod(given.values())
@@ -123,14 +117,14 @@ class MeshSizes(NamedTuple):
             text = f"{' x '.join(factors) or 'one process'} = {product}"
             many = "" if rest is None else "a multiple of "
             raise SizeError("nproc", f"{plural(ranks, 'rank')} cannot be {many}{text}")
+        found = {"tp_size": 1, "pp_size": 1, "dp_size": 1, **given}
         if rest is not None:
-            given[rest] = ranks // product
-        dp = given.get("dp_size", 1)
-        ep = dp if ep_size is None else ep_size
-        if dp % ep:
+            found[rest] = ranks // product
+        dp = found["dp_size"]
+        if dp % (ep := ep_size or dp):
             message = f"{ep} ranks cannot share the experts of {dp} data-parallel ranks evenly"
             raise SizeError("ep_size", message)
-        return cls(dp, given.get("tp_size", 1), given.get("pp_size", 1), ep)
+        return cls(dp, found["tp_size"], found["pp_size"], ep)
 
 
 def _open_size(given: Mapping[str, int]) -> str | None:
@@ -153,9 +147,7 @@ class PluginSection(Section):
     schedule: Annotated[str, OneOf(SCHEDULES)] = key("pipeline: order of passes")
     num_microbatches: Count | None = key("pipeline: parts of a batch; null: one for each stage")
     split: Texts | None = key("pipeline: begin stages at these modules; null: the model's cuts")
-    tp_plan: Annotated[dict[str, str], PlainValidator(read_plan)] | None = key(
-        "tensor: patterns of modules with styles, or a file; null: the model's"
-    )
+    tp_plan: Plan | None = key("tensor: modules with styles, or a file; null: the model's")
     param_dtype: Literal["bf16", "fp16"] | None = key("fsdp, zero 2, 3: compute in this type")
     cpu_offload: bool = key("fsdp, zero_stage 2, 3: keep shards in host memory")
     sync_batchnorm: bool = key("GPUs: compute batch norm over all data-parallel ranks")
@@ -180,7 +172,7 @@ class PluginSection(Section):
             return stages
         return self.num_microbatches
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Conflicts:
         """Yield keys that nothing uses, sizes that do not multiply, and an unfilled pipeline."""
         if unused := list(self._unused()):
             yield from unused
@@ -190,40 +182,30 @@ class PluginSection(Section):
             try:
                 mesh = sizes(self, least_ranks(self))
             except SizeError as error:
-                yield Conflict(error.key, str(error))
+                yield error.key, str(error)
         if self.sequence_parallel and (self.tp_size if mesh is None else mesh.tp) == 1:
-            message = "splits the sequence over plugin.tp_size ranks, which must be 2 or more"
-            yield Conflict("sequence_parallel", message)
+            yield "sequence_parallel", "splits over plugin.tp_size ranks, which must be 2 or more"
         if (stages := self._stages(mesh)) is None:
             return
         ranks, many = stages // SCHEDULES[self.schedule].stages_per_rank, self.num_microbatches
         if many and (why := refused_microbatches(self.schedule, ranks, many)):
-            yield Conflict("num_microbatches", why)
+            yield "num_microbatches", why
         if self.split is not None and len(self.split) != stages - 1:
-            message = f"must name {stages - 1} modules, since the pipeline has {stages} stages"
-            yield Conflict("split", message)
+            yield "split", f"must name {stages - 1} modules, since there are {stages} stages"
 
-    def _unused(self) -> Iterator[Conflict]:
-        for name in ("nproc", "nnodes"):
-            if self.name == "single" and getattr(self, name) not in (None, 1):
-                yield Conflict(name, "plugin=single is one process; plugin=ddp spreads over ranks")
+    def _unused(self) -> Conflicts:
         for name, (neutral, plugins) in uses().items():
-            value = getattr(self, name)
-            if self.name in plugins:
-                if value is None and self.name == "hybrid" and name in ("tp_size", "pp_size"):
-                    yield Conflict(name, "must be a number under plugin=hybrid")
-            elif value != neutral and (name, value, self.name) != ("dp_size", 1, "single"):
-                users = or_list(f"plugin={plugin}" for plugin in plugins)
-                message = f"has no meaning under plugin={self.name}; {users} uses it"
-                yield Conflict(name, message)
-        stage = self.zero_stage
-        if self.name == "zero" and stage == 0:
-            yield Conflict("zero_stage", "must be 1, 2 or 3 under plugin=zero")
-        least = {"reshard_after_forward": 3, "param_dtype": 2, "cpu_offload": 2}
-        for name, least_stage in least.items() if self.name in ("zero", "hybrid") else ():
-            if stage < least_stage and getattr(self, name) != uses()[name][0]:
-                message = f"has no meaning with plugin.zero_stage={stage}: give {least_stage}"
-                yield Conflict(name, f"{message} or more" if least_stage < 3 else message)
+            value, users = getattr(self, name), or_list(f"plugin={one}" for one in plugins)
+            allowed = (neutral, 1) if (self.name, name) == ("single", "dp_size") else (neutral,)
+            if self.name not in plugins and value not in allowed:
+                yield name, f"has no meaning under plugin={self.name}; {users} uses it"
+        if self.name not in ("zero", "hybrid"):
+            return
+        if self.name == "zero" and self.zero_stage == 0:
+            yield "zero_stage", "must be 1, 2 or 3 under plugin=zero"
+        for name, least in (("reshard_after_forward", 3), ("param_dtype", 2), ("cpu_offload", 2)):
+            if self.zero_stage < least and getattr(self, name) != uses()[name][0]:
+                yield name, f"has no meaning below plugin.zero_stage={least}"
 
     def _stages(self, mesh: MeshSizes | None) -> int | None:
         """Return the stages of the pipeline; None without one, or if it depends on the ranks."""
@@ -241,14 +223,12 @@ def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSi
         message = f"plugin=single is one process, not {ranks} ranks; plugin=ddp spreads over ranks"
         raise SizeError("nproc", message)
     found = MeshSizes.of(ranks, plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.ep_size)
-    nodes, joined = plugin.nnodes or 1, started_rank()
+    nodes, joined = plugin.nnodes or 1, started_rank() if started else None
     local = ranks // nodes
-    if started and joined is not None:
+    if joined is not None:
         nodes, local = started_nodes() or nodes, joined.local_world_size
         if plugin.nnodes not in (None, nodes):
             raise SizeError("nnodes", f"{plural(nodes, 'machine')} started ranks: leave it out")
-        if plugin.nnodes is not None and plugin.nproc not in (None, local):
-            raise SizeError("nproc", f"this machine has {plural(local, 'rank')}: leave it out")
     if nodes > 1 and local % found.tp:
         message = (
             f"tensor-parallel ranks stay on one machine, and {found.tp} do not divide the {local} "

@@ -16,10 +16,8 @@ NOTHING: Any = ...  # no value, where None is a value
 def shown(value: Any) -> str:
     """Return ``value`` as a user types it; text that YAML would read as another type is quoted."""
     match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
+        case None | bool():
+            return "null" if value is None else str(value).lower()
         case str():
             other = value.strip() != value or value.lower() in {"", "null", "true", "false"}
             return repr(value) if other or _is_number(value) else value
@@ -88,26 +86,20 @@ class Stopped(Exception):
 
 
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
-_ELSEWHERE = {
-    "16": "fp16",
-    "amp": "fp16",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "gpu": "cuda",
-    "fp64": "float64",
-    "half": "fp16",
-    "row": "rowwise",
-    "devices": "plugin.nproc",
-    "epochs": "train.max_duration",
-    "gpus": "plugin.nproc",
-    "gradient_accumulation_steps": "accumulation.steps",
-    "gradient_clip_val": "clip.threshold",
-    "learning_rate": "optimizer.lr",
-    "lr": "optimizer.lr",
-    "max_grad_norm": "clip.threshold",
-    "nproc_per_node": "plugin.nproc",
-    "tensor_parallel_size": "plugin.tp_size",
+_OURS = {
+    "fp16": ("16", "amp", "float16", "half"),
+    "bf16": ("bfloat16",),
+    "cuda": ("gpu",),
+    "float64": ("fp64",),
+    "rowwise": ("row",),
+    "plugin.nproc": ("devices", "gpus", "nproc_per_node"),
+    "plugin.tp_size": ("tensor_parallel_size",),
+    "train.max_duration": ("epochs",),
+    "accumulation.steps": ("gradient_accumulation_steps",),
+    "clip.threshold": ("gradient_clip_val", "max_grad_norm"),
+    "optimizer.lr": ("learning_rate", "lr"),
 }
+_ELSEWHERE = {name: our for our, names in _OURS.items() for name in names}
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
@@ -134,16 +126,14 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
 def _nearest_keys(key: str, keys: list[str]) -> list[str]:
     """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three."""
     section, _, last = key.lower().rpartition(".")
-    by_last: dict[str, list[str]] = {}
-    for other in keys:
-        by_last.setdefault(other.rpartition(".")[2], []).append(other)
+    same = [other for other in keys if other.rpartition(".")[2] == last]
     # A name of other programs counts if the rest of ``key`` does not say which key is meant.
-    if (meant := _ELSEWHERE.get(last)) in keys and (not section or last not in by_last):
+    if (meant := _ELSEWHERE.get(last)) in keys and not (section and same):
         return [meant]
-    if last not in by_last and (whole := get_close_matches(key, keys, n=1, cutoff=0.8)):
-        return whole
-    near = [last] if last in by_last else get_close_matches(last, by_last, n=1)
-    return [name for one in near for name in by_last[one]][:3]
+    if same or (same := get_close_matches(key, keys, n=1, cutoff=0.8)):
+        return same[:3]
+    near = get_close_matches(last, {other.rpartition(".")[2] for other in keys}, n=1)
+    return [other for other in keys if other.rpartition(".")[2] in near][:3]
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:

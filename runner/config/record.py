@@ -19,13 +19,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.check import examine
 from runner.config.composer import Composed, Composer, reason
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import MASK, NOT_HASHED, config_hash, masked, masked_words
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
-from runner.config.schema import RunConfig
+from runner.config.schema import RunConfig, examine
 
 
 @dataclass(frozen=True)

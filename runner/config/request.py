@@ -24,13 +24,12 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config import recipes
-from runner.config.check import owned_keys
 from runner.config.composer import OPEN, Composer, recipe_folders, spelled_out
 from runner.config.folders import CONFIG_NAME, find
 from runner.config.jobs import Sweep, destination, job_of, sweep
 from runner.config.problem import Problem, RequestError, leaves, shown
 from runner.config.record import Job, as_yaml, unresolved_composition
-from runner.config.schema import SHORT, RunConfig
+from runner.config.schema import SHORT, RunConfig, owned_keys
 
 T = TypeVar("T")
 
@@ -204,9 +203,10 @@ def _keys(config: DictConfig, sections: Sequence[str]) -> str:
     for name in sorted([*owned, *arguments], key=lambda key: [*plain].index(key.partition(".")[0])):
         if name in _CHOSEN or name.partition(".")[0] not in sections:
             continue
-        meaning, default = owned[name][1:] if name in owned else ("", None)
-        value = OmegaConf.select(config, name, default=default)
+        field = owned.get(name)
+        value = OmegaConf.select(config, name, default=field and field.get_default())
         value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        meaning = (field and field.description) or ""
         rows.append((f"{short.get(name, name)}={shown(value)}", meaning))
     return _table(rows)
 

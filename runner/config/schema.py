@@ -1,24 +1,29 @@
-"""The configuration of a run: the type, the range and the meaning of each key.
+"""The configuration of a run: the type, the range and the meaning of each key, and its check.
 
 Sections ``plugin`` and ``clip`` have modules of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from runner.config import section as t
-from runner.config.clip_section import Clip, read_clip
+from runner.config.clip_section import Clip
 from runner.config.folders import options
-from runner.config.mode import Mode
-from runner.config.modes import MODES, NAMES
+from runner.config.mode import Mode, model_of
+from runner.config.modes import MODES, NAMES, class_of, errors_of
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
-from runner.config.problem import or_list
-from runner.config.section import Conflict, Keys, OneOf, Section, Target, key
+from runner.config.problem import MISSING, Problem, RequestError, leaves, or_list
+from runner.config.section import Conflicts, OneOf, Section, Target, key, problems_of, value_at
 
 Direction = Literal["minimize", "maximize"] | None
 
@@ -162,9 +167,9 @@ class Calibrate(Section):
     warmup_steps: t.Natural | None = key("describe so many first steps separately; null: a tenth")
     output: t.Text | None = key("write to this folder; null: a new one in outputs/calibrations")
 
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Conflicts:
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
-            yield Conflict("warmup_steps", f"must leave some of calibrate.steps={self.steps}")
+            yield "warmup_steps", f"must leave some of calibrate.steps={self.steps}"
 
 
 class Verify(Section):
@@ -222,11 +227,11 @@ def refusals(
 NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
 
 
-class RunConfig(Keys):
-    """The configuration of one run. `runner.config.check.parse` makes one of a plain dict."""
+class RunConfig(Section):
+    """The configuration of one run. :func:`parse` makes one of a plain dict."""
 
     plugin: PluginSection
-    clip: Annotated[Clip, PlainValidator(read_clip)]
+    clip: Clip
     accumulation: Accumulation
     precision: Precision
     model: Target
@@ -254,31 +259,37 @@ class RunConfig(Keys):
     callbacks: list[Target] = key("call objects of your own after steps and evaluations")
     recipe: t.Text = key("start from this published setting; none: from none")
 
-    def conflicts(self) -> Iterator[Conflict]:
-        plugin = self.plugin
+    def across(self) -> Conflicts:
+        """Yield values of several sections that exclude each other: the key, and why."""
+        clip, plugin = self.clip, self.plugin
+        info = clip.described.info
+        if clip.scales == "all" and info.parts is not None:
+            yield "clip.scales", "this mode multiplies no gradients by one coefficient: use auto"
+        if clip.what_if and (info.nested or info.derived):
+            yield "clip.what_if", f"clip={clip.mode} has no fixed threshold: leave it empty"
         if self.optimizer.target in WHOLE_PARAMETERS and plugin.shards_parameters:
-            message = f"steps whole parameters, which plugin={plugin.name} shards; use plugin=ddp"
-            yield Conflict("optimizer._target_", message)
+            text = f"steps whole parameters, which plugin={plugin.name} shards; use plugin=ddp"
+            yield "optimizer._target_", text
         yield from self._in_backward()
         for name in self.verify.modes or ():
-            if name != self.clip.mode and (nested := MODES[name].info.nested):
-                message = f"{name} needs clip.{nested}: give clip={name} with its {nested}"
-                yield Conflict("verify.modes", message)
+            if name != clip.mode and (nested := MODES[name].info.nested):
+                text = f"{name} needs clip.{nested}: give clip={name} with its {nested}"
+                yield "verify.modes", text
         parts = plugin.pipeline_microbatches
         if parts is not None and self.data.batch_size < parts:
             filled = f"to fill {parts} microbatches of a pipeline (plugin.num_microbatches)"
-            yield Conflict("data.batch_size", f"must be {parts} or more, {filled}")
+            yield "data.batch_size", f"must be {parts} or more, {filled}"
 
-    def _in_backward(self) -> Iterator[Conflict]:
+    def _in_backward(self) -> Conflicts:
         clip, plugin = self.clip, self.plugin.name
         if clip.when != "backward":
             if clip.step_in_backward:
-                yield Conflict("clip.step_in_backward", "needs clip.when=backward")
+                yield "clip.step_in_backward", "needs clip.when=backward"
             return
         if plugin != "single":
-            message = f"plugin={plugin} makes gradients final after the backward pass: use step"
-            yield Conflict("clip.when", message)
-        found = refusals(
+            text = f"plugin={plugin} makes gradients final after the backward pass: use step"
+            yield "clip.when", text
+        yield from refusals(
             clip.described,
             clip.options,
             step=clip.step_in_backward,
@@ -286,6 +297,84 @@ class RunConfig(Keys):
             fp16=self.precision.name == "fp16",
             skip=clip.skip.rule is not None,
         )
-        yield from (Conflict(*each) for each in found)
         if clip.step_in_backward and self.telemetry.update_ratio:
-            yield Conflict("telemetry.update_ratio", NO_UPDATE_RATIO)
+            yield "telemetry.update_ratio", NO_UPDATE_RATIO
+
+
+# -- the check
+
+
+def parse(plain: Mapping[str, Any]) -> RunConfig:
+    """Return the typed configuration; a RequestError names everything that is wrong with it."""
+    config, problems = examine(plain)
+    if config is None:
+        raise RequestError(problems)
+    return config
+
+
+def examine(
+    plain: Mapping[str, Any], unsettled: Collection[str] = ()
+) -> tuple[RunConfig | None, list[Problem]]:
+    """Return the typed configuration, or None and what is wrong with ``plain``.
+
+    Values of the sections ``unsettled``, whose option does not exist, are judged one by one alone.
+    """
+    known, clip = owned_keys(plain), plain.get("clip")
+    config, errors = None, _wrong_options(clip) if isinstance(clip, Mapping) else []
+    try:
+        config = RunConfig.model_validate(plain)
+    except ValidationError as error:
+        errors += error.errors(include_url=False)
+    errors = [one for one in errors if one["type"] != "conflict" or one["loc"][0] not in unsettled]
+    empty = {name: one for name, one in leaves("", plain) if one == MISSING}
+    problems = [
+        *(_of_a_mode(one) for one in problems_of(errors, known, plain) if one.key not in empty),
+        *(Problem(name, MISSING, t.no_value(name, known)) for name in empty),
+    ]
+    if config is not None and not problems and not unsettled:
+        problems = [Problem(name, value_at(plain, name), why) for name, why in config.across()]
+    return None if problems else config, problems
+
+
+def _wrong_options(clip: Mapping[str, Any]) -> list[ErrorDetails]:
+    """Return what is wrong with the mode of section ``clip`` and its own options."""
+    fields = {field.alias or name for name, field in Clip.model_fields.items()} - {"threshold"}
+    try:
+        errors = errors_of(class_of(clip), {k: v for k, v in clip.items() if k not in fields})
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    return [{**one, "loc": ("clip", *one["loc"])} for one in errors]
+
+
+def _of_a_mode(one: Problem) -> Problem:
+    """Name the modes that have an option that the chosen one lacks."""
+    section, _, option = one.key.partition(".")
+    having = [
+        f"clip={name}" for name, mode in MODES.items() if option in model_of(mode).model_fields
+    ]
+    if section == "clip" and having and one.message.startswith("unknown key"):
+        return replace(one, message=f"is an option of {or_list(having)}")
+    return one
+
+
+def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, FieldInfo]:
+    """Return the keys that this project owns by their dotted names, in the order of the schema."""
+    found = dict(_fixed_keys())
+    clip = (plain or {}).get("clip")
+    with suppress(ValidationError):  # of a mode that does not exist
+        model = model_of(class_of(clip)) if isinstance(clip, Mapping) else None
+        found |= {f"clip.{name}": one for name, one in model.model_fields.items()} if model else {}
+    return found
+
+
+@cache
+def _fixed_keys() -> Mapping[str, FieldInfo]:
+    def below(section: type[Section], path: str) -> Iterator[tuple[str, FieldInfo]]:
+        for name, field in section.model_fields.items():
+            inner, name = field.annotation, f"{path}{field.alias or name}"
+            if isinstance(inner, type) and issubclass(inner, Section):
+                yield from below(inner, f"{name}.")
+            else:
+                yield name, field
+
+    return dict(below(RunConfig, ""))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Annotated, Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +23,11 @@ from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCu
 from pydantic_core.core_schema import literal_schema
 
 from runner.config.notation import Duration
-from runner.config.problem import MISSING, NOTHING, did_you_mean, leaves
+from runner.config.problem import MISSING, NOTHING, Problem, did_you_mean, leaves, unknown_key
+
+Conflicts: TypeAlias = Iterable[tuple[Any, ...]]
+"""Values that are wrong beside others: the key of each relative to its section, why, and the value
+if it is not that of the key."""
 
 
 class OneOf:
@@ -41,7 +45,7 @@ def key(meaning: str, default: Any = ..., **limits: Any) -> Any:
     return Field(default, description=meaning, **limits)
 
 
-def that(meaning: str, holds: Callable[[Any], bool]) -> PlainValidator:
+def that(meaning: str, holds: Callable[[Any], Any]) -> PlainValidator:
     """Allow values of which ``holds`` is true; a message says that they must be ``meaning``."""
 
     def check(value: Any) -> Any:
@@ -53,13 +57,7 @@ def that(meaning: str, holds: Callable[[Any], bool]) -> PlainValidator:
 
 
 def text_like(pattern: str, meaning: str) -> PlainValidator:
-    return that(meaning, lambda value: isinstance(value, str) and bool(re.search(pattern, value)))
-
-
-def _distinct(value: dict[str, int | list[int]]) -> dict[str, int | list[int]]:
-    if any(isinstance(dims, list) and len({*dims}) < len(dims) for dims in value.values()):
-        raise ValueError("must name each dimension once")
-    return value
+    return that(meaning, lambda value: isinstance(value, str) and re.search(pattern, value))
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -67,21 +65,22 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Text = Annotated[str, text_like(r"\S", "text")]
 Texts = list[Text]
-TargetMapping = Annotated[
-    dict[str, Any],
-    that(
-        "a mapping with a _target_",
-        lambda value: isinstance(value, dict) and "." in str(value.get("_target_")).strip("."),
-    ),
+Metrics = list[
+    Text
+    | Annotated[
+        dict[str, Any],
+        that(
+            "a mapping with a _target_",
+            lambda value: isinstance(value, dict) and "." in str(value.get("_target_")).strip("."),
+        ),
+    ]
 ]
-Metrics = list[Text | TargetMapping]
 # YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
 NormOrder = Annotated[
     float,
     that("1, 2 or inf", lambda value: value in (1, 2, math.inf, "inf") and value is not True),
     AfterValidator(float),
 ]
-OutputDims = Annotated[dict[str, int | list[int]], Field(min_length=1), AfterValidator(_distinct)]
 _FOLDER = "the name of a folder: letters, digits, '_', '-', '.', the first a letter or a digit"
 FolderName = Annotated[str, text_like(r"^[A-Za-z0-9][\w.\-]{0,99}$", _FOLDER)]
 DottedName = Annotated[
@@ -91,44 +90,12 @@ DurationText = Annotated[Duration, PlainValidator(Duration.parse)]
 IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
 
 
-class Conflict(NamedTuple):
-    """A value that is wrong beside others: its key relative to the section, and why."""
-
-    key: str
-    message: str
-    value: Any = NOTHING  # where it is not the one at the key
-
-
-def refusal(conflicts: Iterable[Conflict]) -> ValidationError:
-    """Return the error of values that are wrong, for a validator to raise: it keeps their keys."""
-    errors = [
-        InitErrorDetails(
-            type=PydanticCustomError("conflict", "{text}", {"text": one.message}),
-            loc=tuple(one.key.split(".")),
-            input=one.value,
-        )
-        for one in conflicts
-    ]
-    return ValidationError.from_exception_data("conflicts", errors)
-
-
-class Keys(BaseModel):
+class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_missing(cls, given: Any) -> Any:
-        """Treat ``???`` like a key that is left out: it would pass for a text."""
-        if not isinstance(given, Mapping):
-            return given
-        own = {field.alias or name for name, field in cls.model_fields.items()}
-        return {key: value for key, value in given.items() if key not in own or value != MISSING}
-
-
-class Section(Keys):
-    def conflicts(self) -> Iterator[Conflict]:
+    def conflicts(self) -> Conflicts:
         """Yield the values that exclude each other. Every value has the right type by then."""
         yield from ()
 
@@ -150,10 +117,6 @@ class Target(Section):
         "section are its arguments",
     )
 
-    @classmethod
-    def of(cls, target: str, arguments: Mapping[str, Any]) -> Self:
-        return cls.model_validate({"_target_": target, **arguments})
-
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the target; the runner may add some when it calls it."""
@@ -163,13 +126,48 @@ class Target(Section):
         """Return what `hydra.utils.instantiate` takes."""
         return {"_target_": self.target, **self.arguments}
 
-    def conflicts(self) -> Iterator[Conflict]:
-        """Yield arguments without a value, and numbers that would make weights NaN."""
+    def conflicts(self) -> Conflicts:
+        """Yield numbers that would make weights NaN."""
         for name, value in leaves("", self.arguments):
-            if value == MISSING:
-                yield Conflict(name, "no value given", MISSING)
-            elif type(value) in (int, float) and not abs(value) < 1e308:
-                yield Conflict(name, "must be a finite number")
+            if type(value) in (int, float) and not abs(value) < 1e308:
+                yield name, "must be a finite number"
+
+
+def refusal(conflicts: Conflicts) -> ValidationError:
+    """Return the error of values that are wrong, for a validator to raise: it keeps their keys."""
+    errors = [
+        InitErrorDetails(
+            type=PydanticCustomError("conflict", "{text}", {"text": message}),
+            loc=tuple(name.split(".")),
+            input=value[0] if value else NOTHING,
+        )
+        for name, message, *value in conflicts
+    ]
+    return ValidationError.from_exception_data("conflicts", errors)
+
+
+def problems_of(
+    errors: Iterable[ErrorDetails], known: Mapping[str, Any], plain: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yield what pydantic's errors say of each key of ``plain``; ``known`` has the fields."""
+    found: dict[str, dict[str, None]] = {}
+    for one in errors:
+        parts = [*map(str, one["loc"])]
+        # What is inside of a value, or one of the types that it may have, is no key.
+        above = [".".join(parts[:end]) for end in range(len(parts), 0, -1)] or [""]
+        if one["type"] in ("extra_forbidden", "invalid_key"):
+            for name, value in leaves(above[0], one["input"]):
+                every = known if "." in name else {*known, *(each for each, _ in leaves("", plain))}
+                yield unknown_key(name, every, value)
+        elif one["type"] == "conflict":
+            given = value_at(plain, above[0]) if one["input"] is NOTHING else one["input"]
+            yield Problem(above[0], given, one["msg"])
+        else:
+            name = next((each for each in above if each in known), above[0])
+            found.setdefault(name, {})[_sentence(one, name, known)] = None
+    for name, texts in found.items():
+        message = ", or ".join(texts).replace(", or must be ", ", or ")
+        yield Problem(name, value_at(plain, name), message)
 
 
 def read(model: type[Section], given: Mapping[str, Any]) -> Any:
@@ -177,31 +175,25 @@ def read(model: type[Section], given: Mapping[str, Any]) -> Any:
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        found = conflicts_of(error.errors(), {*model.model_fields})
+        found = problems_of(error.errors(), model.model_fields, given)
         raise ValueError("; ".join(f"{one.key} {one.message}" for one in found)) from None
 
 
-def conflicts_of(errors: Iterable[ErrorDetails], known: Collection[str]) -> Iterator[Conflict]:
-    """Yield what pydantic's errors say of each of the keys ``known``; unknown keys are left out."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in errors:
-        parts = [*map(str, one["loc"])]
-        if one["type"] == "conflict":
-            yield Conflict(".".join(parts), one["msg"], one["input"])
-        elif one["type"] not in ("extra_forbidden", "invalid_key"):
-            # What is inside of a value, or one of the types that it may have, is no key.
-            above = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-            name = next((key for key in above if key in known), above[0] if above else "")
-            found.setdefault(name, {})[_sentence(one, name, known)] = None
-    for name, texts in found.items():
-        yield Conflict(name, ", or ".join(texts).replace(", or must be ", ", or "))
+def value_at(plain: Any, name: str) -> Any:
+    for part in name.split("."):
+        plain = plain.get(part, MISSING) if isinstance(plain, Mapping) else MISSING
+    return plain
 
 
-def _sentence(error: ErrorDetails, name: str, known: Collection[str]) -> str:
-    kind, context = error["type"], error.get("ctx", {})
+def no_value(name: str, known: Mapping[str, Any]) -> str:
+    return "no value given" + (f" ({known[name].description})" if name in known else "")
+
+
+def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
+    kind, context, text = error["type"], error.get("ctx", {}), error["msg"]
     if kind == "missing":
-        return "no value given"
-    if inside := [key for key in known if key.startswith(f"{name}.")]:
+        return no_value(name, known)
+    if inside := [each for each in known if each.startswith(f"{name}.")]:
         return f"must be a section with the keys {', '.join(inside)}"
     if kind == "value_error":
         return str(context["error"])
@@ -209,6 +201,6 @@ def _sentence(error: ErrorDetails, name: str, known: Collection[str]) -> str:
         names = re.findall(r"'([^']*)'", context["expected"])
         one_of = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"must be {one_of}{did_you_mean(error['input'], names)}"
-    text = re.sub(r"^\w+ should ", "must ", error["msg"]).replace("a valid i", "an i")
+    text = re.sub(r"^\w+ should ", "must ", text).replace("a valid i", "an i")
     text = text.replace("a valid ", "a ").replace("be greater than or equal to", "be at least")
     return text.replace("be less than or equal to", "be at most")

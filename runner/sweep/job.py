@@ -17,12 +17,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from runner.config.check import parse
 from runner.config.environment import slurm_job
 from runner.config.folders import disk_full
 from runner.config.identity import config_hash
 from runner.config.jobs import where
 from runner.config.record import recorded_words, resolved_and_recorded, write_composition
+from runner.config.schema import parse
 from runner.launch import signals
 from runner.launch.supervise import write_page
 from runner.run_folder import files

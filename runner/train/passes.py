@@ -318,8 +318,8 @@ def name_of(asked: Wanted) -> str:
 
 def _made(asked: Wanted, kind: str, size: int) -> Any:
     if not isinstance(asked, str):
-        given = {key: value for key, value in asked.items() if key not in ("_target_", "name")}
-        return maker(Target.of(asked["_target_"], given))()
+        given = {key: value for key, value in asked.items() if key != "name"}
+        return maker(Target.model_validate(given))()
     import torchmetrics
 
     full = _FULL.get(asked) or "".join(part.capitalize() for part in asked.split("_"))

@@ -192,12 +192,12 @@ def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     try:
         build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
     except OptionError as error:
-        value = getattr(clip, error.option) if error.value is NOTHING else error.value
+        value = clip.options.get(error.option) if error.value is NOTHING else error.value
         yield Problem(f"clip.{error.option}", value, str(error))
     except Exception as error:
-        if clip.own_target is None:
+        if clip.target is None:
             raise
-        yield Problem("clip._target_", clip.own_target, f"cannot be used: {_first_line(error)}")
+        yield Problem("clip._target_", clip.target, f"cannot be used: {_first_line(error)}")
 
 
 def _optimizer_and_scheduler(
@@ -212,7 +212,7 @@ def _optimizer_and_scheduler(
             _require_plain_step(target, each)
             if clip.step_in_backward and (why := why_not_in_parts(each)):
                 raise TargetError(why)
-        if clip.described.info.needs_optimizer and clip.own_target is None:
+        if clip.described.info.needs_optimizer and clip.target is None:
             build_mode(clip.kind, **clip.options).require_optimizers(made[:1])
         return made[0]
 

@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 
-from runner.config.check import parse
 from runner.config.problem import RequestError
 from runner.config.request import request
+from runner.config.schema import parse
 
 
 @cache

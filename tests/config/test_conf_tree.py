@@ -7,10 +7,10 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
-from runner.config.check import examine
 from runner.config.folders import find, options, read_yaml
-from runner.config.modes import MODES, NAMES, options_of
+from runner.config.modes import MODES, NAMES, model_of
 from runner.config.request import request
+from runner.config.schema import examine
 from tests.config.composed import changed, plain
 
 FILES = sorted(find("conf").glob("*/*.yaml"))
@@ -35,7 +35,7 @@ def test_every_option_of_a_group_gives_what_its_file_says():
             fixed = {key: one for key, one in content.items() if not referring.search(str(one))}
             assert fixed.items() <= config[group].items(), (group, option)
             # A clipping mode has its own options besides, and no others.
-            own = options_of(MODES[option]) if group == "clip" else {}
+            own = model_of(MODES[option]).model_fields if group == "clip" else {}
             assert set(own) <= set(config[group])
             keys[group].add(tuple(key for key in config[group] if key not in own))
             if group in ("clip", "plugin", "precision", "tracker"):

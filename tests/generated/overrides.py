@@ -4,8 +4,8 @@ from itertools import chain
 
 from hypothesis import strategies as st
 
-from runner.config.check import owned_keys
 from runner.config.folders import find
+from runner.config.schema import owned_keys
 
 GROUPS = sorted(folder.name for folder in find("conf").iterdir() if folder.is_dir())
 NAMES = sorted(file.stem for home in ("conf", "recipes") for file in find(home).rglob("*.yaml"))

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from runner.config.check import parse
 from runner.config.problem import RequestError
+from runner.config.schema import parse
 from runner.train import build
 from runner.train.job import make_trainer
 from runner.train.preflight import check

@@ -3,8 +3,8 @@
 from contextlib import nullcontext
 from unittest.mock import patch
 
-from runner.config.check import parse
 from runner.config.request import request
+from runner.config.schema import parse
 from runner.tools.verify import execute
 from runner.train import build
 from tests.verify import faulty_plugins

@@ -41,14 +41,13 @@ class Skip(Section):
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:
                     yield name, "needs a rule: add clip.skip=sigma or clip.skip=ema"
-        elif self.rule == "ema" and self.window is not None:
-            yield "window", "goes with the rule sigma; the memory of ema is its decay"
-        elif self.rule == "sigma":
-            if self.decay is not None:
-                yield "decay", "goes with the rule ema; the memory of sigma is its window"
-            most = self.window or WINDOW
-            if self.min_steps is not None and not 2 <= self.min_steps <= most:
-                yield "min_steps", f"must be from 2 to the window of {most} steps"
+            return
+        other = "window" if self.rule == "ema" else "decay"
+        if getattr(self, other) is not None:
+            yield other, f"is no option of the rule {self.rule}"
+        most = self.window or WINDOW
+        if self.rule == "sigma" and self.min_steps and not 2 <= self.min_steps <= most:
+            yield "min_steps", f"must be from 2 to the window of {most} steps"
 
 
 def skip_options(**given: Any) -> Skip:

@@ -23,33 +23,29 @@ class StartedRank(NamedTuple):
 
 def started_rank() -> StartedRank | None:
     """Return this process's rank, or None if no launcher set ``RANK`` and ``WORLD_SIZE``."""
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    rank, world_size = variable("RANK"), variable("WORLD_SIZE")
     if rank is None or world_size is None:
         return None
-    return StartedRank(rank, world_size, _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE") or 1)
+    return StartedRank(rank, world_size, variable("LOCAL_RANK"), variable("LOCAL_WORLD_SIZE") or 1)
 
 
 def started_nodes() -> int | None:
     """Return the number of machines on which a launcher started ranks; None if it is not known."""
-    started, local = started_rank(), _number("LOCAL_WORLD_SIZE")
+    started, local = started_rank(), variable("LOCAL_WORLD_SIZE")
     if started is None:
         return None
-    return _number("GROUP_WORLD_SIZE") or (started.world_size // local if local else None)
+    return variable("GROUP_WORLD_SIZE") or (started.world_size // local if local else None)
 
 
 def joins() -> bool:
     """Return whether a launcher started this process as a rank other than the first."""
-    return bool(_number("WORLD_SIZE") and _number("RANK"))
+    return bool(variable("WORLD_SIZE") and variable("RANK"))
 
 
 def slurm_job() -> str | None:
     """Return the id of the Slurm job that this process belongs to; None outside of Slurm."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID") or None
-
-
-def was_requeued() -> bool:
-    return bool(_number("SLURM_RESTART_COUNT"))
 
 
 def node_name() -> str:
@@ -68,17 +64,13 @@ def elastic_agent() -> str | None:
     return f"{socket.gethostname()}-{os.getppid()}" if by_elastic else None
 
 
-def restarts() -> int:
-    return _number("TORCHELASTIC_RESTART_COUNT") or 0
-
-
 def cores() -> int:
     """Return the number of cores that this process and its ranks may use together; at least 1."""
     own = hasattr(os, "sched_getaffinity")
     usable = (len(os.sched_getaffinity(0)) if own else os.cpu_count()) or 1
-    return max(1, min(usable, _number("SLURM_CPUS_ON_NODE") or usable))
+    return max(1, min(usable, variable("SLURM_CPUS_ON_NODE") or usable))
 
 
-def _number(name: str) -> int | None:
+def variable(name: str) -> int | None:
     value = os.environ.get(name)
     return int(value) if value else None

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import traceback
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -56,17 +57,15 @@ def outputs() -> Path:
 
 def obstacle(folder: Path) -> str | None:
     """Return why ``folder`` cannot be created and written; None if it can."""
-    must = "must be a folder that can be written"
+    parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
     try:
-        parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
-        if not parent.is_dir():
-            return f"{must}; {parent} is not a folder"
         with suppress(FileNotFoundError):
             os.lstat(folder)  # refuses a name that is too long
         with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
             return None
     except (OSError, ValueError) as error:
-        return f"{must}: {getattr(error, 'strerror', None) or error}"
+        why = getattr(error, "strerror", None) or error
+        return f"must be a folder that can be written: {parent}: {why}"
 
 
 def not_written(error: OSError, path: Path, what: str) -> OSError:
@@ -81,19 +80,10 @@ def not_written(error: OSError, path: Path, what: str) -> OSError:
 
 
 def disk_full(error: BaseException | str | None) -> str | None:
-    """Return the one line of a full disk, if ``error`` is one or was caused by one; else None.
-
-    The error of another process is the text of its traceback.
-    """
-    if isinstance(error, str):
-        signs = "|".join(rf"\[Errno {number}\] " for number in _FULL)
-        found = re.search(rf"(?:{signs})(.*)\s*\Z", error)
-        return found[1] if found else None
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return error.strerror
-        error = error.__cause__ or error.__context__
-    return None
+    """Return the one line of a full disk, if ``error``, or its traceback, says one; else None."""
+    lines = traceback.format_exception(error) if isinstance(error, BaseException) else [str(error)]
+    found = re.search(rf"\[Errno (?:{'|'.join(map(str, _FULL))})\] (.*)", "".join(lines))
+    return found[1] if found else None
 
 
 def require_room(folder: Path) -> None:

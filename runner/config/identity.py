@@ -22,8 +22,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _REFERENCE = re.compile(r"['\"]?\$\{[^${}]*(?:\$\{[^${}]*\}[^${}]*)*\}['\"]?")
-_INSIDE = re.compile(rf"[{{,]\s*['\"]?([\w.-]+)['\"]?\s*:\s*({_REFERENCE.pattern}(?=\s*[,}}\]]))?")
-"""Keys of a mapping in an override, each with its value if that is a reference."""
+_INSIDE = re.compile(r"[{,]\s*['\"]?([\w.-]+)['\"]?\s*:")  # a key of a mapping in an override
 
 NOT_HASHED = (
     *("tracker", "log", "sweep", "report", "calibrate", "verify"),
@@ -47,8 +46,8 @@ def masked(value: Any, key: str = "") -> Any:
         return {name: masked(one, str(name)) for name, one in value.items()}
     if isinstance(value, list):
         return [masked(one, key) for one in value]
-    secret = _SECRET.search(key) and value not in (None, "", MISSING)
-    return MASK if secret and not _REFERENCE.fullmatch(str(value)) else value
+    shown = value in (None, "", MISSING) or _REFERENCE.fullmatch(str(value))
+    return MASK if _SECRET.search(key) and not shown else value
 
 
 def masked_words(words: Iterable[str]) -> list[str]:
@@ -56,8 +55,8 @@ def masked_words(words: Iterable[str]) -> list[str]:
     found = []
     for word in words:
         key, equals, value = word.partition("=")
-        named = [(key.lstrip("+"), _REFERENCE.fullmatch(value)), *_INSIDE.findall(value)]
-        secret = any(_SECRET.search(name) and not reference for name, reference in named)
+        inside = any(map(_SECRET.search, _INSIDE.findall(value)))
+        secret = inside or masked(value, key.lstrip("+")) == MASK
         found.append(f"{key}={MASK}" if equals and secret else word)
     return found
 

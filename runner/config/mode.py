@@ -109,30 +109,24 @@ def option(default: Any, meaning: str, **limits: Any) -> Any:
     return field(**made, metadata={"option": Field(description=meaning, **limits)})
 
 
-class ModeError(ValueError):
-    """A ``clip._target_`` that is not a clipping mode; the message says what is wrong with it."""
-
-
 @cache
 def load(target: str) -> type[Mode]:
-    """Import a user's clipping mode; a ModeError says what is wrong with it."""
+    """Import a user's clipping mode; a ValueError says what is wrong with it."""
     module, _, name = target.rpartition(".")
-    if not module:
-        raise ModeError("must be the full name of a class, such as package.Mode")
     try:
         kind: Any = getattr(import_module(module), name)
     except Exception as error:
         text = str(error).partition("\n")[0]
-        raise ModeError(f"importing it raised {type(error).__name__}: {text}") from error
+        raise ValueError(f"importing it raised {type(error).__name__}: {text}") from error
     if not (isinstance(kind, type) and issubclass(kind, Mode) and hasattr(kind, "decide")):
-        raise ModeError("is no clipping mode: derive the class from runner.clip.ClipMode")
+        raise ValueError("is no clipping mode: derive the class from runner.clip.ClipMode")
     annotated = {key for key, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)}
     if undeclared := sorted(annotated - {one.name for one in fields(kind)}):
-        raise ModeError(f"put @dataclass above the class, so that {undeclared[0]} is an option")
+        raise ValueError(f"put @dataclass above the class, so that {undeclared[0]} is an option")
     try:
         model_of(kind)
     except Exception as error:  # pydantic and typing raise several kinds for odd types
-        raise ModeError(f"the types of its options cannot be checked: {error}") from error
+        raise ValueError(f"the types of its options cannot be checked: {error}") from error
     found: type[Mode] = kind
     return found
 
@@ -148,11 +142,9 @@ class Options(Section):
 
     def conflicts(self) -> Conflicts:
         info = self.described.info
-        if self.threshold is None and info.takes_threshold:
-            yield "threshold", "this mode needs a finite number greater than 0"
-        elif self.threshold is not None and not info.takes_threshold:
-            why = f"has its thresholds in clip.{info.nested}" if info.nested else "clips nothing"
-            yield "threshold", f"this mode {why}, so it takes no threshold"
+        if (self.threshold is None) == info.takes_threshold:
+            needs = "needs a finite number greater than 0" if info.takes_threshold else "takes none"
+            yield "threshold", f"this mode {needs}"
         else:
             yield from self.described.conflicts(dict(self))
 

@@ -10,8 +10,8 @@ from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 from runner.config import section as t
-from runner.config.mode import Mode, ModeError, ModeInfo, load, model_of, option
-from runner.config.problem import MISSING, did_you_mean
+from runner.config.mode import Mode, ModeInfo, load, model_of, option
+from runner.config.problem import did_you_mean
 from runner.config.section import Conflicts, problems_of, read, refusal
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "info_of", "load", "model_of"]
@@ -34,10 +34,7 @@ class Norm(Mode):
     """The whole gradient is scaled down to a norm of at most the threshold (Pascanu 2013)."""
 
     info = ModeInfo(
-        "steps",
-        "‖G‖",
-        "‖G‖",
-        "Dashed: the threshold; norms above it are scaled down to it.",
+        *("steps", "‖G‖", "‖G‖", "Dashed: the threshold; norms above it are scaled down to it."),
         published=(
             (0.1, "Compressive Transformer (Rae 2019), gated convolutional LM (Dauphin 2016)"),
             (0.25, "AWD-LSTM (Merity 2017), CTRL (Keskar 2019)"),
@@ -52,12 +49,10 @@ class Value(Mode):
     """Every element of the gradient is clamped to [-threshold, threshold] (Mikolov 2012)."""
 
     info = ModeInfo(
-        "elements",
-        "gradient element",
-        "|g|",
-        by_tensor=True,
+        *("elements", "gradient element", "|g|"),
         grid=(0.1, 0.25, 1.0, 2.0),
         shares=(0.01, 0.1, 0.001),
+        by_tensor=True,
     )
 
 
@@ -66,14 +61,9 @@ class Adaptive(Mode):
     """Each unit's gradient is limited to threshold x the norm of its weight (Brock 2021)."""
 
     info = ModeInfo(
-        "units",
-        "‖G_u‖/‖W_u‖ of a unit",
-        "‖W_u‖",
-        published=(
-            (0.01, "NFNet at batch 4096 (Brock 2021)"),
-            *((value, "NF-ResNet ablation (Brock 2021)") for value in (0.02, 0.04, 0.08)),
-            (0.16, "NF-ResNet ablation (Brock 2021); batch 128 to 256 (Thakur)"),
-        ),
+        *("units", "‖G_u‖/‖W_u‖ of a unit", "‖W_u‖"),
+        published=((0.01, "NFNet (Brock 2021)"), (0.16, "NF-ResNet (Brock 2021), Thakur")),
+        grid=(0.02, 0.04, 0.08),
         shares=(0.2, 0.5, 0.05),
         by_tensor=True,
     )
@@ -105,9 +95,7 @@ class AdaGC(Mode):
     """Each tensor's norm is limited to threshold x its own running mean (Wang 2025)."""
 
     info = ModeInfo(
-        "tensors",
-        "‖g_p‖/γ_p of a tensor",
-        "γ_p",
+        *("tensors", "‖g_p‖/γ_p of a tensor", "γ_p"),
         published=((1.05, "AdaGC (Wang 2025): GPT-2, LLaMA-2 and CLIP"),),
         grid=(1.02, 1.2, 1.5, 2.0),
         by_tensor=True,
@@ -126,10 +114,12 @@ class Percentile(Mode):
     """The gradient is scaled down to a percentile of all norms so far (Seetharaman 2020)."""
 
     info = ModeInfo(
-        "steps",
-        "‖G‖",
-        "%",
-        "Dashed: the percentile of the norms so far; norms above it are scaled down to it.",
+        *(
+            "steps",
+            "‖G‖",
+            "%",
+            "Dashed: the percentile of the norms; larger ones are clipped.",
+        ),
         published=((10.0, "AutoClip (Seetharaman 2020)"),),
         follows="norms",
         tenth=90.0,
@@ -154,10 +144,7 @@ class ZScore(Mode):
     """A gradient far above a running mean of the norms is scaled down (ZClip, Kumar 2025)."""
 
     info = ModeInfo(
-        "steps",
-        "‖G‖",
-        "σ",
-        "Dashed: mean + threshold · σ of the norms so far; norms above it are clipped.",
+        *("steps", "‖G‖", "σ", "Dashed: mean + threshold · σ; norms above it are clipped."),
         published=((2.5, "ZClip (Kumar 2025)"),),
         grid=(2.0, 3.0, 4.0),
         follows="norms",
@@ -179,9 +166,7 @@ class Spike(Mode):
     """Elements are clamped where g² > threshold x their second moment (SPAM, Huang 2025)."""
 
     info = ModeInfo(
-        "elements",
-        "g²/v of an element",
-        "g²/v",
+        *("elements", "g²/v of an element", "g²/v"),
         published=((5000.0, "SPAM (Huang 2025)"),),
         grid=(50.0, 500.0),
         shares=(0.0001, 0.01, 0.00001),
@@ -198,9 +183,7 @@ class Update(Mode):
     """The optimizer's update is limited, and no gradient changed (StableAdamW, Levanter)."""
 
     info = ModeInfo(
-        "updates",
-        "RMS of g/√v of a tensor",
-        "RMS of g/√v",
+        *("updates", "RMS of g/√v of a tensor", "RMS of g/√v"),
         published=((1.0, "StableAdamW (Wortsman 2023)"),),
         grid=(1.5, 2.0, 4.0),
         shares=(0.02, 0.1, 0.005),
@@ -227,10 +210,6 @@ class Schedule(Mode):
     end_factor: t.Positive = option(0.1, "multiply the threshold by this after the decay")
 
     @classmethod
-    def waits_for(cls, options: Mapping[str, Any]) -> str:
-        return "sets the threshold of another mode, which then clips after the backward pass"
-
-    @classmethod
     def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
         kind, own = inner_mode(options["of"], threshold=1.0)
         inner: ModeInfo = MODES.get(kind, kind).info_with(own)
@@ -240,10 +219,9 @@ class Schedule(Mode):
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
         kind, own = inner_mode(options["of"], threshold=1.0)
-        described = MODES.get(kind, kind)
-        if issubclass(described, Schedule):
+        if kind == "schedule":
             yield "of", "has no threshold of its own that a schedule could set"
-        for one in errors_of(described, {**own, "threshold": options["threshold"]}):
+        for one in errors_of(MODES.get(kind, kind), {**own, "threshold": options["threshold"]}):
             yield "threshold", one["msg"]
         if options["decay"] != "constant" and options["steps"] is None:
             yield "steps", f"clip.decay={options['decay']} needs the number of its steps"
@@ -301,10 +279,10 @@ def class_of(given: Mapping[str, Any]) -> type[Mode]:
         if kind in NAMES:
             return MODES[str(kind)]
         text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
-        raise refusal([("mode", text, given.get("mode", MISSING))])
+        raise refusal([("mode", text, kind)])
     try:
         return load(str(target))
-    except ModeError as error:
+    except ValueError as error:
         raise refusal([("_target_", str(error), target)]) from error
 
 

@@ -87,8 +87,7 @@ class Duration:
     @classmethod
     def parse(cls, text: Any, units: dict[Unit, str] = UNITS) -> Duration:
         """Read ``3ep``, ``500ba``, ``100_000sp`` or ``1000000tok``."""
-        pattern = rf"([0-9]+(?:_[0-9]+)*)({'|'.join(units)})"
-        match = re.fullmatch(pattern, text) if isinstance(text, str) else None
+        match = re.fullmatch(rf"([0-9]+(?:_[0-9]+)*)({'|'.join(units)})", str(text))
         if match is None or not int(match[1]):
             raise ValueError(f"{text!r} {_form(units)}")
         return cls(int(match[1]), cast(Unit, match[2]))

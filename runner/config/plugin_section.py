@@ -1,9 +1,7 @@
 """Section ``plugin``: how many ranks a run has, and how model and optimizer are spread over them.
 
-All arithmetic of ranks is here: the check of a request, the plugins, ``plan`` and the checks before
-a run ask this module. Every plugin has every key, so that a sweep over plugins or a recipe may set
-any of them where they mean something. A key that is set where nothing uses it is a problem. The
-file of a plugin in ``conf/plugin`` lists the keys that it uses.
+All arithmetic of ranks is here. Every plugin has every key; the file of a plugin in ``conf/plugin``
+lists the keys that it uses, and another one that is set is a problem.
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert")
 
 
 def read_plan(value: Any) -> Any:
-    """Return a plan, patterns of module names with styles, or the one in the file at a path.
-
-    The file is read while a request is checked, so that ranks and the record have the plan itself.
-    """
+    """Return the plan of a file, which ranks and the record then have; or a plan as it is."""
     return read_yaml(Path(value).expanduser()) if isinstance(value, str) else value
 
 
@@ -109,8 +104,7 @@ class MeshSizes(NamedTuple):
         ep_size: int | None = 1,
     ) -> MeshSizes:
         """Divide ``ranks``; the first of tp, pp and dp that is None takes those that are left."""
-        sizes = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size}
-        given = {key: size for key, size in sizes.items() if size is not None}
+        given = _given(dp_size=dp_size, tp_size=tp_size, pp_size=pp_size)
         rest, product = _open_size(given), prod(given.values())
         if ranks % product or (rest is None and ranks != product):
             factors = [f"{name} {size}" for name, size in given.items() if size > 1]
@@ -125,6 +119,10 @@ class MeshSizes(NamedTuple):
             message = f"{ep} ranks cannot share the experts of {dp} data-parallel ranks evenly"
             raise SizeError("ep_size", message)
         return cls(dp, found["tp_size"], found["pp_size"], ep)
+
+
+def _given(**sizes: int | None) -> dict[str, int]:
+    return {key: size for key, size in sizes.items() if size is not None}
 
 
 def _open_size(given: Mapping[str, int]) -> str | None:
@@ -155,8 +153,7 @@ class PluginSection(Section):
     @property
     def given(self) -> dict[str, int]:
         """The sizes that are numbers."""
-        sizes = {"dp_size": self.dp_size, "tp_size": self.tp_size, "pp_size": self.pp_size}
-        return {key: value for key, value in sizes.items() if value is not None}
+        return _given(dp_size=self.dp_size, tp_size=self.tp_size, pp_size=self.pp_size)
 
     @property
     def shards_parameters(self) -> bool:
@@ -230,11 +227,8 @@ def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSi
         if plugin.nnodes not in (None, nodes):
             raise SizeError("nnodes", f"{plural(nodes, 'machine')} started ranks: leave it out")
     if nodes > 1 and local % found.tp:
-        message = (
-            f"tensor-parallel ranks stay on one machine, and {found.tp} do not divide the {local} "
-            f"ranks of a machine (plugin.nnodes={nodes})"
-        )
-        raise SizeError("tp_size", message)
+        text = f"{found.tp} do not divide the {local} ranks of a machine (plugin.nnodes={nodes})"
+        raise SizeError("tp_size", text)
     return found
 
 

@@ -99,7 +99,9 @@ class Train(Section):
 class Eval(Section):
     interval: t.DurationText = key("evaluate this often; raise it if evaluation takes long")
     # With a default: files of users, and runs recorded earlier, lack it.
-    metrics: t.Metrics = key("log metrics of torchmetrics too, or a _target_: [f1,auroc]", [])
+    metrics: list[t.Text | dict[str, Any]] = key(
+        "log metrics of torchmetrics too, or a _target_: [f1,auroc]", []
+    )
 
 
 class EarlyStop(Section):
@@ -196,13 +198,7 @@ WHOLE_PARAMETERS = ("torch.optim.Adafactor",)
 
 
 def refusals(
-    mode: type[Mode],
-    options: Mapping[str, Any],
-    *,
-    step: bool,
-    nonfinite: str,
-    fp16: bool,
-    skip: bool,
+    mode: type[Mode], options: Mapping[str, Any], step: bool, nonfinite: str, fp16: bool, skip: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys that do not go with clipping in the backward pass, each with the reason."""
     if why := mode.waits_for(options):
@@ -211,13 +207,9 @@ def refusals(
     if fp16:
         yield "precision", "an overflow leaves out a whole step: use bf16, fp32 or clip.when=step"
     if nonfinite == "ignore":
-        yield (
-            "clip.nonfinite",
-            "clips before all gradients are known: use error, skip or clip.when=step",
-        )
+        yield "clip.nonfinite", "clips before all gradients are known: use error or skip"
     if nonfinite == "skip" and step:
-        text = "a step in the backward pass cannot be taken back: use error, which ends the run"
-        yield "clip.nonfinite", text
+        yield "clip.nonfinite", "a step in the backward pass cannot be taken back: use error"
     if skip:
         yield "clip.skip", "a spike is known after the backward pass: use null or clip.when=step"
     if mode.info.clips == "updates" and not step:
@@ -268,17 +260,14 @@ class RunConfig(Section):
         if clip.what_if and (info.nested or info.derived):
             yield "clip.what_if", f"clip={clip.mode} has no fixed threshold: leave it empty"
         if self.optimizer.target in WHOLE_PARAMETERS and plugin.shards_parameters:
-            text = f"steps whole parameters, which plugin={plugin.name} shards; use plugin=ddp"
-            yield "optimizer._target_", text
+            yield "optimizer._target_", "steps whole parameters: use plugin=ddp, which shards none"
         yield from self._in_backward()
         for name in self.verify.modes or ():
             if name != clip.mode and (nested := MODES[name].info.nested):
-                text = f"{name} needs clip.{nested}: give clip={name} with its {nested}"
-                yield "verify.modes", text
+                yield "verify.modes", f"{name} needs clip.{nested}: give clip={name} too"
         parts = plugin.pipeline_microbatches
         if parts is not None and self.data.batch_size < parts:
-            filled = f"to fill {parts} microbatches of a pipeline (plugin.num_microbatches)"
-            yield "data.batch_size", f"must be {parts} or more, {filled}"
+            yield "data.batch_size", f"must be {parts} or more: plugin.num_microbatches"
 
     def _in_backward(self) -> Conflicts:
         clip, plugin = self.clip, self.plugin.name
@@ -290,10 +279,7 @@ class RunConfig(Section):
             text = f"plugin={plugin} makes gradients final after the backward pass: use step"
             yield "clip.when", text
         yield from refusals(
-            clip.described,
-            clip.options,
-            step=clip.step_in_backward,
-            nonfinite=clip.nonfinite,
+            *(clip.described, clip.options, clip.step_in_backward, clip.nonfinite),
             fp16=self.precision.name == "fp16",
             skip=clip.skip.rule is not None,
         )
@@ -319,8 +305,9 @@ def examine(
 
     Values of the sections ``unsettled``, whose option does not exist, are judged one by one alone.
     """
-    known, clip = owned_keys(plain), plain.get("clip")
-    config, errors = None, _wrong_options(clip) if isinstance(clip, Mapping) else []
+    known, clip = owned_keys(plain), plain.get("clip") or {}
+    chosen = isinstance(clip, Mapping) and clip.keys() & {"mode", "_target_"}
+    config, errors = None, _wrong_options(clip) if chosen else []
     try:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import literal_schema
 
@@ -45,47 +37,21 @@ def key(meaning: str, default: Any = ..., **limits: Any) -> Any:
     return Field(default, description=meaning, **limits)
 
 
-def that(meaning: str, holds: Callable[[Any], Any]) -> PlainValidator:
-    """Allow values of which ``holds`` is true; a message says that they must be ``meaning``."""
-
-    def check(value: Any) -> Any:
-        if not holds(value):
-            raise ValueError(f"must be {meaning}")
-        return value
-
-    return PlainValidator(check)
-
-
-def text_like(pattern: str, meaning: str) -> PlainValidator:
-    return that(meaning, lambda value: isinstance(value, str) and re.search(pattern, value))
+def _order(value: Any) -> float:
+    if value is True or value not in (1, 2, math.inf, "inf"):
+        raise ValueError("must be 1, 2 or inf")
+    return float(value)
 
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Text = Annotated[str, text_like(r"\S", "text")]
+Text = Annotated[str, Field(pattern=r"\S")]
 Texts = list[Text]
-Metrics = list[
-    Text
-    | Annotated[
-        dict[str, Any],
-        that(
-            "a mapping with a _target_",
-            lambda value: isinstance(value, dict) and "." in str(value.get("_target_")).strip("."),
-        ),
-    ]
-]
 # YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
-NormOrder = Annotated[
-    float,
-    that("1, 2 or inf", lambda value: value in (1, 2, math.inf, "inf") and value is not True),
-    AfterValidator(float),
-]
-_FOLDER = "the name of a folder: letters, digits, '_', '-', '.', the first a letter or a digit"
-FolderName = Annotated[str, text_like(r"^[A-Za-z0-9][\w.\-]{0,99}$", _FOLDER)]
-DottedName = Annotated[
-    str, text_like(r"^[^\W\d]\w*(\.[^\W\d]\w*)+$", "a full name, such as torch.optim.SGD")
-]
+NormOrder = Annotated[float, PlainValidator(_order)]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.\-]{0,99}$")]
+DottedName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
 DurationText = Annotated[Duration, PlainValidator(Duration.parse)]
 IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
 
@@ -195,6 +161,8 @@ def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
         return no_value(name, known)
     if inside := [each for each in known if each.startswith(f"{name}.")]:
         return f"must be a section with the keys {', '.join(inside)}"
+    if kind == "string_pattern_mismatch" and name.endswith("_target_"):
+        return "must be a full name, such as torch.optim.SGD"
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":

@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
-from runner.config.environment import restarts, started_rank, was_requeued
+from runner.config.environment import started_rank, variable
 from runner.config.identity import branching, config_hash, differences
 from runner.config.plugin_section import PluginSection, data_parallel_size
 from runner.config.problem import MISSING, Problem, RequestError, shown
@@ -102,7 +102,8 @@ def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     """Return the folder of the run that a job continues which Slurm or torchrun starts again."""
-    again = job_ids(slurm=was_requeued(), elastic=restarts() > 0)
+    counts = variable("SLURM_RESTART_COUNT"), variable("TORCHELASTIC_RESTART_COUNT")
+    again = job_ids(slurm=bool(counts[0]), elastic=bool(counts[1]))
     if not again or (folder / files.STATUS).exists():
         return None
     for path in sorted(folder.parent.glob(f"*/{files.STATUS}"), reverse=True):

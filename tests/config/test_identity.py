@@ -1,5 +1,3 @@
-import pytest
-
 from runner.config.identity import config_hash, differences, masked, masked_words
 
 CLIP = {"mode": "norm", "threshold": 0.25, "exclude": ["head.*"]}
@@ -36,13 +34,10 @@ def test_keys_that_differ_are_named_with_both_values():
     }
 
 
-@pytest.mark.parametrize(
-    ("now", "counts"),
-    [("60ba", False), ("61ba", False), ("59ba", True), ("60ep", True), (60, True)],
-)
-def test_a_longer_run_may_continue(now, counts):
-    found = differences({"train": {"max_duration": "60ba"}}, {"train": {"max_duration": now}})
-    assert bool(found) == counts
+def test_a_longer_run_may_continue():
+    for now, counts in (("60ba", 0), ("61ba", 0), ("59ba", 1), ("60ep", 1), (60, 1)):
+        found = differences({"train": {"max_duration": "60ba"}}, {"train": {"max_duration": now}})
+        assert len(found) == counts
 
 
 SECRET = "hf_token token access_token api_key apikey password WANDB_API_KEY client_secret"
@@ -58,8 +53,6 @@ def test_values_of_secret_keys_are_masked_and_references_stay():
         assert masked({name: ["abc"]}) == {name: ["abc"]}, name
     given = ["+model={api_key:abc,width:3}", "model.token='${oc.env:ANY}'", "model.width=3", "-m"]
     assert masked_words(given) == ["+model=***", *given[1:]]
-    kept = ["+model={api_key:${oc.env:ANY},width:3}", "model={a:{token: '${oc.env:A,${b}}'}}"]
-    assert masked_words(kept) == kept
     for value in ("sk-1${b}", "${a}sk-1", "${a}sk-1${b}"):
         assert masked({"token": value}) == {"token": "***"}
         assert masked_words([f"model.token={value}"]) == ["model.token=***"]

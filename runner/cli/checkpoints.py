@@ -44,7 +44,7 @@ def evaluate(words: Sequence[str]) -> int:
     job = recorded(run / files.CONFIG, asked.overrides, asked.config_dir)
     require_one_machine(job.config)
     check_jobs([job])
-    from runner.train.job import evaluate as work
+    from runner.train.build import evaluate as work
 
     # The first rank tells the others which checkpoint.
     checkpoint, manifest = (None, {}) if joins() else _chosen(run, asked.checkpoint)

@@ -32,7 +32,7 @@ from runner.run_folder.strict_json import JsonlSink, cut
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import ConsoleHandler, print_line
 from runner.train import build, stop
-from runner.train.job import execute
+from runner.train.build import execute
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
 """Function that a rank runs: it takes the configuration and the sinks (none but on rank 0)."""

@@ -73,7 +73,7 @@ def train(
     from runner.launch.process_group import abandon, keep_freed_memory, leave, stand_alone
     from runner.launch.rank import Job, train_as_rank
     from runner.train import build
-    from runner.train.job import execute
+    from runner.train.build import execute
 
     joined, folder = started_rank(), folder.absolute()
     device = build.device_of(config.device)

@@ -26,7 +26,7 @@ from runner.run_folder import keys
 from runner.telemetry.guidance import FEWEST
 from runner.telemetry.sinks import Sink
 from runner.train import build
-from runner.train.job import make_trainer
+from runner.train.build import make_trainer
 
 POINTS = (50, 75, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from hydra.utils import instantiate
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
@@ -21,11 +22,9 @@ from runner.booster.batch import mapped
 from runner.booster.loss import Count, WindowLoss
 from runner.clip import Number, transfer
 from runner.clip.norms import powers_of
-from runner.config.section import Target
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
 from runner.run_folder import keys
-from runner.train.build import maker
 from runner.train.state import Window, Windows, has_no_sample, held_out
 from runner.train.stop import beat
 
@@ -318,8 +317,8 @@ def name_of(asked: Wanted) -> str:
 
 def _made(asked: Wanted, kind: str, size: int) -> Any:
     if not isinstance(asked, str):
-        given = {key: value for key, value in asked.items() if key != "name"}
-        return maker(Target.model_validate(given))()
+        named = {key: value for key, value in asked.items() if key != "name"}
+        return instantiate(named, _convert_="all")
     import torchmetrics
 
     full = _FULL.get(asked) or "".join(part.capitalize() for part in asked.split("_"))
@@ -327,7 +326,7 @@ def _made(asked: Wanted, kind: str, size: int) -> Any:
     if kind == "numbers":
         return make()
     labels = "binary" if size == 1 else "multilabel"
-    given = {"task": "multiclass" if kind == "classes" else labels}
+    given: dict[str, Any] = {"task": "multiclass" if kind == "classes" else labels}
     given |= {"num_classes": size, "num_labels": size}
     given["average"] = "micro" if asked == "accuracy" else "macro"
     taken = inspect.signature(make.__new__).parameters.keys() & given.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,24 @@ class Progress(NamedTuple):
     def completed(self, interval: Duration, since: Progress) -> bool:
         unit, length = interval.unit, interval.value
         return self.of(unit) // length > since.of(unit) // length
+
+
+def total_steps(duration: Duration, epoch: int | None, step: int, tokens: int | None) -> int | None:
+    """Return the steps in ``duration``, given samples of an epoch and a step, tokens of a sample.
+
+    The last step of an epoch may be short.
+    """
+    value, unit = duration.value, duration.unit
+    if unit == "ba":
+        return value
+    if unit == "tok":
+        if tokens is None:
+            return None
+        value = math.ceil(value / tokens)
+    if epoch is None:
+        return None if unit == "ep" else math.ceil(value / step)
+    epochs, rest = (value, 0) if unit == "ep" else divmod(value, epoch)
+    return epochs * math.ceil(epoch / step) + math.ceil(rest / step)
 
 
 class Window(NamedTuple):

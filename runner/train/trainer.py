@@ -30,10 +30,9 @@ from runner.run_folder import keys
 from runner.telemetry.meter import Gauges, Meter, StepMetrics
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
-from runner.train.build import total_steps
 from runner.train.callbacks import Callbacks, SkippedSteps
 from runner.train.passes import NO_NOISE_SCALE, Asked, EvalMetrics, Passes, count
-from runner.train.state import Progress, TrainState, Window, Windows
+from runner.train.state import Progress, TrainState, Window, Windows, total_steps
 from runner.train.stop import requested
 
 _logger = logging.getLogger(__name__)

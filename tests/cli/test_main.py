@@ -19,7 +19,7 @@ TRACED = """
 import sys
 class Trace:
     def find_spec(self, name, path=None, target=None):
-        if name in ("hydra", "torch", "torch.nn", "runner.train.job"):
+        if name in ("hydra", "torch", "torch.nn", "runner.launch.rank"):
             print("import", name, file=sys.stderr, flush=True)
 sys.meta_path.insert(0, Trace())
 from runner.cli.main import start
@@ -44,7 +44,7 @@ def test_a_terminal_is_told_at_once_what_is_being_done(environment):
     [
         ("import hydra", ["plan", *SHORT]),
         ("import torch.nn", [*SHORT, *RANKS]),  # its fork server too
-        ("import runner.train.job", SHORT),
+        ("import runner.launch.rank", SHORT),
     ],
 )
 def test_ctrl_c_before_training_ends_in_one_sentence(environment, at, words):
@@ -54,7 +54,7 @@ def test_ctrl_c_before_training_ends_in_one_sentence(environment, at, words):
     told = seen.partition("^C")[2]
     lines = [line for line in told.splitlines() if line and not line.startswith("import ")]
     lines = [line for line in lines if not line.startswith("0/3 ")]
-    if at == "import runner.train.job":  # the run has begun, so it has a folder
+    if at == "import runner.launch.rank":  # the run has begun, so it has a folder
         assert re.fullmatch(r"\S+: interrupted", lines[0])
         assert lines[1].endswith("report.html")
         assert len(lines) == 2

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from runner.config.problem import RequestError
 from runner.config.schema import parse
 from runner.train import build
-from runner.train.job import make_trainer
+from runner.train.build import make_trainer
 from runner.train.preflight import check
 from tests.libraries.cases import LIMIT, LR, MOMENTUM, STEPS, plain_of
 from tests.ranks import run_ranks

@@ -5,7 +5,7 @@ import torch
 
 from runner.config.notation import Duration
 from runner.config.request import request
-from runner.train.job import make_trainer
+from runner.train.build import make_trainer
 from tests.ranks import run_ranks
 
 SMALL = ["model=gpt", "model.context=16", "model.width=16", "model.layers=1", "data=text"]

@@ -9,7 +9,7 @@ from runner.config.request import request
 from runner.data import Data
 from runner.run_folder.status import objective_of
 from runner.train import build, preflight
-from runner.train.job import execute
+from runner.train.build import execute
 from tests.distributed.training import Rows
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")

@@ -14,9 +14,8 @@ from runner import Booster, GradientClipping, Log, Trainer
 from runner.booster import NonFiniteGradient
 from runner.config.notation import Duration
 from runner.config.problem import Stopped
-from runner.train.build import total_steps
 from runner.train.callbacks import Probe
-from runner.train.state import Progress, Windows
+from runner.train.state import Progress, Windows, total_steps
 from tests.distributed.training import Rows
 from tests.trainers import trainer_of
 

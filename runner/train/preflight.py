@@ -65,7 +65,9 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
     if data is not None:
         problems += [*_durations(config, data), *_logged_keys(config, data, compared)]
     if model is not None:
-        problems += _plugin(config, model, None if data is None else data.tokens_per_sample)
+        misfit = joined_ranks() and any(one.key.startswith("plugin.") for one in problems)
+        if not misfit:
+            problems += _plugin(config, model, None if data is None else data.tokens_per_sample)
         if data is not None and (criterion is not None or config.loss.target is None):
             problems += _fit(config, model, data, criterion)
         problems += _mode(config, model)
@@ -110,18 +112,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _machine(config: RunConfig) -> Iterator[Problem]:
-    joined, precision = joined_ranks(), config.precision.name
+    joined = joined_ranks()
     gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.device == "cuda" and not gpu:
         yield Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto")
-    if precision == "fp16" and not gpu:
+    if config.precision.name == "fp16" and not gpu:
         yield Problem("precision", "fp16", "this run is on a CPU: fp16 needs a GPU; bf16 or fp32")
-    if precision == "bf16" and gpu and not torch.cuda.is_bf16_supported():
-        yield Problem("precision", "bf16", "this GPU cannot compute in bf16; fp16 or fp32")
     if config.tracker.uses("tensorboard") and find_spec("tensorboard") is None:
         key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
         yield Problem(key, "tensorboard", INSTALL)
-    if (error := _misfit(config)) is not None:
+    try:
+        if joined is not None:
+            sizes(config.plugin, joined, started=True)
+    except SizeError as error:
         value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
         yield Problem(f"plugin.{error.key}", value, str(error))
     ranks = build.ranks_of(config)
@@ -129,15 +132,6 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     if ranks > limit and joined is None and config.plugin.nnodes in (None, 1):
         per = "one rank a GPU" if gpu else "four ranks a core"
         yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")
-
-
-def _misfit(config: RunConfig) -> SizeError | None:
-    try:
-        if (joined := joined_ranks()) is not None:
-            sizes(config.plugin, joined, started=True)
-    except SizeError as error:
-        return error
-    return None
 
 
 def _make_callback(target: Target) -> Callbacks:
@@ -177,10 +171,9 @@ def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
 
 def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator[Problem]:
     kind, options = build.plugin_of(config)
-    if _misfit(config) is None:
-        for key, value, message in kind.problems(model, build.ranks_of(config), options):
-            yield Problem(f"plugin.{key}", value, message)
-    with suppress(SizeError):  # _misfit or the plugin reports it
+    for key, value, message in kind.problems(model, build.ranks_of(config), options):
+        yield Problem(f"plugin.{key}", value, message)
+    with suppress(SizeError):  # the plugin reports it
         parts = sizes(config.plugin, build.ranks_of(config)).tp
         if config.plugin.sequence_parallel and (tokens or 0) % parts:
             message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
@@ -274,8 +267,7 @@ def _are_numbers(targets: Any) -> bool:
 
 
 def _logged_keys(config: RunConfig, data: Data, compared: bool) -> Iterator[Problem]:
-    names = logged(config, data)
-    key, watched = config.sweep.objective, config.early_stopping.metric
+    names, key, watched = logged(config, data), config.sweep.objective, config.early_stopping.metric
     known = key in names or (config.telemetry.per_layer and key.startswith(keys.LAYER_NORM))
     # The objective of a single run without held-out data is the default one, which nobody chose.
     if not known and (compared or data.test is not None or not key.startswith(keys.EVAL)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -23,8 +22,6 @@ from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
-
-log = logging.getLogger(__name__)
 
 # Modules whose samplers know exactly how many samples they yield. A user's own may estimate it.
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
@@ -48,8 +45,7 @@ class Progress(NamedTuple):
         )
 
     def of(self, unit: str) -> int:
-        count: int = getattr(self, _COUNTS[unit])
-        return count
+        return int(getattr(self, _COUNTS[unit]))
 
     def reached(self, duration: Duration) -> bool:
         return self.of(duration.unit) >= duration.value
@@ -127,7 +123,7 @@ class Windows:
         if first:
             # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.
             self._random["epoch"].restore(self._generators)
-            batches = self._from(epoch, first)
+            batches = self._from(first)
         else:
             self._random, batches = {"epoch": now}, iter(self.loader)
         if length is None:
@@ -151,16 +147,13 @@ class Windows:
             yield Window(first, window, last=not upcoming)
             first = end
 
-    def _from(self, epoch: int, first: int) -> Iterator[Any]:
+    def _from(self, first: int) -> Iterator[Any]:
         """Begin an epoch at a microbatch; a loader without an order of ours reads those before."""
         if self._order is not None:
             self._order.set_start(first)
         elif self._stream is not None:
             assert self._position is not None
             self._stream.set_start(first, self._position)
-            if not any("state" in of for of in self._position["workers"].values()):
-                text = "the stream has no state_dict: the first %d microbatches of epoch %d "
-                log.info(text + "are read again and left out", first, epoch)
         batches = iter(self.loader)
         if self._order is None and self._stream is None:
             next(islice(batches, first, first), None)

@@ -1,7 +1,4 @@
-"""What signals and watchers know of the training of this process, without torch.
-
-A request to stop is noted when a signal arrives, and read by the training loop between two steps.
-"""
+"""The request to stop and the heartbeat of a rank, without torch, for signals and watchers."""
 
 from __future__ import annotations
 

@@ -15,13 +15,7 @@ ONE_RANK = [("single", name) for name in ("muon", "lion", "adafactor")]
 TWO_RANKS = [("zero", "adafactor"), ("fsdp", "muon"), ("zero", "muon")]
 
 
-def config(words):
-    [job] = request([*RUN, *words.split()]).jobs
-    return job.config
-
-
 def local_tensors(trainer):
-    """Weights and optimizer tensors of this rank."""
     tensors = {shard.name: shard.weight for shard in trainer.optimizer.layout.shards}
     for i, optimizer in enumerate(trainer.optimizer.optimizers):
         for j, state in enumerate(optimizer.state.values()):
@@ -36,7 +30,8 @@ def require_exact_resume(given, folder):
     """Assert that a training saved after step 2 ends with the bits of one that was not."""
     for plugin, name in given:
         ranks = "data.batch_size=8" if plugin == "single" else "data.batch_size=4 plugin.nproc=2"
-        made = config(f"optimizer={name} plugin={plugin} {ranks}")
+        [job] = request([*RUN, f"optimizer={name}", f"plugin={plugin}", *ranks.split()]).jobs
+        made = job.config
         whole = make_trainer(made, [], evaluates=False)
         whole.fit()
         first = make_trainer(made, [], evaluates=False, max_duration=Duration(2, "ba"))
@@ -49,8 +44,6 @@ def require_exact_resume(given, folder):
         assert found.keys() == wanted.keys()
         differing = [key for key in wanted if not torch.equal(found[key], wanted[key])]
         assert differing == [], (plugin, name)
-        norms = [each.state.meter.summary()["grad/norm"] for each in (whole, second)]
-        assert norms[0] == norms[1]
 
 
 def test_a_training_that_was_saved_continues_with_the_same_bits(tmp_path):

@@ -45,31 +45,28 @@ class ClippingCallback(TrainerCallback):
     ) -> None:
         if (clipping_type is None) != (clipping_threshold is None):
             raise ValueError("give a clipping type and a threshold, or neither")
-        self._type, self._threshold, self._options = clipping_type, clipping_threshold, options
+        self._clips = clipping_type is not None
+        options |= {"clipping_type": clipping_type, "clipping_threshold": clipping_threshold}
+        self._options = options
         self._to = [] if to is None else to if isinstance(to, list) else [to]
         self._interval = interval
         self.monitor: GradientMonitor | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that the Trainer does not clip too."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that the Trainer does not clip too, and begin the record."""
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm={args.max_grad_norm:g} clips the gradients before this callback "
                 "does: set TrainingArguments(max_grad_norm=0)"
             )
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the record."""
         if self._to:
             self.monitor = GradientMonitor(kwargs["model"], *self._to, interval=self._interval)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Clip the gradients, which the Trainer has synchronised and unscaled, and record it."""
         decision = None
-        if self._type is not None and self._threshold is not None:
-            decision = apply_gradient_clipping(
-                kwargs["model"], self._type, self._threshold, **self._options
-            )
+        if self._clips:
+            decision = apply_gradient_clipping(kwargs["model"], **self._options)
         if self.monitor is not None:
             lr = kwargs["optimizer"].param_groups[0]["lr"]
             self.monitor.step(decision, lr=lr, number=state.global_step + 1)

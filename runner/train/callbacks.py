@@ -17,7 +17,6 @@ from runner.clip import ClipMode, Decision, Number
 from runner.clip.norms import Powers
 from runner.clip.shard import local
 from runner.config.notation import first_few, higher_is_better, plural, ranks_as_text, rounded
-from runner.config.problem import or_list
 from runner.data.stream import has_state
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepValues
@@ -117,8 +116,6 @@ class EarlyStopping:
         min_delta: float = 0.0,
         direction: str | None = None,
     ) -> None:
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1, not {patience}")
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
         self._higher = direction == "maximize" if direction else higher_is_better(metric)
         self.best, self.best_step, self.waited = math.nan, 0, 0
@@ -127,8 +124,6 @@ class EarlyStopping:
         self._end_if_due(trainer)  # a run that continues after it was to end
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        if self.metric not in metrics:
-            raise ValueError(f"there is no {self.metric}; evaluations have {or_list(metrics)}")
         value = metrics[self.metric]
         gain = value - self.best if self._higher else self.best - value
         better = math.isnan(self.best) or (gain > 0 and gain >= self.min_delta)

@@ -53,11 +53,8 @@ def planted(steps, microbatches=1, value=math.nan, name="2.bias"):
 
 def training(model=None, train=None, steps=6, lr=0.01, **options):
     made = network() if model is None else model
-    adamw = torch.optim.AdamW(made.parameters(), lr=lr, fused=True)
-    rows = [Rows()]
-    return trainer_of(
-        made, train or loader(), f"{steps}ba", optimizers=adamw, sinks=rows, **options
-    )
+    options |= {"optimizers": torch.optim.AdamW(made.parameters(), lr=lr, fused=True)}
+    return trainer_of(made, train or loader(), f"{steps}ba", sinks=[Rows()], **options)
 
 
 def warnings(caplog):
@@ -161,25 +158,20 @@ class Steep(nn.Module):
         return outputs.mean()
 
 
-def scaled(largest, scale, **options):
-    options = {"precision": "fp16", "loss_scale": LossScale(scale, 2000), **options}
-    return training(Steep(largest), steps=30, **options)
-
-
 def test_a_search_for_the_loss_scale_is_no_alarm_while_it_can_end(caplog):
-    trainer = scaled(2.0**3, 2.0**16, max_skips=2)
+    fp16 = {"precision": "fp16", "steps": 30}
+    trainer = training(Steep(2.0**3), loss_scale=LossScale(2.0**16), max_skips=2, **fp16)
     assert trainer.fit()["grad/nonfinite"] == trainer.skipped_steps.searches == 13
     assert trainer.optimizer.loss_scale.scale == 2.0**3
     assert (warnings(caplog), trainer.skipped_steps.in_a_row) == ([], 0)
-    trainer = scaled(2.0**-9, 2.0**4, max_skips=5)
+    trainer = training(Steep(2.0**-9), loss_scale=LossScale(2.0**4), max_skips=5, **fp16)
     skipped = "5 steps in a row were skipped, up to step 9.*precision=fp32"
     with pytest.raises(NonFiniteGradient, match=skipped):
         trainer.fit()
     assert trainer.skipped_steps.searches == 4
     assert "step 5 was skipped: the gradient's norm is inf: weight" in warnings(caplog)[0]
     caplog.clear()
-    scale = LossScale(2.0**4)
-    trainer = training(train=loader([3]), precision="fp16", loss_scale=scale, steps=4)
+    trainer = training(train=loader([3]), loss_scale=LossScale(2.0**4), **fp16)
     trainer.fit()  # a bad loss is no search
     assert "step 2 was skipped" in warnings(caplog)[0]
     assert trainer.skipped_steps.searches == 0
@@ -192,7 +184,6 @@ SPIKES = (7, 11, 12)
 
 
 def spiky(steps, spikes=SPIKES, rule=RULE, rate=1e-4, **options):
-    """Steps of one sample each; the inputs of a spike are a thousand times as large."""
     torch.manual_seed(0)
     inputs = torch.randn(40, 4) * 0.02 + 1.0
     inputs[[number - 1 for number in spikes]] *= 1000.0
@@ -224,7 +215,7 @@ def test_spikes_are_counted_apart_the_schedule_waits_and_a_resume_changes_nothin
 
 
 def test_a_long_row_of_spikes_ends_the_run_unless_its_level_is_accepted_before():
-    trainer = spiky(40, range(10, 41), {**RULE, "accept_after": 7}, max_skips=6)
+    trainer = spiky(40, range(10, 41), max_skips=6)
     with pytest.raises(NonFiniteGradient, match="6 steps in a row were skipped, up to step 15"):
         trainer.fit()
     trainer = spiky(40, range(10, 41), {**RULE, "k": 10.0, "accept_after": 5}, 0.0, max_skips=6)

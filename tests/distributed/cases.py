@@ -23,6 +23,7 @@ from runner.booster.plugin import (
     TorchFSDPPlugin,
 )
 from runner.clip import build
+from runner.data.dataset import TensorPairs
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
 from runner.parallel.full_state_dict import gathered
@@ -161,7 +162,8 @@ def trainer(
 
     def loader(samples: int, **order: Any) -> Any:
         data = images(samples) if case.model == "conv" else tokens(samples)
-        data.inputs = data.inputs.to(case.dtype) if case.model == "conv" else data.inputs
+        if case.model == "conv":
+            data = TensorPairs(data.inputs.to(case.dtype), data.targets)
         return spread.prepare_dataloader(data, BATCH // spread.data_size, **order)
 
     if model is None:

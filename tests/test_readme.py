@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import nn
 
-from runner.cli import new
+from runner.cli import pages
 from runner.cli.main import COMMANDS, PARSED_BY_ARGPARSE
 from runner.config import recipes
 from runner.config.folders import find, options
@@ -89,7 +89,7 @@ def test_tables_list_every_group_option_mode_plugin_and_recipe():
     folders = {folder.name for folder in find("conf").iterdir() if folder.is_dir()}
     assert set(listed) == folders - {"hydra"}
     for group, named in listed.items():
-        assert sorted(named) == sorted({*options(group)} - {"custom"})
+        assert sorted(named) == sorted(options(group))
         assert named[0] == first[group]
     assert sorted(quoted(row[0])[0] for row in rows("mode")) == sorted(options("clip"))
     shown = (
@@ -135,7 +135,7 @@ def test_keys_files_and_folders_exist():
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert new.new(["demo"]) == 0
+    assert pages.new(["demo"]) == 0
     for words in commands(DOCUMENTS[name]):
         command, *rest = words or [""]
         if command in (*PARSED_BY_ARGPARSE, "evaluate", "clip.treshold=1"):

@@ -44,23 +44,24 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     if purpose == "a run":
         modes.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
         modes.add_argument("--info", "-i", nargs="?", const="all")
-        add("--package", "-p")
-        for flags in (("--shell-completion", "-sc"), ("--hydra-help",)):
-            modes.add_argument(*flags, action="store_true")
-        for flags in (("--help", "-h"), ("--resolve",)):
-            add(*flags, action="store_true")
+        modes.add_argument("--shell-completion", "-sc", action="store_true")
+        modes.add_argument("--hydra-help", action="store_true")
+        add("--package", "-p", default="")
+        add("--resolve", action="store_true")
+        add("--help", "-h", action="store_true")
     try:
         args, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         name = error.argument_name or "flags"
         raise RequestError([Problem(name, NOTHING, error.message)]) from None
-    if purpose == "a run" and not args.cfg and (args.resolve or args.package is not None):
-        name = "--resolve" if args.resolve else "--package"
-        raise RequestError([Problem(name, NOTHING, "goes with --cfg, which runs nothing")])
-    message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
-    if unknown := [Problem(word, NOTHING, message) for word in rest if word.startswith("-")]:
-        raise RequestError(unknown)
     args.overrides = rest
+    unknown = [word for word in rest if word.startswith("-")]
+    message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
+    if purpose == "a run" and not (unknown or args.cfg):
+        unknown = ["--resolve"] * args.resolve + ["--package"] * bool(args.package)
+        message = "goes with --cfg, which runs nothing"
+    if unknown:
+        raise RequestError(Problem(word, NOTHING, message) for word in unknown)
     return args
 
 
@@ -69,20 +70,19 @@ def checked(args: argparse.Namespace) -> Request:
     wanted = request(args.overrides, multirun=args.multirun, config_dir=args.config_dir)
     if joins():
         return wanted  # the first rank may have begun the record
-    sweep, home = wanted.sweep, wanted.sweep.folder if wanted.sweep else wanted.folder
-    assert home is not None
-    if message := obstacle(home):
-        raise RequestError([Problem(f"hydra.{'sweep' if sweep else 'run'}.dir", home, message)])
+    sweep, home, message = wanted.sweep, wanted.folder, obstacle(wanted.folder)
+    key, value = f"hydra.{'sweep' if sweep else 'run'}.dir", str(home)
     if sweep is None:
-        if message := earlier_record(home):
-            raise RequestError([Problem("hydra.run.dir", home, message)])
-        return wanted
-    listed = [job.hash for job in wanted.jobs] if sweep.trials is None else []
-    if message := earlier_record(home, sweep.identity, listed):
-        raise RequestError([Problem("sweep.name", sweep.name, message)])
-    if sweep.where == "elsewhere" and not shutil.which("sbatch"):
-        message = "there is no sbatch here: run this on a machine that submits jobs to Slurm"
-        raise RequestError([Problem("hydra/launcher", "submitit_slurm", message)])
+        message = message or earlier_record(home)
+    elif message is None:
+        listed = [job.hash for job in wanted.jobs] if sweep.trials is None else []
+        key, value = "sweep.name", sweep.name
+        message = earlier_record(home, sweep.identity, listed)
+        if message is None and sweep.where == "elsewhere" and not shutil.which("sbatch"):
+            key, value = "hydra/launcher", "submitit_slurm"
+            message = "there is no sbatch here: run this on a machine that submits jobs to Slurm"
+    if message:
+        raise RequestError([Problem(key, value, message)])
     return wanted
 
 
@@ -118,19 +118,18 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
             problems += (replace(problem, job=job.label) for problem in error.problems)
     if problems:
         raise RequestError(problems)
-    notes: dict[str, str] = {}
+    notes = set()
     for config in (job.config for job in jobs):
         samples, of_step = build.samples_of(config)
         if samples is not None and of_step > samples:
-            text = f"a step has all {samples:,} samples of the data, not {of_step:,}"
-            notes.setdefault("data", f"{text}: lower data.batch_size")
-        name = config.plugin.name
+            size = f"a step has all {samples:,} samples of the data, not {of_step:,}"
+            notes.add(f"{size}: lower data.batch_size")
         if here and not started and may_grow(config.plugin) and build.ranks_of(config) == 1:
-            notes[name] = (
-                f"plugin={name} runs on one rank: plugin.nproc is not given, and this run uses at "
-                "most one GPU. plugin.nproc=2 starts two ranks."
+            notes.add(
+                f"plugin={config.plugin.name} runs on one rank: plugin.nproc is not given, and "
+                "this run uses at most one GPU. plugin.nproc=2 starts two ranks."
             )
-    for text in notes.values():
+    for text in sorted(notes):
         print_line(f"clip-runner: note: {text}", sys.stderr)
 
 

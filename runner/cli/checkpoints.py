@@ -56,8 +56,8 @@ def evaluate(words: Sequence[str]) -> int:
     if not found["metrics"]:
         print_line("clip-runner: there is no held-out data to evaluate on", sys.stderr)
         return FAILED
-    step, ranks = manifest.get("step"), plural(found["world_size"], "rank")
-    at = "" if step is None else f", step {step}"
+    at = "" if manifest.get("step") is None else f", step {manifest['step']}"
+    ranks = plural(found["world_size"], "rank")
     print_line(f"{checkpoint}{at}; plugin={job.config.plugin.name} on {ranks}")
     for key, value in found["metrics"].items():
         print_line(f"{key:<14} {value}")
@@ -81,10 +81,10 @@ def export(words: Sequence[str]) -> int:
     asked = parser.parse_args(words)
     run = _folder_of_run(asked.run)
     file: Path = asked.output or run / "model.safetensors"
-    if file.is_dir() or not file.parent.is_dir():
-        raise RequestError([Problem("--output", str(file), "must name a file in a folder")])
-    if file.exists() and not asked.force:
-        raise RequestError([Problem("--output", str(file), "exists; --force replaces it")])
+    message = "" if file.parent.is_dir() and not file.is_dir() else "must name a file in a folder"
+    if message or (file.exists() and not asked.force):
+        message = message or "exists; --force replaces it"
+        raise RequestError([Problem("--output", str(file), message)])
     from runner.checkpoint.content import whole_model, write_model
 
     checkpoint, manifest = _chosen(run, asked.checkpoint)
@@ -97,8 +97,8 @@ def export(words: Sequence[str]) -> int:
     except OSError as error:
         raise OSError(f"{file} cannot be written: {error}") from error
     size = f"{file.stat().st_size / 1e6:,.1f} MB"
-    step = f", step {about['step']}" if "step" in about else ""
-    print_line(f"{plural(len(model), 'tensor')}, {size}{step}, from {checkpoint}\n{file}")
+    at = f", step {about['step']}" if "step" in about else ""
+    print_line(f"{plural(len(model), 'tensor')}, {size}{at}, from {checkpoint}\n{file}")
     return 0
 
 

@@ -29,12 +29,10 @@ PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "new", "report")
 """Commands that take no overrides of a run."""
 
 COMMANDS = {
-    **dict.fromkeys(("calibrate", "verify"), "measure"),
+    **dict.fromkeys(("bench", "calibrate", "verify"), "measure"),
     **dict.fromkeys(("evaluate", "export"), "checkpoints"),
-    **dict.fromkeys(("dashboard", "report"), "pages"),
+    **dict.fromkeys(("dashboard", "new", "report"), "pages"),
     **dict.fromkeys(("plan", "run"), "run"),
-    "bench": "bench",
-    "new": "new",
 }
 """Commands, each with its module, which has a function ``COMMAND(arguments) -> exit code``."""
 
@@ -64,11 +62,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
-    # Read when torch is imported: threads that wait for work spin for microseconds, then sleep. By
-    # default they spin for milliseconds, and a small net's step takes three to ten times as long as
-    # soon as anything else wants a core.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    # Threads that wait for work spin for microseconds, then sleep. By default they spin for
+    # milliseconds: beside another process, a small net's step takes 3 to 10 times as long.
+    if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE") == "PASSIVE":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # pydantic would search all installed packages for plugins, which takes as long as a check.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

@@ -1,19 +1,22 @@
-"""``python -m runner calibrate`` and ``verify``: train a few steps, and measure them."""
+"""``python -m runner calibrate``, ``verify`` and ``bench``: train a few steps, and measure them."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli import new_folder
+from runner.bench import TABLES
+from runner.cli import command_parser, new_folder
 from runner.cli.arguments import on_ranks, single
 from runner.config.environment import joins
 from runner.config.identity import masked_words
-from runner.config.jobs import key_of
 from runner.config.problem import Problem, RequestError
 from runner.run_folder.status import provenance
 from runner.run_folder.strict_json import write_object
-from runner.telemetry.sinks.console import TerminalSink, print_line
+from runner.telemetry.sinks.console import TerminalSink, announce, print_line
 
 FILE = "verify.json"
 
@@ -71,7 +74,7 @@ def verify(words: Sequence[str]) -> int:
     wanted = single(words, "a verification")
     [job] = wanted.jobs
     config = job.config
-    typed = wanted.folder if "hydra.run.dir" in map(key_of, words) else None
+    typed = wanted.folder if any("hydra.run.dir=" in word for word in words) else None
     folder = new_folder("verification", FILE, "hydra.run.dir", typed)
     from runner.launch.failure import Failure
     from runner.tools.comparison import last_line, lines
@@ -89,3 +92,50 @@ def verify(words: Sequence[str]) -> int:
     write_object(folder / FILE, {**ended, **asked})
     print_line("\n".join([*lines(ended), "", str(folder / FILE), last_line(ended)]))
     return 0 if ended["ok"] else 1
+
+
+def bench(words: Sequence[str]) -> int:
+    """Measure this project against plain PyTorch.
+
+    Prints medians of paired ratios with quartiles. This takes about ten minutes on two cores. Leave
+    the machine alone meanwhile.
+
+      clip       what clipping and telemetry add to an optimizer step
+      parallel   clipping under fsdp, tensor and a 2-D mesh on 2 and 4 ranks
+      loop       a training loop with its record against a bare one, in one process and under ddp
+      start      the time until a command answers, and a run's time besides its training
+    """
+    parser = command_parser(bench)
+    add = parser.add_argument
+    add("tables", nargs="*", metavar="TABLE", help="tables to measure; all by default")
+    add("--peers", action="store_true", help="measure timm, Fabric and Accelerate too")
+    add("--quick", action="store_true", help="small sizes, few pairs: shows that everything runs")
+    add("--pairs", type=int, metavar="N", help="interleaved pairs of each row (usually 15)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of table clip")
+    add("--output", type=Path, metavar="FOLDER", help="folder of bench.json and bench.txt")
+    asked = parser.parse_args(words)
+    if unknown := [name for name in asked.tables if name not in TABLES]:
+        parser.error(f"{unknown[0]} is no table: use {', '.join(TABLES)}")
+    folder = new_folder("benchmark", "bench.json", "--output", asked.output)
+    announce("clip-runner: importing torch")
+    import torch
+
+    from runner.bench.timing import FILE, Setting, record
+    from runner.launch.failure import Failure, attempt
+    from runner.train import stop
+
+    there = torch.cuda.is_available()
+    if asked.device == "cuda" and not there:
+        raise RequestError([Problem("--device", "cuda", "this machine has no CUDA device")])
+    device = "cuda" if there and asked.device != "cpu" else "cpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)
+        command = shlex.join(["python", "-m", "runner", "bench", *words])
+        ended = attempt(lambda: record(asked.tables or [*TABLES], setting, folder, command))
+    stop.reset()
+    if isinstance(ended, Failure):
+        print_line(f"clip-runner: {ended.error}", sys.stderr)
+        return ended.exit_code
+    print_line(f"\n{folder / FILE}")
+    return 0

@@ -1,26 +1,29 @@
-"""``python -m runner report FOLDER`` and ``dashboard``: write the page, save a wandb workspace."""
+"""``python -m runner report``, ``dashboard`` and ``new``: write a page, a workspace, a folder."""
 
 from __future__ import annotations
 
-import importlib.util
+import keyword
 import os
 import subprocess
 import sys
-import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from runner.cli import FAILED, WRONG_REQUEST, command_parser
-from runner.config.folders import find
+from runner.config.folders import find, obstacle, options, read_yaml
 from runner.config.notation import first_few
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
+from runner.config.recipes import files_of
 from runner.report import FORMATS, NoRunError, findings, read
 from runner.report.page import write_page
 from runner.run_folder.strict_json import write_text
 from runner.telemetry.sinks.console import print_line
+
+TEMPLATE = Path(__file__).parent / "template"
+"""The files to write, with ``NAME`` for the name of the folder, as package data."""
 
 _BASELINE = "report.baseline"
 _SECONDS = 20.0  # seconds after which the process that asks wandb's server is killed
@@ -32,36 +35,34 @@ def report(words: Sequence[str]) -> int:
     add = parser.add_argument
     add("folder", type=Path, help="folder of a run, or of a sweep")
     about = "compare the other settings with this one: its name in the table, or one of its runs"
-    add("overrides", nargs="*", metavar=f"{_BASELINE}=NAME", help=about)
-    add("--open", action="store_true", help="show it in the browser too")
+    add("baseline", nargs="?", type=_baseline, metavar=f"{_BASELINE}=NAME", help=about)
     for kind, (name, _) in FORMATS.items():
         add(f"--{kind}", action="store_true", help=f"also write {name}")
     asked = parser.parse_intermixed_args(words)
-    baseline = None
-    for word in asked.overrides:
-        key, _, baseline = word.partition("=")
-        if key != _BASELINE or not baseline:
-            message = f"the page takes {_BASELINE}=NAME alone{did_you_mean(key, [_BASELINE])}"
-            raise RequestError([Problem(key, baseline or NOTHING, message)])
     try:
-        sweep = replace(read(asked.folder), baseline=baseline)
+        sweep = replace(read(asked.folder), baseline=asked.baseline)
     except NoRunError as error:
         print(error, file=sys.stderr)
         return WRONG_REQUEST
     found = findings.find(sweep)
-    if baseline and found.unknown is not None:
+    if asked.baseline and found.unknown is not None:
         labels = [group.label for group in found.groups]
-        message = f"names no setting of {sweep.name}{did_you_mean(baseline, labels)}"
-        message += f"  (settings: {first_few(labels, 8)})"
-        raise RequestError([Problem(_BASELINE, baseline, message)])
-    page = write_page(sweep)
-    print(page)
+        near, settings = did_you_mean(asked.baseline, labels), first_few(labels, 8)
+        message = f"names no setting of {sweep.name}{near}  (settings: {settings})"
+        raise RequestError([Problem(_BASELINE, asked.baseline, message)])
+    print(write_page(sweep))
     for name, text in (one for kind, one in FORMATS.items() if getattr(asked, kind)):
         write_text(sweep.folder / name, text(found).encode("utf-8", "replace").decode())
         print(sweep.folder / name)
-    if asked.open and not webbrowser.open(page.as_uri()):
-        print("no browser here; open the file above in one", file=sys.stderr)
     return 0
+
+
+def _baseline(word: str) -> str:
+    key, _, name = word.partition("=")
+    if key != _BASELINE or not name:
+        message = f"the page takes {_BASELINE}=NAME alone{did_you_mean(key, [_BASELINE])}"
+        raise RequestError([Problem(key, name or NOTHING, message)])
+    return name
 
 
 def dashboard(words: Sequence[str]) -> int:
@@ -69,39 +70,30 @@ def dashboard(words: Sequence[str]) -> int:
 
     This needs a wandb server and its API key (wandb login).
     """
-    tracker = (find("conf") / "tracker" / "wandb.yaml").read_text(encoding="utf-8")
-    project, entity = yaml.safe_load(tracker)["project"], os.environ.get("WANDB_ENTITY", "")
+    project = str(read_yaml(find("conf") / "tracker" / "wandb.yaml")["project"])
     parser = command_parser(dashboard)
     add = parser.add_argument
-    add("--project", default=str(project), help=f"show the runs of this project ({project})")
-    add("--entity", default=entity, help="user or team that owns the project (of the API key)")
+    add("--project", default=project, help=f"show the runs of this project ({project})")
+    about = "user or team that owns the project (of the API key)"
+    add("--entity", default=os.environ.get("WANDB_ENTITY", ""), help=about)
     add("--group", default="", help="show only this group: the name of a sweep")
     add("--name", default="", help="name of the workspace (Clipping, and the group)")
     asked = parser.parse_args(words)
-    if importlib.util.find_spec("wandb_workspaces") is None:
+    if find_spec("wandb_workspaces") is None:
         message = 'this needs wandb-workspaces: pip install -e ".[dashboard]" -c constraints.txt'
         print_line(f"clip-runner: {message}", sys.stderr)
         return WRONG_REQUEST
     said = "wandb is told to be offline (WANDB_MODE)"
     if os.environ.get("WANDB_MODE", "online") == "online":
         # A process of its own asks the server: wandb's client waits for minutes, and ends with it.
-        code = "from runner.tools.dashboard import main; main()"
-        command = [sys.executable, "-W", "ignore", "-c", code]
+        command = [sys.executable, "-W", "ignore", "-c"]
+        command += ["from runner.tools.dashboard import main; main()"]
+        command += [asked.project, asked.entity, asked.group, asked.name]
+        # No reports to wandb's own servers, where nothing else is sent either; 6 seconds.
+        quick = {"WANDB_ERROR_REPORTING": "false", "WANDB_HTTP_TIMEOUT": "6"}
+        pipes: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
-            done = subprocess.run(
-                [*command, asked.project, asked.entity, asked.group, asked.name],
-                # No reports to wandb's own servers, where nothing else is sent either.
-                env={
-                    **os.environ,
-                    "WANDB_ERROR_REPORTING": "false",
-                    "WANDB_HTTP_TIMEOUT": "6",  # seconds
-                },
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-                check=False,
-            )
+            done = subprocess.run(command, env=os.environ | quick, timeout=_SECONDS, **pipes)
             said = (done.stderr if done.returncode else done.stdout).strip().rpartition("\n")[2]
             if not done.returncode:
                 print_line(f"workspace saved: {said}")
@@ -110,3 +102,38 @@ def dashboard(words: Sequence[str]) -> int:
             said = f"no answer within {_SECONDS:g} seconds"
     print_line(f"clip-runner: the workspace was not saved: {said}", sys.stderr)
     return FAILED
+
+
+def new(words: Sequence[str]) -> int:
+    """Write the folder NAME with a model and a data set of your own to edit.
+
+    Their code is in NAME.py, the options model=NAME and data=NAME and the recipe NAME in conf, and
+    a test beside it. It trains as it is:
+
+      python -m runner new demo
+      cd demo
+      python -m runner --config-dir conf recipe=demo
+      python -m pytest
+    """
+    parser = command_parser(new)
+    parser.add_argument("name", metavar="NAME", help="folder, module and options to write")
+    name = parser.parse_args(words).name
+    folder = Path(name).absolute()
+    taken = [*options("model"), *options("data"), *files_of(), "none", "null", "true", "false"]
+    message = obstacle(folder)
+    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
+        message = "must be a Python identifier in ASCII, such as my_model"
+    elif name.lower() in taken:
+        message = "is an option or a recipe already; choose another name"
+    elif os.path.lexists(name) or find_spec(name) is not None:
+        message = "exists already, or is a module that Python finds; choose another name"
+    if message:
+        raise RequestError([Problem("NAME", name, message)])
+    for source in sorted(TEMPLATE.rglob("*.txt")):
+        file = str(source.relative_to(TEMPLATE)).removesuffix(".txt").replace("NAME", name)
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source.read_text("utf-8").replace("NAME", name), encoding="utf-8")
+        print_line(f"{name}/{file}")
+    print_line(f"\ncd {name}\npython -m runner --config-dir conf recipe={name}\npython -m pytest")
+    return 0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.cli import WRONG_REQUEST
 from runner.cli.arguments import check_jobs, checked, read
 from runner.config.environment import joins, started_rank
+from runner.config.identity import masked_words
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.record import recorded_words, write_composition
-from runner.config.request import Request, answer, help_text, request
+from runner.config.record import write_composition
+from runner.config.request import Request, answer, composed_text, help_text, request
 from runner.launch import resume
 from runner.run_folder import files
 from runner.run_folder.status import claimed
@@ -21,20 +21,23 @@ from runner.run_folder.strict_json import read_object
 def run(words: Sequence[str]) -> int:
     """Run the request of the arguments ``words``, or print what their flags ask for."""
     args = read(words)
+    overrides, own = args.overrides, args.config_dir
     if args.help:
-        print(help_text(args.overrides, args.config_dir, args.multirun))
-        return 0
-    asked = vars(args)
-    flags = [f"--{name}={asked[name]}" for name in ("cfg", "info", "package") if asked[name]]
-    flags += ["--hydra-help"] * args.hydra_help + ["-sc"] * args.shell_completion
-    if flags:
-        words = args.overrides
-        if args.cfg or args.info:
-            wanted = request(words, config_dir=args.config_dir)
-            words = (wanted.sweep or wanted.jobs[0]).words
-        flags += ["--resolve"] * args.resolve
-        return WRONG_REQUEST if answer(flags, words, args.config_dir) else 0
-    wanted = checked(args)
+        print(help_text(overrides, own, args.multirun))
+    elif args.cfg:
+        made = request(overrides, config_dir=own).made
+        print(composed_text(made.config, args.cfg, args.package, args.resolve), end="")
+    elif args.info:
+        answer([f"--info={args.info}"], request(overrides, config_dir=own).made.choices, own)
+    elif args.hydra_help or args.shell_completion:
+        answer(["--hydra-help" if args.hydra_help else "-sc"], overrides, own)
+    else:
+        return _run(checked(args), words)
+    return 0
+
+
+def _run(wanted: Request, words: Sequence[str]) -> int:
+    """Run a sweep, or the one job of a request, from its start or from a checkpoint."""
     for job in wanted.jobs:
         resume.require_one_machine(job.config)
     if wanted.sweep is not None:
@@ -46,23 +49,14 @@ def run(words: Sequence[str]) -> int:
             raise RequestError([Problem("-m", NOTHING, message)])
         return run_sweep(wanted, words, check_jobs)
     check_jobs(wanted.jobs)
+    [job] = wanted.jobs
     if joins():
         from runner.launch.rank import join
 
-        return join(timeout=wanted.jobs[0].config.launch.timeout)
-    return _run(wanted)
-
-
-def _run(wanted: Request) -> int:
-    """Run the one job of a request, from its start or from a checkpoint."""
+        return join(timeout=job.config.launch.timeout)
     from runner.launch import supervise
 
-    [job] = wanted.jobs
-    folder, composed = wanted.folder, wanted.composed
-    assert folder is not None
-    assert composed is not None
-    words = recorded_words(composed.hydra.overrides.task)
-    folder = resume.requeued(job.plain, folder) or folder
+    folder = resume.requeued(job.plain, wanted.folder) or wanted.folder
     status = read_object(folder / files.STATUS)
     start = resume.decide(job.config, job.plain, folder)  # refuses before anything is created
     with claimed(folder):
@@ -71,7 +65,8 @@ def _run(wanted: Request) -> int:
 
         def work(folder: Path) -> supervise.Ended:
             write_composition(folder / files.HYDRA)
-            return supervise.run(job.config, job.plain, folder, words, start=start)
+            asked = masked_words(job.words)
+            return supervise.run(job.config, job.plain, folder, asked, start=start)
 
         return wanted.run(work, folder).exit_code
 
@@ -104,9 +99,7 @@ def plan(words: Sequence[str]) -> int:
     rows.sort(key=lambda row: int(row[0] or 0))
     print(live.columns([("run", "", "steps", "state"), *rows]))
     if wanted.sweep is None:
-        machines = wanted.jobs[0].config.plugin.nnodes or 1
-        where = f", on {machines} machines" if machines > 1 else ""
-        print(f"one run, in a folder of its own in outputs/runs{where}")
+        print("one run, in a folder of its own in outputs/runs")
     elif wanted.sweep.trials is not None:
         runs = f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes"
         print(f"{runs}, of the kinds above, in {wanted.sweep.folder}")

@@ -1,8 +1,9 @@
-"""Compose overrides with Hydra, and name each override that cannot be one.
+"""Compose overrides: Hydra chooses options of groups, and the values are set one after another.
 
-Options of groups are composed by Hydra. Values are then set one by one, as Hydra sets
-``++key=value``: that cannot fail on a key that does not exist, so that one check of the typed
-configuration names all wrong keys at once.
+Values are set as Hydra sets ``++key=value``: that cannot fail on a key that does not exist, so that
+one check of the typed configuration names all wrong keys at once. Between options and overrides lie
+the values of a recipe, and of ``+experiment=mine``. Another ``_target_`` for a section takes the
+place of its option: the arguments that the section had are removed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import copy
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from runner.config.folders import CONFIG_NAME, find, outputs
+from runner.config.folders import CONFIG_NAME, Refusal, find, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
-from runner.config.recipes import TARGETS, RecipeSource
+from runner.config.recipes import Recipe, files_of, read
 from runner.config.schema import SHORT, owned_keys
 
-OPEN = (*TARGETS, "loss")
+OPEN = ("model", "data", "optimizer", "scheduler", "loss")
 """Sections that pass any key to their target."""
 
 _NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}
@@ -45,37 +46,28 @@ _NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}
 _ODD = re.compile("[\0\ud800-\udfff]")
 """What no file can hold: NUL, and bytes of an argument that are no UTF-8."""
 
+_UNREADABLE = (
+    "cannot be read as KEY=VALUE or GROUP=OPTION; text with spaces or signs goes in quotes within "
+    "quotes, as in 'tracker.name=\"a (b)\"'"
+)
+
 
 class _SearchPath(SearchPathPlugin):  # type: ignore[misc, unused-ignore]
-    """Puts recipes, and the folder of ``--config-dir``, before the files of ``conf/``."""
+    """Puts the folder of ``--config-dir`` before the files of ``conf/``."""
 
     extra: Path | None = None
 
     def manipulate_search_path(self, search_path: Any) -> None:
         if self.extra is not None:
             search_path.prepend("command-line", f"file://{self.extra}")
-        homes = os.pathsep.join(map(str, recipe_folders(self.extra)))
-        search_path.prepend("recipes", f"recipes://{homes}")
 
 
-def recipe_folders(extra: Path | None) -> list[Path]:
-    """Return the folders of recipes; later ones come first."""
-    return [find("recipes"), *([extra / "recipe"] if extra else [])]
-
-
-def register() -> None:
-    """Register resolvers and plugins of this project with Hydra."""
-    resolvers: dict[str, Any] = {
-        "runner.id": lambda: secrets.token_hex(3),
-        "runner.outputs": lambda: str(outputs()),
-        "runner.first": lambda *values: next((one for one in values if one is not None), None),
-    }
-    for name, resolver in resolvers.items():
-        # The id is kept within one composition, so that a run has one name.
-        kept = name == "runner.id"
-        OmegaConf.register_new_resolver(name, resolver, use_cache=kept, replace=True)
-    for plugin in (RecipeSource, _SearchPath):
-        Plugins.instance().register(plugin)
+def _register() -> None:
+    new = OmegaConf.register_new_resolver
+    # The id is kept within one composition, so that a run has one name.
+    new("runner.id", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+    new("runner.outputs", lambda: str(outputs()), replace=True)
+    Plugins.instance().register(_SearchPath)
     # Hydra would add the options of other packages' launchers to our files of the same name.
     launchers = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
     for file in (find("conf") / "hydra" / "launcher").glob("*.yaml"):
@@ -87,7 +79,7 @@ class Composed:
     """The composition of one job, as far as its overrides are right."""
 
     config: DictConfig
-    words: list[str] = field(default_factory=list)  # what Hydra composes to the same
+    choices: list[str] = field(default_factory=list)  # of options; Hydra composed these
     problems: list[Problem] = field(default_factory=list)
     unsettled: set[str] = field(default_factory=set)  # groups whose option does not exist
 
@@ -99,17 +91,22 @@ def _composed(files: object, directory: str, *words: str) -> DictConfig:
 
 
 class Composer:
-    """Hydra for the files of ``conf/`` and of a user's own folder, ``--config-dir``."""
+    """Hydra for the files of ``conf/`` and of a user's own folder, ``--config-dir``.
+
+    Launchers get it as their loader of configurations, so that each job of a sweep is composed, in
+    whatever process, as it was when it was checked.
+    """
 
     def __init__(self, extra: Path | None = None) -> None:
         self.extra = extra
+        self.recipes = files_of(extra)
         self._files = object() if extra else None  # those of conf/ stay as they are
-        self.options = lru_cache(maxsize=256)(self._options)
+        self._options: dict[str, list[str]] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make this Hydra the global one, which resolvers ask, as long as the block runs."""
-        register()
+        _register()
         GlobalHydra.instance().clear()
         _SearchPath.extra = self.extra
         try:
@@ -124,11 +121,15 @@ class Composer:
     def loader(self) -> ConfigLoader:
         return GlobalHydra.instance().config_loader()
 
-    def _options(self, group: str) -> list[str]:
-        try:
-            return self.loader.get_group_options(group, ObjectType.CONFIG) if group else []
-        except (OSError, HydraException):  # such as a key that is too long for the name of a file
-            return []
+    def options(self, group: str) -> list[str]:
+        if group == "recipe":
+            return ["none", *self.recipes]
+        if group not in self._options:
+            self._options[group] = []
+            with suppress(OSError, HydraException):  # such as a name that is too long for a file
+                found = self.loader.get_group_options(group, ObjectType.CONFIG) if group else []
+                self._options[group] = found
+        return self._options[group]
 
     def read(self, words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
         """Parse overrides."""
@@ -136,105 +137,120 @@ class Composer:
         overrides: list[Override] = []
         problems = []
         for word in spelled_out(words):
-            key, equals, value = word.partition("=")
             try:
-                if odd := _ODD.search(word):
-                    raise ValueError(f"it holds {odd[0]!a}, which is no character of a text")
+                if _ODD.search(word):
+                    raise ValueError
                 overrides += parser.parse_overrides([word])
-            except Exception as error:  # HydraException, RecursionError, ValueError of a number
-                text = (
-                    f"cannot be read: {str(error).partition(chr(10))[0]}; text with spaces or "
-                    f"signs goes in quotes within quotes, as in '{key}=\"a (b)\"'"
-                    if equals
-                    else "must be KEY=VALUE or GROUP=OPTION"
-                )
-                problems.append(Problem(key, value if equals else NOTHING, text))
+            except Exception:  # HydraException, RecursionError, ValueError of a number
+                key, equals, value = word.partition("=")
+                problems.append(Problem(key, value if equals else NOTHING, _UNREADABLE))
         return overrides, problems
+
+    def load_sweep_config(
+        self, master_config: DictConfig, sweep_overrides: list[str]
+    ) -> DictConfig:
+        """Compose one job of a sweep; Hydra's launchers call this."""
+        _register()  # in another process Hydra has found the plugins anew
+        plain: Any = OmegaConf.to_container(master_config.hydra.overrides.hydra)
+        overrides, problems = self.read([*plain, *sweep_overrides])
+        made = self.compose(overrides)
+        if problems := [*problems, *made.problems]:
+            raise RequestError(problems)
+        made.config.hydra.sweep.dir = master_config.hydra.sweep.dir
+        made.config.hydra.output_subdir = master_config.hydra.output_subdir
+        OmegaConf.copy_cache(from_config=master_config, to_config=made.config)
+        return made.config
+
+    def compose(
+        self, overrides: Sequence[Override], base: Mapping[str, Any] | None = None
+    ) -> Composed:
+        """Compose the overrides of one job, or of a run that has the configuration ``base``."""
+        typed = {one.get_key_element().lstrip("+~"): one for one in overrides if self._chooses(one)}
+        layers, problems = self._layers(typed)
+        words = {
+            f"{group}={option}": word
+            for word, layer in layers.items()
+            for group, option in layer.choices.items()
+            if group not in typed
+        }
+        plain = [one.input_line or "" for group, one in typed.items() if group != "recipe"]
+        made = self._choose(words | {word: word for word in plain if word not in layers})
+        made.problems += problems
+        task = [one.input_line or "" for one in overrides if not one.is_hydra_override()]
+        made.config.hydra.overrides.task = task
+        made.config.hydra.job.override_dirname = ",".join(sorted(task))
+        with open_dict(made.config):
+            made.config.update({key: one for key, one in (base or {}).items() if key not in typed})
+        free = _add(layers, typed, made)  # where keys may be added without a plus
+        values = [one for one in overrides if not self._chooses(one)]
+        for one in values:
+            section, _, rest = one.key_or_group.partition(".")
+            if rest.rpartition(".")[2] == "_target_":
+                free.append(one.key_or_group.removesuffix("_target_"))
+            if rest == "_target_" and not one.is_delete():
+                _drop_arguments(made.config, section, one.value())
+        for one in values:
+            if one.key_or_group.partition(".")[0] in made.unsettled.intersection(OPEN):
+                continue  # its key depends on an option that does not exist
+            made.problems += _set(one, made.config, one.key_or_group.startswith(tuple(free)))
+        return made
 
     def _chooses(self, override: Override) -> bool:
         """Return whether an override chooses an option of a group, or is for Hydra."""
         named = not isinstance(override.value(), dict) and self.options(override.key_or_group)
         return bool(named) or override.is_hydra_override()
 
-    def compose(self, overrides: Sequence[Override], onto: DictConfig | None = None) -> Composed:
-        """Compose the overrides of one job, or change the configuration ``onto`` by them."""
-        chosen = [one for one in overrides if self._chooses(one)]
-        values = [one for one in overrides if one not in chosen]
-        made = self._choose(self._custom([one.input_line or "" for one in chosen]))
-        if onto is None:
-            task = [one.input_line or "" for one in overrides if not one.is_hydra_override()]
-            made.config.hydra.overrides.task = task
-            made.config.hydra.job.override_dirname = ",".join(sorted(task))
-        else:
-            for key, one in ((one.key_or_group, one) for one in chosen):
-                if key in made.unsettled:
-                    continue  # a problem of its own
-                if one.is_delete() or key not in made.config:
-                    text, word = "must be an option of a section of this run", one.get_key_element()
-                    made.problems.append(Problem(word, one.value() or NOTHING, text))
-                else:
-                    onto[key] = made.config[key]
-            made.config = onto
-        targets = [one for one in values if one.key_or_group.endswith("._target_")]
-        # Another target takes the place of the option's, and its arguments.
-        dropped = {section for one in targets if (section := _drop_arguments(one, made))}
-        free = [one.key_or_group.removesuffix("_target_") for one in targets]
-        if onto is None:
-            choices = made.config.hydra.runtime.choices
-            free += [f"{one}." for one in TARGETS if choices.get(one) == "custom"]
-        for one in values:
-            section = one.key_or_group.partition(".")[0]
-            if section in made.unsettled & {*OPEN}:
-                continue  # its key depends on an option that does not exist
-            if one.is_delete() and section in dropped and not exists(made.config, one.key_or_group):
-                continue
+    def _layers(self, typed: Mapping[str, Override]) -> tuple[dict[str, Recipe], list[Problem]]:
+        """Return the recipe and the experiments that are chosen, by their overrides."""
+        layers: dict[str, Recipe] = {}
+        problems = []
+        for group, one in typed.items():
+            name: Any = one.value()
+            options = self.options(group)
             try:
-                _set(one, made, one.key_or_group.startswith(tuple(free)))
-            except RequestError as error:
-                made.problems += error.problems
-        return made
+                if group == "recipe" and name not in ("none", None):
+                    if name not in self.recipes:
+                        raise Refusal(_no_option(group, str(name), options))
+                    layers[one.input_line or ""] = found = read(self.recipes[name])
+                    found.content["recipe"] = name
+                elif self.extra and one.is_add() and name in options:
+                    file = self.extra / group / f"{name}.yaml"
+                    if file.is_file() and (found := read(file)).is_global:
+                        layers[one.input_line or ""] = found
+            except Refusal as error:
+                problems.append(Problem(group, name, str(error)))
+        return layers, problems
 
-    def _base(self, *words: str) -> DictConfig:
-        return _composed(self._files, os.getcwd(), *words)
+    def _choose(self, words: Mapping[str, str]) -> Composed:
+        """Let Hydra compose choices; report those that do not compose with the ones before.
 
-    def _custom(self, words: Sequence[str]) -> list[str]:
-        """Choose ``custom`` where a file of ``+group=option`` gives a section another target."""
-        plain = [word for word in words if not word.startswith("+")]
-        chosen = [*words]
-        with suppress(Exception):  # which is reported when they are composed
-            if plain != chosen:
-                before, after = self._base(*plain), self._base(*words)
-                for one in TARGETS:
-                    target = (after.get(one) or {}).get("_target_")
-                    if target is not None and target != (before.get(one) or {}).get("_target_"):
-                        kept = [word for word in chosen if word.partition("=")[0] != one]
-                        chosen = [*kept, f"{one}=custom"]
-        return chosen
-
-    def _choose(self, words: Sequence[str]) -> Composed:
-        """Let Hydra compose ``words``; report those that do not compose with the ones before."""
-        # Overrides make Hydra raise ValueError, AssertionError and more.
-        with suppress(Exception):
-            return Composed(copy.deepcopy(self._base(*words)), [*words])
-        try:
-            made = Composed(self._base())
-        except Exception as error:
-            problem = Problem("--config-dir", str(self.extra), reason(error))
-            raise RequestError([problem]) from None
-        for word in words:
+        ``words`` has the override that each choice is typed as, or comes from.
+        """
+        compose_these = partial(_composed, self._files, os.getcwd())
+        with suppress(Exception):  # overrides make Hydra raise ValueError, AssertionError and more
+            return Composed(copy.deepcopy(compose_these(*words)), [*words])
+        made = Composed(DictConfig({}))
+        for word, typed in {"": f"--config-dir={self.extra}", **words}.items():
+            choices = [*made.choices, word] if word else []
             try:
-                made.config = self._base(*made.words, word)
-                made.words.append(word)
+                made.config, made.choices = copy.deepcopy(compose_these(*choices)), choices
             except Exception as error:
-                key, equals, value = word.partition("=")
-                group, text = key.lstrip("+~"), reason(error)
-                options = self.options(group)
-                if options and re.fullmatch(r"[\w.-]+", value) and value not in options:
-                    text = _no_option(group, value, options)
+                group, _, option = word.partition("=")
+                options, text = self.options(group), reason(error)
+                if options and re.fullmatch(r"[\w.-]+", option) and option not in options:
+                    text = _no_option(group, option, options)
+                key, equals, value = typed.partition("=")
                 made.problems.append(Problem(key, value if equals else NOTHING, text))
-                made.unsettled.add(group)
-        made.config = copy.deepcopy(made.config)
+                made.unsettled.add(group.lstrip("+~"))
+                if not word:
+                    raise RequestError(made.problems) from None
         return made
+
+
+def refer_to(config: DictConfig) -> None:
+    """Let ``${hydra:...}`` refer to a configuration, which can be changed still."""
+    HydraConfig.instance().set_config(config)
+    OmegaConf.set_readonly(config.hydra, False)
 
 
 def spelled_out(given: Iterable[str]) -> list[str]:
@@ -245,69 +261,84 @@ def spelled_out(given: Iterable[str]) -> list[str]:
     return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in words]
 
 
-def _set(one: Override, made: Composed, takes_any: bool) -> None:
-    """Set or remove a value, and note the override with which Hydra does the same.
+def _add(layers: Mapping[str, Recipe], typed: Mapping[str, Override], made: Composed) -> list[str]:
+    """Add the values of recipe and experiments; return the sections that got a target of theirs.
+
+    Values for a section whose option or target a layer names hold only with this one: the learning
+    rate of a recipe for SGD is no learning rate for AdamW.
+    """
+    final: dict[str, Any] = {}
+    for layer in layers.values():
+        final |= layer.names
+    final |= {group: one.value() for group, one in typed.items()}
+    found = []
+    for word, layer in layers.items():
+        try:
+            for section, content in layer.content.items():
+                if final.get(section) != layer.names.get(section, final.get(section)):
+                    continue
+                if isinstance(content, dict) and "_target_" in content:
+                    _drop_arguments(made.config, section, content["_target_"])
+                    found.append(f"{section}.")
+                OmegaConf.update(made.config, section, content, merge=True, force_add=True)
+        except Exception as error:  # of OmegaConf
+            key, _, value = word.partition("=")
+            made.problems.append(Problem(key, value, reason(error)))
+    with suppress(Exception):  # which is reported already
+        for key, one in typed.items():
+            if layers and key.startswith("hydra."):
+                OmegaConf.update(made.config, key, one.value(), merge=True)
+    return found
+
+
+def _drop_arguments(config: DictConfig, section: str, target: Any) -> None:
+    """Remove the arguments of a section that gets another target."""
+    node = config.get(section) if section in (*OPEN, "clip") else None
+    if not isinstance(node, DictConfig):
+        return
+    plain: Any = OmegaConf.to_container(node)
+    if target not in (None, plain.get("_target_")):
+        with open_dict(node):
+            for key in plain:
+                if f"{section}.{key}" not in owned_keys():
+                    del node[key]
+
+
+def _set(one: Override, config: DictConfig, takes_any: bool) -> list[Problem]:
+    """Set or remove a value; return what is wrong with it.
 
     A section of ``OPEN`` takes a key that its option lacks with a plus, or if it ``takes_any``.
     """
-    key, config = one.get_key_element().lstrip("+~"), made.config
+    key = one.get_key_element().lstrip("+~")
+    section = key.partition(".")[0]
     value = NOTHING if one.is_delete() else one.value()
-    there = exists(config, key)
-    unknown: list[tuple[str, Any]] = []
-    if one.is_delete():
-        unknown = [] if there else [(key, NOTHING)]
-    elif key.partition(".")[0] in OPEN and not (one.is_add() or one.is_force_add() or takes_any):
-        unknown = [leaf for leaf in leaves(key, value) if not exists(config, leaf[0])]
-    if unknown:
-        raise RequestError(_unknown(leaf, content, config) for leaf, content in unknown)
     try:
+        node = config[section] if section in [*config] else None
+        plain: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+        there = [name for name, _ in leaves(section, plain)] if section in [*config] else []
+        asked = []
+        if one.is_delete():
+            asked = [(key, NOTHING)]
+        elif section in OPEN and not (one.is_add() or one.is_force_add() or takes_any):
+            asked = [*leaves(key, value)]
+        problems = []
+        for leaf, content in asked:
+            if not any(f"{name}.".startswith(f"{leaf}.") for name in there):
+                problem = unknown_key(leaf, {*owned_keys({section: plain}), *there}, content)
+                text = f"; a further argument of its _target_ is +{leaf}=VALUE"
+                told = problem.message + text * (section in OPEN and "." in leaf)
+                problems.append(Problem(leaf, content, told))
+        if problems:
+            return problems
         if one.is_delete():
             parent, _, last = key.rpartition(".")
             with open_dict(config):
                 del (OmegaConf.select(config, parent) if parent else config)[last]
-            made.words.append(f"~{key}")
-            return
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        else:
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
     except Exception as error:  # OmegaConf raises TypeError, IndexError and more for odd keys
-        raise RequestError([Problem(key, value, reason(error))]) from None
-    sign = "" if there and not isinstance(value, dict) else "+" if one.is_add() else "++"
-    made.words.append(f"{sign}{key}={one.get_value_string()}")
-
-
-def _drop_arguments(target: Override, made: Composed) -> str | None:
-    """Remove the arguments of a section that has another target; return the section's name."""
-    section, _, last = target.key_or_group.partition(".")
-    node = made.config.get(section) if section in (*OPEN, "clip") else None
-    if last != "_target_" or not isinstance(node, DictConfig) or target.is_delete():
-        return None
-    if target.value() in (None, OmegaConf.to_container(node).get("_target_")):  # type: ignore[union-attr]
-        return None
-    gone = [key for key in map(str, node) if f"{section}.{key}" not in owned_keys()]
-    with open_dict(node):
-        for key in gone:
-            del node[key]
-    made.words += (f"~{section}.{key}" for key in gone)
-    return section
-
-
-def exists(config: DictConfig, key: str) -> bool:
-    """Return whether a dotted key exists, also where it has no value yet."""
-    section, dot, _ = key.partition(".")
-    if not dot or section not in config:
-        return section in [*config]
-    node = config[section]
-    inside = leaves(section, OmegaConf.to_container(node) if OmegaConf.is_config(node) else None)
-    return any(name == key or name.startswith(f"{key}.") for name, _ in inside)
-
-
-def _unknown(key: str, value: Any, config: DictConfig) -> Problem:
-    plain: Any = OmegaConf.to_container(config)
-    section = key.partition(".")[0]
-    known = {*owned_keys(plain), *(name for name, _ in leaves(section, plain.get(section)))}
-    problem = unknown_key(key, known, value)
-    further = section in OPEN and "." in key
-    advice = f"; a further argument of its _target_ is +{key}=VALUE" if further else ""
-    return Problem(key, value, problem.message + advice)
+        return [Problem(key, value, reason(error))]
+    return []
 
 
 def _no_option(group: str, option: str, options: Sequence[str]) -> str:

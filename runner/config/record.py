@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.composer import Composed, Composer, reason
+from runner.config.composer import Composed, Composer, reason, refer_to
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import MASK, NOT_HASHED, config_hash, masked, masked_words
 from runner.config.plugin_section import read_plan
@@ -33,7 +33,7 @@ class Job:
 
     config: RunConfig
     plain: dict[str, Any]  # as it is recorded
-    words: tuple[str, ...] = ()  # overrides that Hydra composes to the same
+    words: tuple[str, ...] = ()  # its overrides
     apart: tuple[str, ...] = ()  # overrides that set it apart from the other jobs
 
     @property
@@ -45,11 +45,19 @@ class Job:
         return config_hash(self.plain)
 
 
-def checked(made: Composed) -> Job:
-    """Return the job of a composition; raise a RequestError that says what is wrong with it."""
-    config, problems = copy.deepcopy(made.config), [*made.problems]
-    with read_write(config), open_dict(config):
-        config.pop("hydra", None)
+def job_of(made: Composed, folder: Path, number: int | None = None) -> Job:
+    """Return the job of a composition, in its folder or as this ``number`` of a sweep.
+
+    A RequestError says everything that is wrong with it.
+    """
+    hydra, problems = made.config.hydra, [*made.problems]
+    if number is not None:  # as the launcher of a sweep does
+        hydra.job.update(num=number, id=str(number))
+    hydra.runtime.output_dir = str(folder)
+    refer_to(made.config)
+    config = copy.deepcopy(made.config)
+    with open_dict(config):
+        del config.hydra
     try:
         resolved, plain = resolved_and_recorded(config)
     except OmegaConfBaseException as error:  # a value refers to something that does not exist
@@ -63,7 +71,8 @@ def checked(made: Composed) -> Job:
     problems += (one for one in found if one.key not in known)
     if typed is None or problems:
         raise RequestError(problems)
-    return Job(typed, plain, tuple(made.words))
+    words: Any = OmegaConf.to_container(hydra.overrides.task)
+    return Job(typed, plain, tuple(words))
 
 
 def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,30 +86,24 @@ def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str,
         # Ranks and the record get the plan, not the path of its file; the check says what is wrong.
         with suppress(ValueError):
             plugin["tp_plan"] = read_plan(plugin["tp_plan"])
-    texts = [(key, text) for key, text in leaves("", written) if "${" in str(text)]
-    if not texts and masked(resolved) == resolved:
-        return resolved, resolved
     # What is resolved from a secret, or from the environment, stays as it is written, and so does
     # every value that quotes one.
-    values = dict(leaves("", resolved))
-    hidden = {str(values[key]) for key, text in texts if "oc.env:" in str(text) and key in values}
-    hidden |= {str(one) for key, one in values.items() if masked({key: one})[key] == MASK}
+    texts = dict(leaves("", written))
+    secrets = {
+        str(value)
+        for key, value in leaves("", resolved)
+        if "oc.env:" in str(texts.get(key)) or masked({key: value})[key] == MASK
+    }
 
     def recorded(text: Any, value: Any) -> Any:
-        if isinstance(text, dict):
-            return {key: recorded(one, value[key]) for key, one in text.items() if key in value}
+        if isinstance(text, dict) and isinstance(value, dict):
+            return {key: recorded(text.get(key), one) for key, one in value.items()}
         if isinstance(text, list):
             return [recorded(*pair) for pair in zip(text, value, strict=True)]
-        quotes = "oc.env:" in str(text) or any(one and one in str(value) for one in hidden)
+        quotes = "oc.env:" in str(text) or any(one and one in str(value) for one in secrets)
         return text if "${" in str(text) and quotes else value
 
     return resolved, masked(recorded(written, resolved))
-
-
-def recorded_words(words: Any) -> list[str]:
-    """Return ``hydra.overrides.task`` as it is recorded: references as typed, secrets masked."""
-    typed: Any = OmegaConf.to_container(words, resolve=False)
-    return masked_words(typed)
 
 
 def write_composition(home: Path) -> None:
@@ -141,17 +144,17 @@ def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -
     composer = Composer(config_dir)
     with composer.active():
         overrides, problems = composer.read(given)
-        right = []
-        for one in overrides:
-            if one.is_sweep_override() or one.is_hydra_override() or one.key_or_group == "recipe":
-                text = "must be one value of this run's configuration: the run is trained already"
-                problems.append(Problem(one.key_or_group, one.get_value_string(), text))
-            else:
-                right.append(one)
-        made = composer.compose(right, OmegaConf.create(content))
+        text = "must be one value of this run's configuration: the run is trained already"
+        wrong = [
+            one
+            for one in overrides
+            if one.is_sweep_override() or one.is_hydra_override() or one.key_or_group == "recipe"
+        ]
+        problems += (Problem(one.key_or_group, one.get_value_string(), text) for one in wrong)
+        made = composer.compose([one for one in overrides if one not in wrong], content)
         made.problems += problems
         for key, value in leaves("", OmegaConf.to_container(made.config)):
             if value == MASK and key.partition(".")[0] not in NOT_HASHED:
                 text = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
                 made.problems.append(Problem(key, NOTHING, text))
-        return checked(made)
+        return job_of(made, file.parent)

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any, TypeVar
 
 import hydra
-from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job
 from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config import recipes
-from runner.config.composer import OPEN, Composer, recipe_folders, spelled_out
-from runner.config.folders import CONFIG_NAME, find
-from runner.config.jobs import Sweep, destination, job_of, sweep
+from runner.config.composer import OPEN, Composed, Composer, refer_to
+from runner.config.folders import CONFIG_NAME, find, outputs
+from runner.config.jobs import Sweep, combined, destination, launcher_problems, placed, setting
 from runner.config.problem import Problem, RequestError, leaves, shown
-from runner.config.record import Job, as_yaml, unresolved_composition
+from runner.config.record import Job, as_yaml, job_of, unresolved_composition
 from runner.config.schema import SHORT, RunConfig, owned_keys
 
 T = TypeVar("T")
+
+_LISTED = "a list of values is a sweep: add -m; one value goes in brackets, [a,b], or in quotes"
+
+_MOST = 50
+"""Problems after which no further job is checked: most of them are the same."""
 
 # Keys that are set by choosing an option of a group.
 _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
@@ -43,25 +45,24 @@ class Request:
 
     composer: Composer
     jobs: tuple[Job, ...]
+    made: Composed  # of the job, or of what the jobs share
+    folder: Path
     sweep: Sweep | None = None
-    composed: DictConfig | None = None
-    folder: Path | None = None
 
-    def run(self, work: Callable[[Path], T], folder: Path | None = None) -> T:
+    def run(self, work: Callable[[Path], T], folder: Path) -> T:
         """Call ``work`` with the folder of the run, in which Hydra has set up logging."""
-        composed = self.composed
-        assert composed is not None
-        with read_write(composed.hydra):
-            composed.hydra.mode = RunMode.RUN
-            composed.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
-            composed.hydra.run.dir = str(folder or self.folder).replace("${", "\\${")
+        config = self.made.config
+        config.hydra.mode = RunMode.RUN
+        config.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
+        config.hydra.run.dir = str(folder).replace("${", "\\${")
         with self.composer.active(), _logging_restored():
+            context = HydraContext(self.composer, Callback())  # type: ignore[arg-type]
             ended = run_job(
-                lambda _: work(Path(composed.hydra.runtime.output_dir)),
-                composed,
+                lambda _: work(Path(config.hydra.runtime.output_dir)),
+                config,
                 "hydra.run.dir",
                 None,
-                self._context(),
+                context,
             )
             returned: T = ended.return_value
             return returned
@@ -78,19 +79,17 @@ class Request:
         written to ``file``.
         """
         assert self.sweep is not None
+        config = self.made.config
         with self.composer.active(), _logging_restored():
-            config = compose(CONFIG_NAME, [*self.sweep.words], return_hydra_config=True)
-            HydraConfig.instance().set_config(config)
+            refer_to(config)
             configure_log(config.hydra.hydra_logging, config.hydra.verbose)
             file.write_text(as_yaml(unresolved_composition(config)), encoding="utf-8")
-            if params := OmegaConf.select(config, "hydra.sweeper.params"):
-                words = spelled_out(f"{key}={value}" for key, value in params.items())
-                with read_write(config.hydra):
-                    config.hydra.sweeper.params = dict(word.split("=", 1) for word in words)
-            given: Any = {"hydra_context": self._context(), "task_function": work, "config": config}
+            context = HydraContext(self.composer, Callback())  # type: ignore[arg-type]
+            given: Any = {"hydra_context": context, "task_function": work, "config": config}
             if self.sweep.trials is not None:
                 typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references too
-                Plugins.instance().instantiate_sweeper(**given).sweep([*typed, *self.sweep.lists])
+                sweeper = Plugins.instance().instantiate_sweeper(**given)
+                sweeper.sweep([*typed, *self.sweep.lists.values()])
                 return
             launcher = Plugins.instance().instantiate_launcher(**given)
             # Hydra numbers the runs of one launch without a gap.
@@ -99,39 +98,61 @@ class Request:
                 for ended in launcher.launch([words for _, words in batch], batch[0][0]):
                     _ = ended.return_value  # raises what a job raised
 
-    def _context(self) -> HydraContext:
-        return HydraContext(self.composer.loader, Callback())  # type: ignore[arg-type]
-
 
 def request(
     given: Sequence[str], *, multirun: bool = False, config_dir: Path | None = None
 ) -> Request:
     """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
     composer = Composer(config_dir)
-    placed = folder = None
-    jobs: Sequence[Job] = ()
+    jobs: list[Job] = []
+    sweep, folder = None, outputs()
     with composer.active():
         overrides, problems = composer.read(given)
-        made = composer.compose([one for one in overrides if not one.is_sweep_override()])
-        if multirun or made.config.hydra.mode == RunMode.MULTIRUN:
-            jobs, placed, found = sweep(composer, made, overrides)
+        fixed = [one for one in overrides if not one.is_sweep_override()]
+        made = composer.compose(fixed)
+        swept = multirun or made.config.hydra.mode == RunMode.MULTIRUN
+        if swept:
+            params = setting(made.config, "hydra.sweeper.params") or {}
+            listed, unread = composer.read(f"{key}={value}" for key, value in params.items())
+            problems += [*unread, *launcher_problems(made.config)]
+            overrides = [*{one.get_key_element(): one for one in [*listed, *overrides]}.values()]
+            fixed = [one for one in overrides if not one.is_sweep_override()]
+        lists = [one for one in overrides if one.is_sweep_override()]
+        words = {one.get_key_element(): one.input_line or "" for one in lists}
+        rows = iter([[one.input_line or "" for one in fixed]])
+        with _noted(problems):
+            folder = destination(made.config, "sweep" if swept else "run")
+        if swept:
+            with _noted(problems):
+                rows = combined(overrides, made.config)
         else:
-            folder, found = destination(made.config, "run")
-            text = (
-                "a list of values is a sweep: add -m; a list as one value goes in brackets, "
-                "[a,b], and text with a comma in quotes"
+            problems += (
+                Problem(one.get_key_element(), one.get_value_string(), _LISTED) for one in lists
             )
-            listed = (one for one in overrides if one.is_sweep_override())
-            found += (
-                Problem(one.get_key_element(), one.get_value_string(), text) for one in listed
-            )
-            try:
-                jobs = [job_of(made, folder)]
-            except RequestError as error:
-                found += error.problems
-    if problems := [*problems, *found]:
+        for number, row in enumerate(rows):
+            with _noted(problems):
+                if swept:
+                    job = job_of(composer.compose(composer.read(row)[0]), outputs(), number)
+                    apart = tuple(word for word in row if word.partition("=")[0] in words)
+                    jobs.append(replace(job, apart=apart))
+                else:
+                    jobs.append(job_of(made, folder))
+            if len(problems) > _MOST:
+                break
+        if swept and not problems:
+            sweep = placed(made.config, jobs, words)
+            folder = sweep.folder
+    if problems:
         raise RequestError({(one.word, one.message): one for one in problems}.values())
-    return Request(composer, tuple(jobs), placed, None if placed else made.config, folder)
+    return Request(composer, tuple(jobs), made, folder, sweep)
+
+
+@contextmanager
+def _noted(problems: list[Problem]) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:  # the other overrides are checked too
+        problems += error.problems
 
 
 @contextmanager
@@ -159,38 +180,40 @@ def help_text(given: Sequence[str], config_dir: Path | None = None, multirun: bo
     sections = [word for word in given if word in RunConfig.model_fields]
     words = [word for word in given if word not in sections]
     wanted = request(words, multirun=multirun, config_dir=config_dir)
-    composer = wanted.composer
+    composer, config = wanted.composer, wanted.made.config
     with composer.active():
-        config = wanted.composed or composer.compose([]).config  # a sweep has no single values
         groups = sorted(set(composer.loader.list_groups("")) - {"hydra", "recipe"})
-        rows = ((one, ", ".join(composer.options(one))) for one in groups)
+        rows = [(one, ", ".join(composer.options(one))) for one in groups]
         if sections:
             options = _table((f"{one}=", listed) for one, listed in rows if one in sections)
             return options + _keys(config, sections)
-        found = recipes.read_all(recipe_folders(config_dir))
         parts = {
             "GROUPS": _table(rows),
-            "RECIPES": _table((recipe.name, recipe.error or recipe.purpose) for recipe in found),
+            "RECIPES": _table((one.name, one.purpose) for one in recipes.read_all(config_dir)),
             "KEYS": _keys(config, [*RunConfig.model_fields]),
         }
         return Template(config.hydra.help.template).safe_substitute(parts)
 
 
-def answer(flags: Sequence[str], words: Sequence[str], config_dir: Path | None) -> int:
-    """Print what Hydra answers to flags of its own, such as ``--cfg``; return its exit code."""
-    folder, printed, code, argv = str(find("conf")), io.StringIO(), 0, sys.argv
-    main = hydra.main(version_base="1.3", config_path=folder, config_name=CONFIG_NAME)(print)
-    with Composer(config_dir).active(), _logging_restored(), redirect_stdout(printed):
+def composed_text(config: DictConfig, part: str, package: str | None, resolve: bool) -> str:
+    """Return the answer to ``--cfg``: the part job, hydra or all of a configuration."""
+    kept = {"job": {*config} - {"hydra"}, "hydra": {"hydra"}, "all": {*config}}[part]
+    node = OmegaConf.masked_copy(config, [str(key) for key in config if key in kept])
+    node = OmegaConf.select(node, package) if package else node
+    return OmegaConf.to_yaml(node, resolve=resolve) if OmegaConf.is_config(node) else f"{node}"
+
+
+def answer(flags: Sequence[str], words: Sequence[str], config_dir: Path | None) -> None:
+    """Print what Hydra answers to flags of its own, such as ``--info``."""
+    main = hydra.main(version_base="1.3", config_path=str(find("conf")), config_name=CONFIG_NAME)
+    argv = sys.argv
+    with Composer(config_dir).active(), _logging_restored():
         GlobalHydra.instance().clear()
         sys.argv = ["clip-runner", *flags, *words]
         try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
+            main(print)()
         finally:
             sys.argv = argv
-    print(printed.getvalue(), end="")
-    return code
 
 
 def _keys(config: DictConfig, sections: Sequence[str]) -> str:

@@ -132,7 +132,7 @@ def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence
         objective=settings.objective,
         maximizes=settings.maximizes,
         max_failures=settings.max_failures,
-        keys=list(sweep.keys),
+        keys=list(sweep.lists),
         total=len(entries) if sweep.trials is None else sweep.trials,
         started=before.started if before else now(),
         entries=entries,

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config.environment import slurm_job
 from runner.config.folders import disk_full
-from runner.config.identity import config_hash
+from runner.config.identity import config_hash, masked_words
 from runner.config.jobs import where
-from runner.config.record import recorded_words, resolved_and_recorded, write_composition
+from runner.config.record import resolved_and_recorded, write_composition
 from runner.config.schema import parse
 from runner.launch import signals
 from runner.launch.supervise import write_page
@@ -79,7 +79,8 @@ def _run(config: DictConfig, place: str) -> float | None:
 
     settings = HydraConfig.get()
     sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
-    words = recorded_words(settings.overrides.task)
+    typed: Any = OmegaConf.to_container(settings.overrides.task)  # references as typed
+    words = masked_words(typed)
     resolved, plain = resolved_and_recorded(config)
     with changed(sweep) as record:
         # A job in Slurm goes on if only the command that waits for it was interrupted.

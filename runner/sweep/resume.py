@@ -34,9 +34,7 @@ def plan_runs(request: Request) -> list[Entry]:
     planned = []
     for job, old in zip(request.jobs, known, strict=True):
         number = old.number if old else next(free)
-        # Keys of Hydra are the same for all jobs.
-        words = [one for one in job.words if not one.lstrip("+~").startswith(("hydra.", "hydra/"))]
-        waiting = Entry(number, str(number), list(job.apart), words, job.hash)
+        waiting = Entry(number, str(number), list(job.apart), list(job.words), job.hash)
         waiting.job = old.job if old else None
         entry = replace(waiting)
         load_status(entry, sweep.folder, job.config.sweep.objective)

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from runner.clip import build as build_mode
 from runner.clip.mode import HIGHEST, LOWEST, NEVER, Tally
-from runner.config.jobs import key_of
 from runner.config.modes import MODES, ModeInfo, info_of
 from runner.config.notation import Duration, percent, plural, rounded
 from runner.config.schema import RunConfig
@@ -165,7 +164,7 @@ def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
 def commands(words: Sequence[str], mode: str, start: float) -> dict[str, str]:
     """Return commands of a run and of a sweep to try next, for the arguments ``words``."""
     settled = ("clip", "clip.threshold", "clip.what_if")
-    named = {word: key_of(word) for word in words}
+    named = {word: word.lstrip("+~").partition("=")[0] for word in words}
     base = [w for w in words if named[w] not in settled and not named[w].startswith("calibrate.")]
     if "clip._target_" not in named.values():
         base.append(f"clip={mode}")

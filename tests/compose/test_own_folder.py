@@ -104,7 +104,7 @@ def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
 
 
 def test_a_target_of_an_experiment_takes_the_place_of_the_option_and_its_arguments(own):
-    config = job(own, "+experiment=own", "model=resnet18", "model.depth=2", "data.samples=9")
+    config = job(own, "+experiment=own", "model.depth=2", "data.samples=9")
     assert config.model.mapping() == {"_target_": "own.Net", "width": 32, "depth": 2}
     assert config.data.arguments == {"samples": 9}
 
@@ -130,7 +130,7 @@ def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
     assert changed.loss.mapping() == {"_target_": "own.Other"}
     with pytest.raises(RequestError) as refused:
         recorded(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], own)
-    words = ["~data=mien", "~model", "+experiment=big", "seed=-1"]
+    words = ["~data=mien", "model=???", "seed=-1"]
     assert [one.word for one in refused.value.problems] == words
 
 

@@ -17,7 +17,6 @@ FILES = sorted(find("conf").glob("*/*.yaml"))
 OPEN = ["model", "data", "optimizer", "scheduler"]
 OWNED = ["plugin", "clip", "accumulation", "precision", "tracker", "checkpoint"]
 NEEDED = {"clip=groups": ["clip.groups={*:1.0}"], "data=datasets": ["data.train.path=x"]}
-NEEDED |= {f"{group}=custom": [f"{group}._target_=a.b"] for group in OPEN}
 """Keys without a default."""
 
 

@@ -26,7 +26,7 @@ def chosen(group, name):
     return instantiate({key: value for key, value in made.items() if key != "batch_size"})
 
 
-@pytest.mark.parametrize("name", sorted({file.stem for file in CONF.glob("model/*")} - {"custom"}))
+@pytest.mark.parametrize("name", sorted(file.stem for file in CONF.glob("model/*")))
 def test_a_model_takes_one_step_on_the_data_it_is_shown_with(name):
     if name == "nf_resnet":
         pytest.importorskip("timm")

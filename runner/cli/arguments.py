@@ -19,10 +19,9 @@ from runner.cli import folder
 from runner.config.environment import joins, started_rank
 from runner.config.folders import obstacle
 from runner.config.identity import digest
-from runner.config.jobs import Where
+from runner.config.jobs import Job, Where
 from runner.config.plugin_section import may_grow
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.record import Job
 from runner.config.request import Request, request
 from runner.config.schema import RunConfig
 from runner.launch.resume import require_one_machine

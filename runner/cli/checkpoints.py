@@ -37,7 +37,7 @@ def evaluate(words: Sequence[str]) -> int:
     asked = parser.parse_intermixed_args(words)
     run = _folder_of_run(asked.run)
     from runner.cli.arguments import check_jobs, on_ranks
-    from runner.config.record import recorded
+    from runner.config.jobs import recorded
     from runner.launch.failure import Failure
     from runner.launch.resume import require_one_machine
 

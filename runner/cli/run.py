@@ -8,9 +8,9 @@ from pathlib import Path
 from runner.cli.arguments import check_jobs, checked, read
 from runner.config.environment import joins, started_rank
 from runner.config.identity import masked_words
+from runner.config.jobs import write_composition
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.record import write_composition
 from runner.config.request import Request, answer, composed_text, help_text, request
 from runner.launch import resume
 from runner.run_folder import files

@@ -166,15 +166,23 @@ class Composer:
     ) -> Composed:
         """Compose the overrides of one job, or of a run that has the configuration ``base``."""
         typed = {one.get_key_element().lstrip("+~"): one for one in overrides if self._chooses(one)}
-        layers, problems = self._layers(typed)
-        words = {
-            f"{group}={option}": word
-            for word, layer in layers.items()
-            for group, option in layer.choices.items()
-            if group not in typed
-        }
-        plain = [one.input_line or "" for group, one in typed.items() if group != "recipe"]
-        made = self._choose(words | {word: word for word in plain if word not in layers})
+        layers: dict[str, Recipe] = {}
+        words: dict[str, str] = {}  # what Hydra composes, and the override that it comes from
+        problems = []
+        for group, one in typed.items():
+            word = one.input_line or ""
+            try:
+                if layer := self._layer(group, one):
+                    layers[word] = layer
+                    choices = layer.choices.items()
+                    words |= {
+                        f"{key}={option}": word for key, option in choices if key not in typed
+                    }
+                elif group != "recipe":
+                    words[word] = word
+            except Refusal as error:
+                problems.append(Problem(group, one.value(), str(error)))
+        made = self._choose(words)
         made.problems += problems
         task = [one.input_line or "" for one in overrides if not one.is_hydra_override()]
         made.config.hydra.overrides.task = task
@@ -200,32 +208,23 @@ class Composer:
         named = not isinstance(override.value(), dict) and self.options(override.key_or_group)
         return bool(named) or override.is_hydra_override()
 
-    def _layers(self, typed: Mapping[str, Override]) -> tuple[dict[str, Recipe], list[Problem]]:
-        """Return the recipe and the experiments that are chosen, by their overrides."""
-        layers: dict[str, Recipe] = {}
-        problems = []
-        for group, one in typed.items():
-            name: Any = one.value()
-            options = self.options(group)
-            try:
-                if group == "recipe" and name not in ("none", None):
-                    if name not in self.recipes:
-                        raise Refusal(_no_option(group, str(name), options))
-                    layers[one.input_line or ""] = found = read(self.recipes[name])
-                    found.content["recipe"] = name
-                elif self.extra and one.is_add() and name in options:
-                    file = self.extra / group / f"{name}.yaml"
-                    if file.is_file() and (found := read(file)).is_global:
-                        layers[one.input_line or ""] = found
-            except Refusal as error:
-                problems.append(Problem(group, name, str(error)))
-        return layers, problems
+    def _layer(self, group: str, one: Override) -> Recipe | None:
+        """Return the recipe or the experiment that an override chooses."""
+        name: Any = one.value()
+        if group == "recipe" and name not in ("none", None):
+            if name not in self.options(group):
+                raise Refusal(_no_option(group, str(name), self.options(group)))
+            found = read(self.recipes[name])
+            found.content["recipe"] = name
+            return found
+        if self.extra and one.is_add() and name in self.options(group):
+            file = self.extra / group / f"{name}.yaml"
+            if file.is_file() and (found := read(file)).is_global:
+                return found
+        return None
 
     def _choose(self, words: Mapping[str, str]) -> Composed:
-        """Let Hydra compose choices; report those that do not compose with the ones before.
-
-        ``words`` has the override that each choice is typed as, or comes from.
-        """
+        """Let Hydra compose choices; report those that do not compose with the ones before."""
         compose_these = partial(_composed, self._files, os.getcwd())
         with suppress(Exception):  # overrides make Hydra raise ValueError, AssertionError and more
             return Composed(copy.deepcopy(compose_these(*words)), [*words])

@@ -20,12 +20,11 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config import recipes
+from runner.config import jobs, recipes
 from runner.config.composer import OPEN, Composed, Composer, refer_to
 from runner.config.folders import CONFIG_NAME, find, outputs
-from runner.config.jobs import Sweep, combined, destination, launcher_problems, placed, setting
+from runner.config.jobs import Job, Sweep
 from runner.config.problem import Problem, RequestError, leaves, shown
-from runner.config.record import Job, as_yaml, job_of, unresolved_composition
 from runner.config.schema import SHORT, RunConfig, owned_keys
 
 T = TypeVar("T")
@@ -83,7 +82,7 @@ class Request:
         with self.composer.active(), _logging_restored():
             refer_to(config)
             configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-            file.write_text(as_yaml(unresolved_composition(config)), encoding="utf-8")
+            file.write_text(jobs.as_yaml(jobs.unresolved_composition(config)), encoding="utf-8")
             context = HydraContext(self.composer, Callback())  # type: ignore[arg-type]
             given: Any = {"hydra_context": context, "task_function": work, "config": config}
             if self.sweep.trials is not None:
@@ -104,7 +103,7 @@ def request(
 ) -> Request:
     """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
     composer = Composer(config_dir)
-    jobs: list[Job] = []
+    checked: list[Job] = []
     sweep, folder = None, outputs()
     with composer.active():
         overrides, problems = composer.read(given)
@@ -112,39 +111,39 @@ def request(
         made = composer.compose(fixed)
         swept = multirun or made.config.hydra.mode == RunMode.MULTIRUN
         if swept:
-            params = setting(made.config, "hydra.sweeper.params") or {}
-            listed, unread = composer.read(f"{key}={value}" for key, value in params.items())
-            problems += [*unread, *launcher_problems(made.config)]
-            overrides = [*{one.get_key_element(): one for one in [*listed, *overrides]}.values()]
+            params = jobs.setting(made.config, "hydra.sweeper.params") or {}
+            given_too, unread = composer.read(f"{key}={value}" for key, value in params.items())
+            problems += [*unread, *jobs.launcher_problems(made.config)]
+            overrides = [*{one.get_key_element(): one for one in [*given_too, *overrides]}.values()]
             fixed = [one for one in overrides if not one.is_sweep_override()]
-        lists = [one for one in overrides if one.is_sweep_override()]
-        words = {one.get_key_element(): one.input_line or "" for one in lists}
+        lists = {
+            one.get_key_element(): one.input_line or ""
+            for one in overrides
+            if one.is_sweep_override()
+        }
         rows = iter([[one.input_line or "" for one in fixed]])
         with _noted(problems):
-            folder = destination(made.config, "sweep" if swept else "run")
-        if swept:
-            with _noted(problems):
-                rows = combined(overrides, made.config)
-        else:
-            problems += (
-                Problem(one.get_key_element(), one.get_value_string(), _LISTED) for one in lists
-            )
+            folder = jobs.destination(made.config, "sweep" if swept else "run")
+        with _noted(problems):
+            if swept:
+                rows = jobs.combined(overrides, made.config)
+            elif lists:
+                listed = (word.partition("=") for word in lists.values())
+                raise RequestError(Problem(key, value, _LISTED) for key, _, value in listed)
         for number, row in enumerate(rows):
             with _noted(problems):
-                if swept:
-                    job = job_of(composer.compose(composer.read(row)[0]), outputs(), number)
-                    apart = tuple(word for word in row if word.partition("=")[0] in words)
-                    jobs.append(replace(job, apart=apart))
-                else:
-                    jobs.append(job_of(made, folder))
+                one = composer.compose(composer.read(row)[0]) if swept else made
+                job = jobs.job_of(one, outputs() if swept else folder, number if swept else None)
+                apart = tuple(word for word in row if word.partition("=")[0] in lists)
+                checked.append(replace(job, apart=apart))
             if len(problems) > _MOST:
                 break
         if swept and not problems:
-            sweep = placed(made.config, jobs, words)
+            sweep = jobs.placed(made.config, checked, lists)
             folder = sweep.folder
     if problems:
         raise RequestError({(one.word, one.message): one for one in problems}.values())
-    return Request(composer, tuple(jobs), made, folder, sweep)
+    return Request(composer, tuple(checked), made, folder, sweep)
 
 
 @contextmanager

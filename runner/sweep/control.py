@@ -19,9 +19,8 @@ from signal import SIGINT, SIGTERM
 from typing import Any
 
 from runner.config.identity import masked_words
-from runner.config.jobs import Sweep, Where
+from runner.config.jobs import Job, Sweep, Where
 from runner.config.problem import Interrupted, Problem, RequestError
-from runner.config.record import Job
 from runner.config.request import Request
 from runner.config.schema import RunConfig
 from runner.launch import signals

@@ -20,8 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.environment import slurm_job
 from runner.config.folders import disk_full
 from runner.config.identity import config_hash, masked_words
-from runner.config.jobs import where
-from runner.config.record import resolved_and_recorded, write_composition
+from runner.config.jobs import resolved_and_recorded, where, write_composition
 from runner.config.schema import parse
 from runner.launch import signals
 from runner.launch.supervise import write_page

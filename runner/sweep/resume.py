@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from runner.config.jobs import Job
 from runner.config.problem import RequestError
-from runner.config.record import Job
 from runner.config.request import Request
 from runner.launch.resume import WORDS, named, newest, problems
 from runner.run_folder import files, keys

@@ -2,8 +2,8 @@
 
 import pytest
 
+from runner.config.jobs import as_yaml, recorded
 from runner.config.problem import RequestError
-from runner.config.record import as_yaml, recorded
 from runner.config.request import request
 
 FILES = {

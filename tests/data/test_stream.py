@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from runner import Booster, Evaluate, Trainer
+from runner import Booster, CheckpointSaver, Evaluate, Trainer
 from runner.booster.plugin import SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.data.stream import StreamLoader
 from tests.ranks import run_ranks
@@ -119,12 +119,9 @@ def train_on_parts():
     # Ranks of tests are daemons, which may not start workers; those of the command may.
     multiprocessing.current_process()._config["daemon"] = False
     found = []
-    for make, kind, workers, steps in (
-        (TorchDDPPlugin, ByItself, 2, 1),
-        (TorchFSDPPlugin, Shards, 0, 3),
-    ):
-        plugin, model = make(), Watched(2, 3)
-        dataset = Shards() if kind is Shards else ByItself(plugin.data_rank, plugin.data_size)
+    for kind, workers, steps in ((TorchDDPPlugin, 2, 1), (TorchFSDPPlugin, 0, 3)):
+        plugin, model = kind(), Watched(2, 3)
+        dataset = ByItself(plugin.data_rank, plugin.data_size) if workers else Shards()
         train = plugin.prepare_dataloader(dataset, BATCH, num_workers=workers)
         held_out = Evaluate(plugin.prepare_dataloader(dataset, BATCH), interval="99ep")
         options = {"booster": Booster(plugin=plugin), "accumulation_steps": steps}
@@ -179,29 +176,26 @@ class StatedShards(Stated):
         return Stated(self.numbers[index * 7 :: num_shards])
 
 
-def training(kind, workers, steps=17):
+def training(kind, workers, *callbacks):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     loader = SinglePlugin().prepare_dataloader(kind(), BATCH, seed=3, num_workers=workers)
-    return Trainer(model, loader, f"{steps}ba", accumulation_steps=2)
+    return Trainer(model, loader, "17ba", accumulation_steps=2, callbacks=callbacks)
 
 
 @pytest.mark.parametrize(
     ("kind", "workers"), [(Plain, 0), (Plain, 2), (Stated, 0), (StatedShards, 2)]
 )
 def test_a_run_on_a_stream_continues_with_the_same_bits(kind, workers, tmp_path, caplog):
-    whole = training(kind, workers)
+    whole = training(kind, workers, CheckpointSaver(tmp_path, "1ba", keep=20))
     whole.fit()
-    for steps in (3, 11):
-        first = training(kind, workers, steps)
-        first.fit()
-        path = first.save(tmp_path / str(steps))
-        second = training(kind, workers)
+    for step in (3, 11):
+        path, second = tmp_path / f"step_{step:09d}", training(kind, workers)
         caplog.clear()
         with caplog.at_level("INFO"):
             second.load(path)
             second.fit()
-        assert all(map(torch.equal, second.model.parameters(), whole.model.parameters())), steps
+        assert all(map(torch.equal, second.model.parameters(), whole.model.parameters())), step
         assert ("are read again and left out" in caplog.text) == (kind is Plain)
     if kind is StatedShards:
         with pytest.raises(ValueError, match=r"1 ranks x 2 workers, here over 1 ranks x 1 workers"):

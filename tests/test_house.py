@@ -19,7 +19,7 @@ LINES = {
     ("sweep",): 644,
     ("telemetry",): 1327,
     ("train",): 2033,
-    ("booster",): 2960,
+    ("booster",): 2693,
     ("parallel",): 2094,
     ("checkpoint",): 500,
     ("clip",): 3429,

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from runner.parallel.hooks import held_tensors
 
 TARGETS = ("labels", "targets", "target", "label", "y")
 """Names of the targets in a dictionary or a dataclass; the first one that is there counts."""
@@ -38,17 +40,15 @@ class ModelCall(NamedTuple):
 
     def only_tensor(self) -> Tensor:
         """Return the input of a model that takes one tensor."""
-        named = dict(self.kwargs)
-        own = target_name(named)
-        if own is not None and len(named) + len(self.args) > 1:
-            del named[own]  # The last stage returns no loss.
-        match [*self.args, *named.values()]:
-            case [Tensor() as inputs]:
-                return inputs
-        given = [*map(_described, self.args), *named]
+        given = dict(enumerate(self.args)) | dict(self.kwargs)
+        if len(given) > 1 and (own := target_name(self.kwargs)):
+            del given[own]  # The last stage returns no loss.
+        if len(given) == 1 and isinstance(inputs := next(iter(given.values())), Tensor):
+            return inputs
         raise BatchError(
             "a pipeline sends one tensor [samples, ...] from stage to stage, and this batch has "
-            f"the inputs {', '.join(given) or 'none'}: give the batch one input beside its targets"
+            f"the inputs {', '.join([*map(_described, self.args), *self.kwargs]) or 'none'}: give "
+            "the batch one input beside its targets"
         )
 
 
@@ -107,41 +107,33 @@ def target_name(named: Mapping[str, Any]) -> str | None:
 
 def targets_of(batch: Any) -> Tensor | None:
     """Return the targets of a batch; None if it has none that are a tensor [samples, ...]."""
-    targets = None
     if isinstance(batch, tuple | list):
         targets = batch[-1] if len(batch) > 1 else None
-    elif (named := named_parts(batch)) is not None and (name := target_name(named)):
-        targets = named[name]
+    else:
+        named = named_parts(batch) or {}
+        targets = named.get(target_name(named) or "")
     return targets if isinstance(targets, Tensor) and targets.ndim else None
 
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch of any structure with ``change(tensor)`` in place of each tensor."""
-    if isinstance(batch, Mapping):
-        changed: Any = copy.copy(batch)  # pytree does not know every mapping
-        changed.update({key: mapped(value, change) for key, value in batch.items()})
-        return changed
     if type(batch) in (tuple, list):
         return type(batch)(mapped(each, change) for each in batch)
-    named = named_parts(batch)
-    if named is not None:
-        return replace(batch, **{name: mapped(value, change) for name, value in named.items()})
-    return tree_map_only(Tensor, change, batch)
-
-
-def tensors(batch: Any) -> Iterator[Tensor]:
-    named = named_parts(batch)
-    leaves = tree_leaves(batch if named is None else dict(named))
-    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    if (named := named_parts(batch)) is None:
+        return tree_map_only(Tensor, change, batch)
+    changed = {name: mapped(value, change) for name, value in named.items()}
+    if not isinstance(batch, Mapping):
+        return replace(batch, **changed)
+    made: Any = copy.copy(batch)  # pytree does not know every mapping
+    made.update(changed)
+    return made
 
 
 def batch_size(batch: Any) -> int:
-    for leaf in tensors(batch):
-        if leaf.ndim:
-            return len(leaf)
-    raise BatchError(
-        f"a batch has to hold a tensor [samples, ...]: this {type(batch).__name__} has none"
-    )
+    for tensor in held_tensors(batch):
+        if tensor.ndim:
+            return len(tensor)
+    raise BatchError(f"{_described(batch)} is no batch: it holds no tensor [samples, ...]")
 
 
 def not_readable(batch: Any) -> BatchError:
@@ -154,10 +146,6 @@ def not_readable(batch: Any) -> BatchError:
 
 
 def _described(batch: Any) -> str:
-    kind = type(batch).__name__
-    if (named := named_parts(batch)) is not None:
-        return f"a {kind} with the keys {', '.join(map(repr, named))}"
-    if not isinstance(batch, tuple | list):
-        return f"a {kind}"
-    last = type(batch[-1]).__name__ if batch else "nothing"
-    return f"a {kind} of {len(batch)} that ends with a {last}"
+    named = named_parts(batch)
+    keys = "" if named is None else f" with the keys {', '.join(map(repr, named))}"
+    return f"a {type(batch).__name__}{keys}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import itemgetter
 from typing import Any
 from weakref import ref
@@ -16,18 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
 from runner.booster import saved
-from runner.booster.batch import batch_size, mapped, targets_of
+from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe, unknown
-from runner.booster.plugin import ParallelModel, Plugin, SinglePlugin
-from runner.booster.plugin.base import dtype_of
+from runner.booster.plugin.base import ParallelModel, Plugin, SinglePlugin, dtype_of
 from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import (
     BoostedParameters,
     ModelWrapper,
     compiled_in_place,
     names_of,
+    refuse_backward,
     require_new,
     require_trainable,
     wrappers,
@@ -77,8 +78,7 @@ class Booster(saved.CheckpointIO):
     ) -> None:
         self.plugin = SinglePlugin() if plugin is None else plugin
         precision = mixed_precision or self.plugin.precision
-        self.dtype = dtype_of(precision)
-        self.loss_scale = loss_scale
+        self.dtype, self.loss_scale = dtype_of(precision), loss_scale
         if self.loss_scale is None and precision == "fp16":
             self.loss_scale = LossScale(self.plugin.initial_scale or LossScale.scale)
         self.nonfinite, self.skip = nonfinite, skip
@@ -121,7 +121,7 @@ class Booster(saved.CheckpointIO):
         raise_first(unknown(optimizers, known, where), alone=True)
         unscaled = {known[id(parameter)] for parameter in orthogonalized(optimizers)}
         made = plugin.configure(model)
-        wrapper = ModelWrapper(made.module, model, self.dtype, made.renamed, names, made.pipeline)
+        wrapper = ModelWrapper(model, self.dtype, made.renamed, names, made.pipeline)
         boosted = None
         if optimizers:
             _rebind(optimizers, given, model, made)
@@ -129,45 +129,37 @@ class Booster(saved.CheckpointIO):
                 require_safe(each, made, plugin)
             made.layout.leave_unscaled(unscaled)
             wrapper.boosted = BoostedParameters(model, made.renamed, alone)
+            options = self.loss_scale, self.nonfinite, copy.deepcopy(self.skip)
+            final = wrapper.boosted.require_final
             boosted = wrapper.optimizer = OptimizerWrapper(
-                optimizers,
-                made,
-                self.loss_scale,
-                self.nonfinite,
-                plugin.max_norm,
-                copy.deepcopy(self.skip),
-                wrapper.boosted.require_final,
+                optimizers, made, plugin, *options, final
             )
+            wrapper.watch = boosted.watch
+        elif made.sync_grads is not nothing:
+            wrapper.watch = partial(refuse_backward, model)
         if made.pipeline is not None:
             made.pipeline.autocast(self.dtype)
-        wrapper.leaves_gradients = boosted is None and made.sync_grads is not nothing
         wrappers[model] = ref(wrapper)
-        # Without an optimizer, gradients are final only if nothing has to be done.
-        if boosted is not None or made.sync_grads is not nothing:
+        if wrapper.watch is not None:  # Without an optimizer others' gradients are never final.
             # What users may give to a function that clips, also parameters that were replaced.
             held = [*given.values(), *model.parameters(), *(s.param for s in made.layout.shards)]
-            register(boosted, [wrapper, made.module, model, *held])
+            register(boosted, [wrapper, model, *held])
         return wrapper, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
         """Run the backward pass of ``loss``, scaled under fp16."""
         optimizer.backward(loss)
 
-    @contextmanager
     def no_sync(
         self, model: ModelWrapper, optimizer: OptimizerWrapper | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate without synchronisation.
 
         Run the forward and backward pass of each microbatch of a window but the last inside it. The
         optimizer, by default the one of the model, refuses to clip gradients that are not final.
         """
         boosted = optimizer or model.optimizer
-        with (
-            nullcontext() if boosted is None else boosted.accumulate(),
-            self.plugin.no_sync(model.module),
-        ):
-            yield
+        return nullcontext() if boosted is None else boosted.accumulate()
 
     def execute_pipeline(
         self,
@@ -200,24 +192,20 @@ class Booster(saved.CheckpointIO):
         known = self._window_loss
         if known is None or known[0] is not criterion:  # kept, so that it is checked only once
             known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
-        window_loss, batch = known[1], next(data_iter)
-        loss: Tensor | None = None
-        outputs: Tensor | None = None
+        window, batch = known[1], next(data_iter)
+        count = window.items(batch).items
+        weight, outputs = 1.0 / window.divisor(count), None
         if optimizer is not None:
-            count = window_loss.items(batch).items
-            weight = 1.0 / window_loss.divisor(count)
             kept: list[Tensor] | None = [] if return_outputs else None
             pair = batch, batch
-            total = self.train_pipeline(model, optimizer, window_loss, pair, weight, True, kept)
-            loss = total * weight if pipeline.last else None
+            total = self.train_pipeline(model, optimizer, window, pair, weight, True, kept)
             outputs = kept[0] if kept else None
         else:
-            outputs = pipeline.evaluate(window_loss.call(batch).only_tensor())
+            outputs = pipeline.evaluate(window.call(batch).only_tensor())
             if outputs is not None:
-                some = batch_size(batch) > 0
-                loss = criterion(outputs, targets_of(batch)) if some else outputs.sum() * 0.0
+                total = window.sum(outputs, batch, count)
         return {
-            "loss": loss if return_loss else None,
+            "loss": total * weight if return_loss and pipeline.last else None,
             "outputs": outputs if return_outputs else None,
         }
 
@@ -240,7 +228,20 @@ class Booster(saved.CheckpointIO):
         assert model.pipeline is not None
         if model.boosted is not None:
             model.boosted.require_same()
-        self._require_adds_up(model, loss, batch)
+        inputs = loss.call(batch).only_tensor()
+        if loss.unproved:  # Check the loss of microbatches once, by a forward pass more.
+            loss.unproved = False
+            forked = torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else [])
+            with forked, model.pipeline.in_eval():
+                outputs = model.pipeline.evaluate(inputs)
+                off = outputs is not None and not loss.adds_up(outputs, batch)
+            # Only the last stage knows, and all ranks stop.
+            if any(on_any_rank([off], dist.group.WORLD)):
+                raise ValueError(
+                    "the mean loss of a batch is not that of its samples, and a pipeline computes "
+                    "it in microbatches: give the criterion a method loss_items(targets) that "
+                    "returns what its mean divides by, or use torch.nn.CrossEntropyLoss"
+                )
         factor = optimizer.begin_backward(weight)
 
         def summed(outputs: Tensor, at: slice) -> Tensor:
@@ -248,27 +249,9 @@ class Booster(saved.CheckpointIO):
             items = loss.items(mapped(host, part)).items if counts else None
             return loss.sum(outputs, mapped(batch, part), items) * factor
 
-        total = model.pipeline.train(loss.call(batch).only_tensor(), summed, kept) / factor
+        total = model.pipeline.train(inputs, summed, kept) / factor
         optimizer.end_backward()
         return total
-
-    def _require_adds_up(self, model: ModelWrapper, loss: WindowLoss, batch: Any) -> None:
-        """Check that microbatches have the loss of the first batch, by a forward pass more."""
-        if not loss.unproved or model.pipeline is None:
-            return
-        loss.unproved = False
-        inputs = loss.call(batch).only_tensor()
-        forked = torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else [])
-        with forked, model.pipeline.in_eval():
-            outputs = model.pipeline.evaluate(inputs)
-            off = outputs is not None and not loss.adds_up(outputs, batch)
-        # Only the last stage knows, and all ranks stop.
-        if any(on_any_rank([off], dist.group.WORLD)):
-            raise ValueError(
-                "the mean loss of a batch is not that of its samples, and a pipeline computes it "
-                "in microbatches: give the criterion a method loss_items(targets) that returns "
-                "what its mean divides by, or use torch.nn.CrossEntropyLoss"
-            )
 
 
 def _rebind(

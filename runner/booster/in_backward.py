@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from runner.booster.optimizers import AT_ONCE, computes_from_all, match_strides
 from runner.booster.step_order import StepOrder, StepOrderError
@@ -36,9 +34,9 @@ class InBackward:
         each: bool,
     ) -> None:
         self.mode, self.steps, self._each = mode, steps, each
-        self._layout, self._optimizers, self._order = order.layout, optimizers, ref(order)
+        self._layout, self._optimizers, self._order = order.layout, optimizers, order
         self._names = {id(shard.param): shard.name for shard in order.layout.shards}
-        self._known: dict[str, tuple[Layout, ClipMode]] = {}
+        self._parts: dict[str, tuple[Layout, ClipMode]] = {}
         self.powers: Powers | None = None  # of the step that was finished last
         self.begin_step()
 
@@ -56,8 +54,7 @@ class InBackward:
 
         def final(parameter: Tensor) -> None:
             found = weak()
-            order = None if found is None else found._order()
-            if found is not None and order is not None and not order.accumulating:
+            if found is not None and not found._order.accumulating:
                 found.clip(parameter)
 
         return final
@@ -68,7 +65,6 @@ class InBackward:
         if not (self.began or self._waits):
             self._waits = not self.mode.ready_for_parts()
             self.began, self._history = not self._waits, dict(self.mode.history)
-            self._require_no_step_hooks()
         if self._waits or (name := self._names.get(id(parameter))) is None:
             return
         if name in self._done:
@@ -79,23 +75,13 @@ class InBackward:
             )
         self._clip(name, parameter)
 
-    def _require_no_step_hooks(self) -> None:
-        hooks = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-        for each in self._optimizers:
-            hooks += [each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks]
-        if self.steps and any(hooks):
-            raise StepOrderError(
-                "an optimizer has hooks of register_step_pre_hook or register_step_post_hook, "
-                "which run once a step: with clip.step_in_backward=true it steps part by part"
-            )
-
     def _clip(self, name: str, parameter: Tensor) -> None:
         """Measure, decide and apply; the step follows while the gradient is in a cache."""
         self._done.add(name)
-        if name not in self._known:
+        if name not in self._parts:
             own = self._layout.restricted([name])
-            self._known[name] = own, self.mode.of_part(own)
-        layout, mode = self._known[name]
+            self._parts[name] = own, self.mode.of_part(own)
+        layout, mode = self._parts[name]
         stats = mode.measure(layout, self._each)
         self._broken |= stats.finite is False
         decision = mode.clip(layout, stats)
@@ -108,14 +94,14 @@ class InBackward:
             mode.before_step(layout, decision)
         match_strides(layout)
         for optimizer in self._optimizers:
-            held = [group["params"] for group in optimizer.param_groups]
+            groups, held = optimizer.param_groups, [g["params"] for g in optimizer.param_groups]
             try:
-                for group in optimizer.param_groups:
+                for group in groups:
                     group["params"] = [p for p in group["params"] if p is parameter]
-                if any(group["params"] for group in optimizer.param_groups):
+                if any(group["params"] for group in groups):
                     optimizer.step()
             finally:
-                for group, parameters in zip(optimizer.param_groups, held, strict=True):
+                for group, parameters in zip(groups, held, strict=True):
                     group["params"] = parameters
         if decision.update is not None:
             mode.after_step(layout, decision)
@@ -128,12 +114,10 @@ class InBackward:
             trained = shard.param.requires_grad and shard.param.grad is not None
             if trained and shard.name not in self._done:
                 self._clip(shard.name, shard.param)
-        self.powers = None
-        if self._powers:
-            wide = transfer.widest(self._layout.device)
-            each = torch.cat([torch.as_tensor(own.each, dtype=wide) for own in self._powers])
-            shards = [*chain.from_iterable(own.shards for own in self._powers)]
-            self.powers = Powers(shards, each, self.mode.norm_type)
+        wide, found = transfer.widest(self._layout.device), self._powers
+        each = [torch.as_tensor(own.each, dtype=wide) for own in found]
+        shards = [shard for own in found for shard in own.shards]
+        self.powers = Powers(shards, torch.cat(each), self.mode.norm_type) if found else None
         return self._total([own.norm for own in self._found])
 
     def decide(self, norm: Number, finite: bool | Tensor) -> Decision:
@@ -141,16 +125,15 @@ class InBackward:
         self.mode.undo(self._history, finite)
         if finite is False:
             return Decision.skipped(norm, self.mode.threshold)
-        found = self._found
+        found, p, kind = self._found, self.mode.norm_type, self.mode.info.clips
         changed: Number = sum((own.fraction * own.total for own in found), 0.0)
         total: Number = sum((own.total for own in found), 0.0)
         after = self._total([own.norm_clipped for own in found])
-        p, kind = self.mode.norm_type, self.mode.info.clips
-        power = after if math.isinf(p) else after**p
+        parts = Parts(changed, total, (), after if math.isinf(p) else after**p)
         most = norm if kind is None else combine([own.max_stat for own in found] or [0.0], math.inf)
         threshold = found[0].threshold if found else math.nan
-        whole = Decision.change_parts(norm, threshold, most, Parts(changed, total, (), power))
-        done = replace(whole, finite=finite).complete(self._layout, p)
+        whole = replace(Decision.change_parts(norm, threshold, most, parts), finite=finite)
+        done = whole.complete(self._layout, p)
         if kind != "updates":
             return done
         return replace(done, coef=-combine([-own.coef for own in found], math.inf))

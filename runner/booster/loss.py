@@ -18,27 +18,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
-from runner.booster.batch import (
-    Calls,
-    batch_size,
-    mapped,
-    named_parts,
-    not_readable,
-    targets_of,
-)
+from runner.booster.batch import Calls, batch_size, mapped, named_parts, not_readable, targets_of
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
+from runner.parallel.hooks import held_tensors
 
 Criterion = Callable[[Any, Any], Tensor]
 
 _SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 _SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
-
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest relative difference by rounding between the loss of a batch and that of its parts."""
+_LOGITS: tuple[Any, ...] = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
+_LOGITS += (functional.binary_cross_entropy_with_logits,)
 
 
 class Count(NamedTuple):
@@ -111,14 +102,6 @@ class WindowLoss:
             items = float(self._weight[counted].sum(dtype=torch.float64))
         return Count(self._stated(batch, items), len(targets), graded if targets.ndim > 1 else 0)
 
-    def graded(self, batch: Any) -> int:
-        """Count the class targets of a microbatch that are not ignored; 0 for other targets."""
-        targets = self._labels(batch)
-        if targets is None or targets.is_floating_point():
-            return 0
-        count: int = (targets != self.ignored).sum().tolist()  # type: ignore[assignment]
-        return count
-
     def _labels(self, batch: Any) -> Tensor | None:
         """Return the targets of a batch; without the first of each sequence if the model shifts."""
         targets = targets_of(batch)
@@ -147,23 +130,22 @@ class WindowLoss:
         """Sum the item losses of a microbatch; 0, with a gradient of zeros, if it has no weight."""
         own = returned_loss(outputs) if self._may_return else None
         if items is None or (items == 0 and not (self._sums and own is None)):
-            leaves = tree_leaves(outputs if own is None else _without_loss(outputs))
-            numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            zero = sum(leaf.sum() * 0.0 for leaf in numbers if leaf.is_floating_point())
-            assert isinstance(zero, Tensor), "the model returned no tensor"
-            return zero
+            numbers = [one for one in held_tensors(outputs) if one.is_floating_point()]
+            # A mean over no items is NaN, and so would be its gradient.
+            rest = [one for one in numbers if one is not own] or numbers
+            return torch.stack([one.sum() * 0.0 for one in rest]).sum()
         if own is not None:
             return own * items
         loss = self._criterion(*self._compared(outputs, batch))
         return loss if self._sums else loss * items
 
-    def correct(self, outputs: Any, batch: Any) -> Number | None:
-        """Count items whose largest logit is the target's; None if targets are not classes."""
+    def correct(self, outputs: Any, batch: Any) -> tuple[Number, Number] | None:
+        """Count items whose largest logit is the target's, and all; None without classes."""
         if (classified := self.classified(outputs, batch)) is None:
             return None
         logits, targets = classified
-        right = (logits.argmax(-1) == targets) & (targets != self.ignored)
-        return transfer.count(right)
+        graded = targets != self.ignored
+        return transfer.count((logits.argmax(-1) == targets) & graded), transfer.count(graded)
 
     def classified(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Return logits [..., classes] and their classes [...]; None for other targets."""
@@ -204,16 +186,13 @@ class WindowLoss:
             return True
         sums: list[float] = []
         try:
-            probe = copy.copy(self)
-            probe._criterion = copy.deepcopy(self._criterion)  # so that its buffers do not change
             with torch.no_grad():
                 for at in (slice(None), slice(1), slice(1, None)):
                     part = mapped(batch, itemgetter(at))
-                    sums.append(float(probe.sum(outputs[at], part, self.items(part).items)))
+                    sums.append(float(self.sum(outputs[at], part, self.items(part).items)))
         except Exception:
             return True  # The criterion does not take a part of a batch.
-        rounding = _ROUNDING.get(outputs.dtype, 2e-2)  # Others have half precision.
-        off = abs(sums[1] + sums[2] - sums[0])
+        off, rounding = abs(sums[1] + sums[2] - sums[0]), torch.finfo(outputs.dtype).eps ** 0.5
         return not math.isfinite(sums[0]) or off <= rounding * max(map(abs, sums))
 
 
@@ -225,19 +204,19 @@ def _option(criterion: Any, name: str, default: Any) -> Any:
 
 def _binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
     """Return what a criterion compares with labels of 0 and 1, if it does."""
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    if isinstance(criterion, nn.BCELoss) or function is functional.binary_cross_entropy:
+    kind = criterion.func if isinstance(criterion, partial) else criterion
+    kind = type(kind) if isinstance(kind, nn.Module) else kind
+    if kind in (nn.BCELoss, functional.binary_cross_entropy):
         return "probabilities"
-    logits = isinstance(criterion, _LOGITS)
-    return "logits" if logits or function is functional.binary_cross_entropy_with_logits else None
+    return "logits" if kind in _LOGITS else None
 
 
 def _summed(criterion: Any) -> Criterion | None:
     """Return ``criterion`` with ``reduction="sum"``; None if it is not a loss of torch."""
     if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
-        module: Any = copy.copy(criterion)
-        module.reduction = "sum"
-        return module  # type: ignore[no-any-return]
+        criterion = copy.copy(criterion)
+        criterion.reduction = "sum"
+        return criterion  # type: ignore[no-any-return]
     bound = isinstance(criterion, partial) and not criterion.args
     function = criterion.func if bound else criterion
     return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
@@ -255,37 +234,21 @@ def returned_loss(outputs: Any) -> Tensor | None:
 
     It is the attribute or entry ``loss``, the only such tensor of a tuple, or the output itself.
     """
-    if isinstance(outputs, Tensor):
-        return outputs if _is_loss(outputs) else None
-    if isinstance(outputs, tuple | list):
-        losses: list[Tensor] = [each for each in outputs if _is_loss(each)]
-        if len(losses) == 1:
-            return losses[0]
-    found: Tensor | None = _part(outputs, "loss")
-    return found if _is_loss(found) else None
+    several = outputs if isinstance(outputs, tuple | list) else [outputs]
+    losses: list[Tensor] = [*filter(_is_loss, several)] or [*filter(_is_loss, [_part(outputs)])]
+    return losses[0] if len(losses) == 1 else None
 
 
 def logits_of(outputs: Any) -> Any:
     """Return the attribute or entry ``logits`` of outputs; the outputs if there is none."""
-    if isinstance(outputs, tuple | list) and returned_loss(outputs) is not None:
-        rest = _without_loss(outputs)
-        return rest[0] if isinstance(rest, list) else outputs
+    loss = returned_loss(outputs) if isinstance(outputs, tuple | list) else None
+    if loss is not None:
+        return next((each for each in outputs if each is not loss), outputs)
     found = _part(outputs, "logits")
     return outputs if found is None else found
 
 
-def _without_loss(outputs: Any) -> Any:
-    """Return the outputs beside the loss; the loss if there are none."""
-    loss = returned_loss(outputs)
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, tuple | list):
-        return [each for each in outputs if each is not loss] or loss
-    parts = outputs if isinstance(outputs, Mapping) else vars(outputs)
-    return {name: part for name, part in parts.items() if part is not loss} or loss
-
-
-def _part(outputs: Any, name: str) -> Any:
+def _part(outputs: Any, name: str = "loss") -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from runner.booster.in_backward import InBackward, why_not_in_parts
 from runner.booster.optimizers import BoostedGroups, match_strides, step_where
-from runner.booster.plugin.base import ParallelModel
+from runner.booster.plugin.base import ParallelModel, Plugin
 from runner.booster.step_order import (
     LossScale,
     Nonfinite,
@@ -33,37 +33,32 @@ class OptimizerWrapper(StepOrder):
     """One or several optimizers that step together: one norm, one decision, one clipping.
 
     Attributes:
-        optimizers: the user's optimizers, in the order in which they were given.
-        decision: what :meth:`clip` decided last; :meth:`step` completes it, where the mode limits
-            the update. None after a step that did not clip.
-        powers: share of each gradient in the norm that :meth:`clip` measured last, where it was
-            asked for, or the norm is not finite, or lies on an accelerator; else None.
-        in_backward: clips in the backward pass, after :meth:`clip_in_backward`; else None.
+        decision: what :meth:`clip` decided last, and :meth:`step` completed; None without clipping.
+        powers: share of each gradient in the norm, where it was measured, see :class:`GradStats`.
     """
+
+    _finite: bool | Tensor | None  # whether to take the step; None while unknown
+    _spike: bool | Tensor
+    _coef: Number  # what the step multiplies gradients by
 
     def __init__(
         self,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizers: Sequence[Optimizer],
         made: ParallelModel,
+        plugin: Plugin,
         loss_scale: LossScale | None = None,
         nonfinite: Nonfinite = "skip",
-        max_norm: float = 0.0,
         skip: SkipRule | None = None,
         require_final: Callable[[], None] = nothing,
     ) -> None:
-        super().__init__(made.layout, loss_scale)
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self.nonfinite, self.skip = nonfinite, skip
-        self._made, self._max_norm, self._require_final = made, max_norm, require_final
-        self._shared |= made.sync_grads is not nothing
+        self.in_backward: InBackward | None = None
+        super().__init__(made, loss_scale)
+        self.optimizers, self.nonfinite, self.skip = list(optimizers), nonfinite, skip
+        self._max_norm, self._require_final = plugin.max_norm, require_final
         self.decision: Decision | None = None
         self.powers: Powers | None = None
-        self.in_backward: InBackward | None = None
-        self._coef: Number = 1.0  # what the next step multiplies gradients by
-        self._finite: bool | Tensor | None = None  # whether to take the step; None while unknown
-        self._spike: bool | Tensor = False
+        self._mode: ClipMode | None = None  # of the decision
         self._taken: bool | Callable[[], float] = False
-        self._limiting: ClipMode | None = None  # mode that limits the update of the next step
         self._groups = BoostedGroups(self.optimizers, made.layout, made.steps)
         self._fused = self._all_fused()
 
@@ -78,11 +73,9 @@ class OptimizerWrapper(StepOrder):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def unwrap(self) -> Optimizer:
-        """Return the user's optimizer; a RuntimeError if there are several."""
-        if len(self.optimizers) > 1:
-            raise RuntimeError(
-                f"{len(self.optimizers)} optimizers were boosted together: use .optimizers"
-            )
+        """Return the user's optimizer, if there is one alone."""
+        if (count := len(self.optimizers)) > 1:
+            raise RuntimeError(f"{count} optimizers were boosted together: use .optimizers")
         return self.optimizers[0]
 
     def bind(self, mode: ClipMode) -> None:
@@ -96,20 +89,16 @@ class OptimizerWrapper(StepOrder):
         With ``step`` each parameter is stepped beside its gradient, which is then freed. Call
         :meth:`clip` with the same mode, which then returns what was done, and :meth:`step` as ever.
         """
-        watch = self._made.watch_final
-        if self.in_backward is not None:
-            raise ValueError("gradients are clipped in the backward pass already")
-        if watch is None:
-            raise ValueError(
-                "clipping in the backward pass works with SinglePlugin: elsewhere gradients become "
-                "final after it"
-            )
-        fp16, skip = self.loss_scale is not None, self.skip is not None
         asked: dict[str, Any] = {"step": step, "nonfinite": self.nonfinite}
-        found = refusals(type(mode), vars(mode), **asked, fp16=fp16, skip=skip)
-        refused = [f"{key}: {why}" for key, why in found]
+        asked |= {"fp16": self.loss_scale is not None, "skip": self.skip is not None}
+        refused = [f"{key}: {why}" for key, why in refusals(type(mode), vars(mode), **asked)]
         refused += filter(None, map(why_not_in_parts, self.optimizers if step else ()))
-        if refused:
+        watch = self._made.watch_final
+        if watch is None:
+            refused = ["works with SinglePlugin: elsewhere gradients become final after it"]
+        if self.in_backward is not None:
+            refused = ["they are clipped there already"]
+        if refused or watch is None:
             raise ValueError(f"clipping in the backward pass: {refused[0]}")
         self.bind(mode)
         self.in_backward = InBackward(self, self.optimizers, mode, step, each)
@@ -124,8 +113,7 @@ class OptimizerWrapper(StepOrder):
         self._require_final()
         if self._groups.have_changed():
             self._fused = self._all_fused()
-        self._separate()
-        self._made.sync_grads()
+        super()._make_final()
 
     def _has_gradients(self) -> bool:
         clipped = self.in_backward is not None and self.in_backward.began
@@ -135,13 +123,12 @@ class OptimizerWrapper(StepOrder):
     def clip(self, mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
         """Unscale, measure ‖G‖, agree whether it is finite, and clip by ``mode`` in place.
 
-        Every rank decides from the same reduced norm, so all of them skip the step or none. With
-        ``fold``, :meth:`step` may multiply the gradients, which costs less where all optimizers are
-        fused ones of torch; each ``.grad`` is clipped after the step then. With ``each``,
-        ``powers`` has the share of each gradient.
+        Every rank decides from the same reduced norm. With ``fold``, :meth:`step` may multiply the
+        gradients, which costs less where all optimizers are fused ones of torch; each ``.grad`` is
+        clipped after the step then. With ``each``, ``powers`` are measured.
         """
         self.begin_clip()
-        early = self.in_backward
+        early, self._mode = self.in_backward, mode
         if early is not None and mode is not early.mode:
             raise ValueError("gradients are clipped in the backward pass: clip by the same mode")
         if early is not None and early.began:
@@ -159,13 +146,12 @@ class OptimizerWrapper(StepOrder):
             spike = self.skip.is_spike(stats.norm)
             # The host waits where it decides whether the step is taken.
             self._spike = bool(spike) if isinstance(self._finite, bool) else spike
-        stats = replace(stats, finite=self._unless_spike(finite))
-        decision = self.decision = self._apply(mode, stats, fold)
-        self._limiting = None if decision.update is None else mode
+        decision = self._apply(mode, replace(stats, finite=self._unless_spike(finite)), fold)
         if spike is not False:
             number = spike.to(transfer.widest(spike.device)) if isinstance(spike, Tensor) else 1.0
-            self.decision = replace(decision, spike=number)
-        return self.decision
+            decision = replace(decision, spike=number)
+        self.decision = decision
+        return decision
 
     def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
         """Return ``finite``, or False for a spike."""
@@ -174,18 +160,13 @@ class OptimizerWrapper(StepOrder):
         return ~self._spike & finite if isinstance(self._spike, Tensor) else False
 
     def _judge(self, norm: Number) -> bool | Tensor:
-        """Return whether the gradient is finite, and note whether the step is taken.
-
-        The answer stays on an accelerator where a fused optimizer can skip the step there.
-        """
-        if isinstance(norm, Tensor):
-            finite = torch.isfinite(norm)
-            if self._fused and self.loss_scale is None and self.nonfinite == "skip":
-                self._finite = finite
-                return finite
-            known = bool(finite)
-        else:
-            known = math.isfinite(norm)
+        """Return whether the gradient is finite, and note whether the step is taken."""
+        finite = transfer.is_finite(norm)
+        on_device = self._fused and self.loss_scale is None and self.nonfinite == "skip"
+        if isinstance(finite, Tensor) and on_device:
+            self._finite = finite  # A fused optimizer can skip the step there.
+            return finite
+        known = bool(finite)
         if not known and self.loss_scale is None and self.nonfinite == "error":
             advice = "clip.nonfinite=skip leaves such steps out"
             found = finding(self.layout, self.powers, float(norm))
@@ -199,12 +180,9 @@ class OptimizerWrapper(StepOrder):
             return mode.clip(self.layout, stats)
         decision = mode.decide(self.layout, stats)
         plain = decision.parts is None and decision.scales is None and decision.finite is not False
-        coef = decision.coef if decision.factor is None else decision.factor
-        if plain and isinstance(coef, float) and coef == 1.0:
-            return decision
         # A factor multiplies some gradients alone.
-        if plain and decision.factor is None and self._groups.fold(coef):
-            self._coef = coef
+        if plain and decision.factor is None and self._groups.fold(decision.coef):
+            self._coef = decision.coef
             return decision
         return mode.apply(self.layout, decision)
 
@@ -214,6 +192,7 @@ class OptimizerWrapper(StepOrder):
         self.step()
         return self.decision or decision
 
+    @torch.no_grad()
     def step(self, closure: None = None) -> bool:
         """Take the step, unless the gradients are not finite; return whether it was taken.
 
@@ -221,27 +200,26 @@ class OptimizerWrapper(StepOrder):
         """
         if closure is not None:
             raise TypeError("step() takes no closure: run the backward passes before clipping")
-        early = self.in_backward
-        with torch.no_grad():
-            finite = self._finish_gradients()
+        early, finite = self.in_backward, self._finish_gradients()
         stepped = early is not None and early.steps and early.began
-        if finite is not False and any(group.get("fused") for group in self.param_groups):
-            match_strides(self.layout)
         if self.stage is not StepState.CLIPPED:
             self.decision = None
-        coef, limiting, decision = self._coef, self._limiting, self.decision
-        self.begin_step(zeroed=False)
+        if finite is not False and any(group.get("fused") for group in self.param_groups):
+            match_strides(self.layout)
+        coef, decision = self._coef, self.decision
+        self.begin_step()
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
-        if limiting is not None and decision is not None:
-            with torch.no_grad():
-                limiting.before_step(self.layout, decision)
+        limits = []
+        if decision is not None and decision.update is not None and not stepped and self._mode:
+            limits = [(self._mode, decision)]
+        for mode, made in limits:
+            mode.before_step(self.layout, made)
         if not stepped:
             step_where(finite, self.optimizers, coef)
-        if limiting is not None and decision is not None:
-            with torch.no_grad():
-                self.decision = limiting.after_step(self.layout, decision)
+        for mode, made in limits:
+            self.decision = mode.after_step(self.layout, made)
         # Also after a step that only this rank read to be skipped: others decide on the device.
         self._made.broadcast_params()
         return True
@@ -257,8 +235,7 @@ class OptimizerWrapper(StepOrder):
                 self.clip(build("none"))
         self.unscale()
         if self._finite is None:
-            known = self.loss_scale is None or bool(math.isfinite(total_norm(self.layout)))
-            self._finite = known
+            self._finite = self.loss_scale is None or math.isfinite(total_norm(self.layout))
         if self.loss_scale is not None:
             self.loss_scale.update(bool(self._finite))  # A spike is no overflow.
         return self._unless_spike(self._finite)
@@ -279,22 +256,19 @@ class OptimizerWrapper(StepOrder):
                 shard.param.grad.zero_()
         if set_to_none:
             self._made.forget()
-        self.begin_step(zeroed=set_to_none)
+        self.begin_step()
 
-    def begin_step(self, zeroed: bool) -> None:
-        """Begin the next step; ``zeroed``: there are no gradients left."""
-        super().begin_step(zeroed)
-        self._finite, self._spike, self._limiting, self._coef = None, False, None, 1.0
+    def begin_step(self) -> None:
+        """Begin the next step."""
+        super().begin_step()
+        self._finite, self._spike, self._coef = None, False, 1.0
         if self.in_backward is not None:
             self.in_backward.begin_step()
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Limit the norm of the whole gradient; return the norm before. A name of Colossal-AI's.
-
-        The matrices that Muon steps are left as they are.
-        """
+        """Limit the norm of the whole gradient; return the norm before. A name of Colossal-AI's."""
         decision = self.clip(build("norm", threshold=max_norm, norm_type=norm_type))
         norm = torch.as_tensor(decision.norm, dtype=torch.float32)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -311,30 +285,24 @@ class OptimizerWrapper(StepOrder):
 
     def rest_of_state(self) -> dict[str, Any]:
         """Return the state beside that of the optimizers."""
-        scale, skip = self.loss_scale, self.skip
-        rest = {"loss_scale": None if scale is None else scale.state_dict()}
-        return rest if skip is None else rest | {"skip": skip.state_dict()}
+        held = {"loss_scale": self.loss_scale, "skip": self.skip}
+        return {key: one.state_dict() for key, one in held.items() if one is not None}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`rest_of_state` returned."""
-        if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
-        if self.skip is not None and "skip" in state:
-            self.skip.load_state_dict(state["skip"])
+        for key, one in (("loss_scale", self.loss_scale), ("skip", self.skip)):
+            if one is not None and state.get(key) is not None:
+                one.load_state_dict(state[key])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of what this rank steps (one optimizer, or a list), and of the rest."""
+        """Return the states of the optimizers, of what this rank steps, and of the rest."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
-        return {"optimizer": states if len(states) > 1 else states[0], **self.rest_of_state()}
+        return {"optimizer": states, **self.rest_of_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        given = state["optimizer"]
-        states = given if isinstance(given, list) else [given]
-        if len(states) != (here := len(self.optimizers)):
-            raise ValueError(
-                f"the state is that of {len(states)} optimizers, but {here} were boosted"
-            )
-        for optimizer, own in zip(self.optimizers, states, strict=True):
+        if (given := len(state["optimizer"])) != (here := len(self.optimizers)):
+            raise ValueError(f"the state is that of {given} optimizers, but {here} were boosted")
+        for optimizer, own in zip(self.optimizers, state["optimizer"], strict=True):
             optimizer.load_state_dict(own)
         self.load_rest(state)

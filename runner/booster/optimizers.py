@@ -51,15 +51,17 @@ def require_safe(optimizer: Optimizer, made: ParallelModel, plugin: Plugin) -> N
         log.warning("python -m runner verify tells if %s is right under %s", kind, where)
     if not names & (FROM_ALL | WHOLE):
         return
-    found = ""
-    if _steps_some(made) and computes_from_all(optimizer):
-        clips = any(group.get("max_grad_norm") for group in optimizer.param_groups)
-        how = " (max_grad_norm=None turns that off: clip by the booster instead)" if clips else ""
+    found, layout = "", made.layout
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    elsewhere = made.steps is not None and any(id(s.param) not in made.steps for s in layout.shards)
+    elsewhere |= made.pipeline is not None or len(layout.shards) < len(layout.names)
+    if elsewhere and computes_from_all(optimizer):
         found = (
-            f"{kind} computes its steps from all parameters{how}, but under {where} each rank "
-            "steps only some of them: choose TorchDDPPlugin (plugin=ddp) or another optimizer"
+            f"{kind} computes its steps from all parameters (max_grad_norm=None turns off that of "
+            f"LAMB), but under {where} each rank steps only some of them: choose TorchDDPPlugin "
+            "(plugin=ddp) or another optimizer"
         )
-    elif names & WHOLE and any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
+    elif names & WHOLE and any(map(is_sharded, held)):
         found = (
             f"{kind} cannot step the parameters that {where} shards over ranks: choose "
             "LowLevelZeroPlugin(stage=1), TorchDDPPlugin (plugin=ddp) or another optimizer"
@@ -93,12 +95,6 @@ def _names(optimizer: Optimizer) -> set[str]:
     return torchs | {k.__name__ for k in kinds}
 
 
-def _steps_some(made: ParallelModel) -> bool:
-    layout, own = made.layout, made.steps
-    partitioned = own is not None and any(id(shard.param) not in own for shard in layout.shards)
-    return partitioned or made.pipeline is not None or len(layout.shards) < len(layout.names)
-
-
 def unknown(optimizers: Iterable[Optimizer], known: Collection[int], instead: str) -> str:
     """Describe a parameter that would be neither synchronised nor clipped; ``known``: ids."""
     for optimizer in optimizers:
@@ -120,12 +116,18 @@ class BoostedGroups:
         self, optimizers: Sequence[Optimizer], layout: Layout, steps: frozenset[int] | None
     ) -> None:
         self._optimizers, self._layout, self._steps = optimizers, layout, steps
-        self._seen = self._now()
-        self._folds: tuple[tuple[int, list[int]], bool] | None = None
+        self._record()
 
     def _now(self) -> tuple[int, list[int]]:
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
         return len(groups), list(map(id, chain.from_iterable(groups)))
+
+    def _record(self) -> None:
+        self._seen = self._now()
+        # With ZeRO stage 1 other ranks step some of them.
+        trained = [shard.param for shard in self._layout.shards if shard.param.requires_grad]
+        float32 = {parameter.dtype for parameter in trained} == {torch.float32}
+        self._steps_all = float32 and {*self._seen[1]}.issuperset(map(id, trained))
 
     def have_changed(self) -> bool:
         """Return whether groups changed since the last call; keep what this rank steps of them."""
@@ -147,33 +149,27 @@ class BoostedGroups:
                     f"{shard.name} was given to Muon after boost, and clipping would scale it: "
                     "give Muon all of its matrices before booster.boost"
                 )
-        self._seen = self._now()
+        self._record()
         return True
 
     def fold(self, coef: Number) -> bool:
         """Return whether fused kernels multiply all gradients by ``coef`` as they step.
 
-        This saves a read and a write of all gradients. A hook before the step has to see them
-        clipped: nothing is folded then.
+        This saves a read and a write of all gradients, which hooks before the step have to see
+        clipped.
         """
-        if not isinstance(coef, Tensor) and not coef * LARGEST_SCALE >= 1.0:
-            return False
-        if _global_optimizer_pre_hooks or not all(map(_can_scale, self._optimizers)):
-            return False
-        if self._folds is None or self._folds[0] is not self._seen:
-            # With ZeRO stage 1 other ranks step some of them.
-            trained = [shard.param for shard in self._layout.shards if shard.param.requires_grad]
-            float32 = {parameter.dtype for parameter in trained} == {torch.float32}
-            self._folds = self._seen, float32 and {*self._seen[1]}.issuperset(map(id, trained))
-        return self._folds[1]
-
-
-def _can_scale(optimizer: Optimizer) -> bool:
-    return (
-        type(optimizer) in SCALING
-        and not optimizer._optimizer_step_pre_hooks
-        and all(group.get("fused") for group in optimizer.param_groups)
-    )
+        fits = isinstance(coef, Tensor) or coef * LARGEST_SCALE >= 1.0
+        return (
+            fits
+            and self._steps_all
+            and not _global_optimizer_pre_hooks
+            and all(
+                type(optimizer) in SCALING
+                and not optimizer._optimizer_step_pre_hooks
+                and all(group.get("fused") for group in optimizer.param_groups)
+                for optimizer in self._optimizers
+            )
+        )
 
 
 def match_strides(layout: Layout) -> None:
@@ -186,7 +182,7 @@ def match_strides(layout: Layout) -> None:
     gradients = list(map(_GRADIENT, parameters))
     contiguous = {*map(type, gradients)} == {Tensor} and all(map(Tensor.is_contiguous, gradients))
     if contiguous and all(map(Tensor.is_contiguous, parameters)):
-        return
+        return  # the usual case, in half the time
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None or gradient.layout is not torch.strided:
             continue
@@ -200,13 +196,9 @@ def step_where(finite: bool | Tensor, optimizers: Sequence[Optimizer], coef: Num
         finite = bool(finite)
     if finite is False:
         return
-    read: dict[str, Any] = {}
-    if finite is not True:
-        read["found_inf"] = (~finite).float()
-    if isinstance(coef, Tensor):
-        read["grad_scale"] = (1.0 / coef).float()
-    elif coef != 1.0:
-        read["grad_scale"] = torch.tensor(1.0 / coef, dtype=torch.float32)
+    read: dict[str, Any] = {} if finite is True else {"found_inf": (~finite).float()}
+    if isinstance(coef, Tensor) or coef != 1.0:
+        read["grad_scale"] = torch.as_tensor(1.0 / coef, dtype=torch.float32)
     for optimizer in optimizers:
         vars(optimizer).update(read)
         try:

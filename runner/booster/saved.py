@@ -1,8 +1,8 @@
 """The tensors of boosted models and optimizers by name, and files of them for any layout of ranks.
 
-A name is that in the whole model; the state of an optimizer for ``net.weight`` is
-``optimizer/0/net.weight/exp_avg`` and the like. ``torch.distributed.checkpoint.state_dict`` would
-step an optimizer to load it, and knows neither pipeline stages nor the parts of ZeRO stage 1.
+The state of an optimizer for ``net.weight`` is ``optimizer/0/net.weight/exp_avg`` and the like.
+``torch.distributed.checkpoint.state_dict`` would step an optimizer to load it, and knows neither
+pipeline stages nor the parts of ZeRO stage 1.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,16 @@ def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
 
 def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return all of the optimizers that is no tensor; every rank has to call this."""
-    here = {key: value for key, value in _state(optimizer) if not isinstance(value, Tensor)}
-    listed = [here]
+    listed = [{k: value for k, value in _state(optimizer) if not isinstance(value, Tensor)}]
     if several_ranks():
-        listed = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(listed, here)
+        listed *= dist.get_world_size()
+        dist.all_gather_object(listed, listed[0])
     groups = [
         [{key: group[key] for key in group if key not in _OF_LAYOUT} for group in each.param_groups]
         for each in optimizer.optimizers
     ]
-    kinds = [type(each).__name__ for each in optimizer.optimizers]
     state = {key: value for part in listed for key, value in part.items()}
+    kinds = [type(each).__name__ for each in optimizer.optimizers]
     return {"kinds": kinds, "groups": groups, "state": state, **optimizer.rest_of_state()}
 
 
@@ -80,40 +80,33 @@ def optimizer_slots(
     keep: Collection[str] = (),
 ) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
     """Return tensors to load the state of optimizers into, and what makes them the state then."""
-    kinds = [type(each).__name__ for each in optimizer.optimizers]
-    if (saved := values["kinds"]) != kinds:
-        raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(kinds)}")
-    pairs = list(zip(optimizer.optimizers, values["groups"], strict=True))
-    for each, groups in pairs:
-        if len(groups) != (here := len(each.param_groups)):
-            raise ValueError(
-                f"the state is that of an optimizer with {len(groups)} parameter groups, not {here}"
-            )
+    saved, here = values["kinds"], [type(each).__name__ for each in optimizer.optimizers]
+    if saved != here:
+        raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(here)}")
+    counts = [len(groups) for groups in values["groups"]]
+    if counts != (own := [len(each.param_groups) for each in optimizer.optimizers]):
+        raise ValueError(f"the state is that of {counts} parameter groups, not {own}")
     kept = {*keep, *(_RATES if "lr" in keep else ())}
-    fields: dict[str, list[str]] = {}
+    states: dict[str, list[tuple[Optimizer, dict[str, Any], nn.Parameter, dict[str, Any]]]] = {}
+    for owner, each, group, parameter in _owners(optimizer):
+        states.setdefault(owner, []).append((each, group, parameter, {}))
+    tensors: dict[str, list[Tensor]] = {}
     for key in (*held, *values["state"]):
         owner, _, field = key.rpartition("/")
-        fields.setdefault(owner, []).append(field)
-    tensors: dict[str, list[Tensor]] = {}
-    states: list[tuple[Optimizer, nn.Parameter, dict[str, Any]]] = []
-    for owner, each, group, parameter in _owners(optimizer):
-        state: dict[str, Any] = {}
-        for field in fields.get(owner, ()):
-            key = f"{owner}/{field}"
+        for _, group, parameter, state in states.get(owner, ()):
             if key in held:
                 state[field] = _empty(key, held[key], parameter, group)
                 tensors.setdefault(key, []).append(state[field])
             else:
                 state[field] = values["state"][key]
-        states.append((each, parameter, state))
 
     def assign() -> None:
-        for each, parameter, state in states:
+        for each, _, parameter, state in chain.from_iterable(states.values()):
             if state:
                 each.state[parameter] = state
-        for each, groups in pairs:
-            for group, settings in zip(each.param_groups, groups, strict=True):
-                group.update({key: settings[key] for key in settings.keys() - kept})
+        every = chain.from_iterable(values["groups"])
+        for group, settings in zip(optimizer.param_groups, every, strict=True):
+            group.update({key: settings[key] for key in settings.keys() - kept})
         optimizer.load_rest(values)
 
     return tensors, assign
@@ -179,9 +172,9 @@ def _plain(value: Any) -> Any:
 class CheckpointIO:
     """The methods of :class:`runner.Booster` for states and files, named as Colossal-AI's.
 
-    Every rank has to call them, and all ranks have to see the same disk. Reading a file runs no
-    code in it. What was saved under one plugin and number of ranks can be loaded under another.
-    ``size_per_shard`` is accepted, since scripts of Colossal-AI give it: each rank writes one file.
+    Every rank calls them, and all ranks see the same disk. Reading a file runs no code in it. What
+    was saved under one plugin and number of ranks can be loaded under another. ``size_per_shard``
+    of Colossal-AI has no effect: each rank writes one file.
     """
 
     def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
@@ -194,8 +187,7 @@ class CheckpointIO:
     ) -> None:
         """Load a state dict of the whole model, which only the first rank reads.
 
-        A ValueError, the same on every rank, lists names and shapes that are not the model's;
-        without ``strict``, names may be missing, and others are left alone.
+        A ValueError on every rank lists what is not the model's, names only if ``strict``.
         """
         reshard(model.roots())
         load(model.unwrap(), model.renamed, model.names, state, strict)
@@ -214,12 +206,12 @@ class CheckpointIO:
             _write_folder(path, model_tensors(model))
             return
         whole = self.state_dict(model)
+        save: Any = torch.save
         if use_safetensors or path.suffix == _SAFETENSORS:
+            save = safetensors.torch.save_file
             # The format knows no tied tensors: each name gets its own.
-            own = {name: tensor.clone() for name, tensor in whole.items()}
-            _write_file(path, lambda part: safetensors.torch.save_file(own, part))
-        else:
-            _write_file(path, lambda part: torch.save(whole, part))
+            whole = {name: tensor.clone() for name, tensor in whole.items()}
+        _write_file(path, lambda part: save(whole, part))
 
     def load_model(self, model: ModelWrapper, checkpoint: str | Path, strict: bool = True) -> None:
         """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted."""
@@ -240,15 +232,15 @@ class CheckpointIO:
     def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | Path) -> None:
         """Load what :meth:`save_optimizer` saved."""
         path = Path(checkpoint)
-        values, source = _read(path / _VALUES), Folder(path)
-        tensors, assign = optimizer_slots(optimizer, source.stored, values)
+        source = Folder(path)
+        tensors, assign = optimizer_slots(optimizer, source.stored, _read(path / _VALUES))
         fill(tensors, source)
         assign()
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Save the state of a scheduler."""
-        state = lr_scheduler.state_dict()
-        _write_file(Path(checkpoint), lambda part: part.write_bytes(packed(state)))
+        content = packed(lr_scheduler.state_dict())
+        _write_file(Path(checkpoint), lambda part: part.write_bytes(content))
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Load what :meth:`save_lr_scheduler` saved."""

@@ -1,4 +1,4 @@
-"""Where an optimizer step stands: which gradients there are, whether they are final, and finite.
+"""Where an optimizer step stands, what is refused in which state, and gradients not finite.
 
 Refused is what would give a wrong result: to clip a gradient that still accumulates, or twice.
 """
@@ -11,15 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
-from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.booster.plugin.base import ParallelModel
 from runner.clip import Layout
 from runner.clip.norms import Powers
-from runner.clip.shard import local
 from runner.config.notation import first_few, ranks_as_text
 
 Nonfinite = Literal["skip", "error", "ignore"]
@@ -36,7 +35,7 @@ class NonFiniteGradient(FloatingPointError):
 
     def __init__(self, finding: str, advice: str = "", norm: float = math.nan) -> None:
         super().__init__(finding, advice, norm)
-        self.finding, self.advice, self.norm = finding, advice, norm
+        self.finding, self.advice, self.norm = self.args
 
     def __str__(self) -> str:
         return f"{self.finding} ({self.advice})" if self.advice else self.finding
@@ -46,8 +45,8 @@ def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
     """Name the parameters whose gradient is not finite, and their ranks; a collective."""
     group, every = layout.group, [[] if powers is None else powers.not_finite()]
     if group is not None:
-        here, every = every[0], [[] for _ in range(group.size())]
-        dist.all_gather_object(every, here, group=group)
+        every *= group.size()
+        dist.all_gather_object(every, every[0], group=group)
     bad = {name for names in every for name in names}
     text = f"the gradient's norm is {norm}: {first_few([n for n in layout.names if n in bad])}"
     if group is None:
@@ -109,17 +108,15 @@ class StepState(Enum):
 class StepOrder:
     """Follows the backward passes of one optimizer step after another."""
 
-    def __init__(self, layout: Layout, loss_scale: LossScale | None = None) -> None:
-        self.layout, self.loss_scale = layout, loss_scale
-        self.stage = StepState.EMPTY
-        self._shared = layout.group is not None  # whether ranks wait for each other in a step
+    def __init__(self, made: ParallelModel, loss_scale: LossScale | None = None) -> None:
+        self._made, self.layout, self.loss_scale = made, made.layout, loss_scale
         self.accumulating = False  # whether backward passes run under ``no_sync`` now
-        # A gradient that an earlier step has used, and how many times it was written to.
-        self._last: tuple[ReferenceType[Tensor], int] | None = None
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
-        self._final = self._unscaled = self._scaled = False
-        # What was written when a backward pass began after the gradients were final, if one did.
-        self._late: tuple[tuple[ReferenceType[Tensor], int] | None] | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.stage = StepState.EMPTY
+        self._final = self._scaled = self._late = False
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16."""
@@ -146,69 +143,54 @@ class StepOrder:
             output.register_hook(self._reached)  # type: ignore[no-untyped-call]
 
     def _reached(self, gradient: Tensor) -> None:
-        if not (self._final or self.stage is StepState.CLIPPED):
+        if self._final:
+            self._late = True
+        else:
             self.end_backward()
-        elif self._late is None:
-            self._late = (self._written(),)
-
-    def _require_complete(self) -> None:
-        """Refuse gradients of this rank beside final ones."""
-        if self._late is not None and self._is_new(self._late[0]):
-            raise StepOrderError(
-                "a backward pass ran after the gradients were final: run all of them before "
-                "optimizer.unscale() and before clipping"
-            )
-        self._late = None  # clipping may write to them next
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Context of backward passes whose gradients are not final, however they are run."""
-        nested, before = self.accumulating, self._written()
-        self.accumulating = True
+        nested, self.accumulating = self.accumulating, True
+        self._made.hold(True)
         try:
             yield
         finally:
             self.accumulating = nested
-            if self.stage is StepState.EMPTY and self._is_new(before):
-                self.stage = StepState.ACCUMULATING
+            self._made.hold(nested)
 
     def begin_clip(self) -> None:
         """Check that gradients may be clipped now; make them final and unscale them."""
-        if self.stage is StepState.CLIPPED or self.stage is StepState.ACCUMULATING:
+        if not self.require_step("clip"):
             raise StepOrderError(f"cannot clip now: {self.stage.value}")
-        self._require_complete()
-        # After a backward pass a rank of a split model may have no gradient. The other ranks wait
-        # for it in the collectives.
-        waited_for = self.stage is StepState.READY and self._shared
-        if not waited_for and not self._has_gradients():
-            raise StepOrderError(f"cannot clip now: {StepState.EMPTY.value}")
         self.unscale()
 
-    def require_step(self) -> bool:
-        """Check that a step may be taken; return whether there are gradients to clip."""
+    def require_step(self, what: str = "step") -> bool:
+        """Check that gradients are final; return whether there are any to clip."""
         if self.stage is StepState.ACCUMULATING:
-            raise StepOrderError(f"cannot step now: {self.stage.value}")
-        self._require_complete()
-        # The backward pass through an output of a class that pytree does not know is not noted.
-        return self.stage is StepState.READY or (
-            self.stage is StepState.EMPTY and self._has_gradients()
-        )
-
-    def begin_step(self, zeroed: bool) -> None:
-        self.stage, self._last = StepState.EMPTY, None if zeroed else self._written()
-        self._final = self._unscaled = self._scaled = False
-        self._late = None
+            raise StepOrderError(f"cannot {what} now: {self.stage.value}")
+        if self._late:
+            raise StepOrderError(
+                "a backward pass ran after the gradients were final: run all of them before "
+                "optimizer.unscale() and before clipping"
+            )
+        # After a backward pass a rank of a split model may have no gradient; the others wait for
+        # it in the collectives. A backward pass of the user's own model is not noted.
+        unnoted = self.stage is StepState.EMPTY and self._has_gradients()
+        return unnoted or self.stage is StepState.READY
 
     def unscale(self) -> None:
         """Synchronise the gradients and divide them by the fp16 scale, once a step, in place."""
-        if not self._final:
-            self._make_final()
-            self._final = True
-        if self.loss_scale is not None and not self._unscaled:
+        if self._final:
+            return
+        self._make_final()
+        if self.loss_scale is not None:
             self.loss_scale.divide(self.layout, self._scaled)
-            self._unscaled = True
+        self._final = True
 
-    def _make_final(self) -> None: ...
+    def _make_final(self) -> None:
+        self._separate()
+        self._made.sync_grads()
 
     def _separate(self) -> None:
         """Give each gradient its own memory, if the first backward pass made any share it."""
@@ -216,21 +198,4 @@ class StepOrder:
             self._shares = self.layout.separate_gradients() or self._shares is True
 
     def _has_gradients(self) -> bool:
-        """Return whether there are gradients other than those of an earlier step."""
-        return self._is_new(self._last if self.stage is StepState.EMPTY else None)
-
-    def _written(self) -> tuple[ReferenceType[Tensor], int] | None:
-        """Return the gradient nearest to the loss, which every backward pass writes to."""
-        for shard in reversed(self.layout.shards):
-            if (gradient := shard.param.grad) is not None:
-                part = local(gradient)
-                return ref(part), part._version + gradient._version
-        return None
-
-    def _is_new(self, before: tuple[ReferenceType[Tensor], int] | None) -> bool:
-        """Return whether there is a gradient that is new, or was written to since ``before``."""
-        now = self._written()
-        if now is None or before is None:
-            return now is not None
-        # By identity: references to tensors compare the elements of the tensors.
-        return before[0] is not now[0] or before[1] != now[1]
+        return any(shard.param.grad is not None for shard in self.layout.shards)

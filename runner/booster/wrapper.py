@@ -1,14 +1,10 @@
-"""The wrapper of a boosted model; what a model has to be before it is boosted, and to stay after.
-
-Parameters that are replaced, added, tied or converted after boost would be neither synchronised nor
-clipped, so each training forward pass looks for them. Freezing and unfreezing is fine.
-"""
+"""The wrapper of a boosted model; what a model has to be before boost, and to stay after it."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -35,17 +31,17 @@ class ModelWrapper(nn.Module):
     """A boosted model: the forward pass runs under autocast and returns float32 outputs.
 
     Attributes:
+        module: the user's model.
         renamed: name in the whole model of each parameter that has another name on this rank.
         names: each name in the state dict of the whole model, with the first name of its tensor.
         optimizer: optimizer that was boosted with the model, or None.
         boosted: the parameters at boost; None without an optimizer.
-        leaves_gradients: whether gradients would stay those of this rank, for want of an optimizer.
+        watch: called with each output of a forward pass that trains.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        model: nn.Module,
         dtype: torch.dtype | None,
         renamed: Mapping[str, str],
         names: Mapping[str, str],
@@ -54,11 +50,9 @@ class ModelWrapper(nn.Module):
         super().__init__()
         self.module, self.dtype, self.pipeline = module, dtype, pipeline
         self.renamed, self.names = renamed, names
-        # In a list, so that the model is not registered as a submodule again.
-        self._model = [model]
         self.optimizer: OptimizerWrapper | None = None
         self.boosted: BoostedParameters | None = None
-        self.leaves_gradients = False
+        self.watch: Callable[[Tensor], None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Copy the model without its optimizer, for an average of its weights."""
@@ -68,20 +62,19 @@ class ModelWrapper(nn.Module):
                 "a model that is sharded or cut into stages cannot be copied: for an average of "
                 "its weights, average what booster.state_dict returns, or boost a copy as well"
             )
-        for module in self.unwrap().modules():
+        for module in self.module.modules():
             groups = [v for v in vars(module).values() if isinstance(v, dist.ProcessGroup)]
             memo.update({id(group): group for group in groups})
-        model = copy.deepcopy(self.unwrap(), memo)
-        return ModelWrapper(model, model, self.dtype, self.renamed, self.names)
+        return ModelWrapper(copy.deepcopy(self.module, memo), self.dtype, self.renamed, self.names)
 
     def unwrap(self) -> nn.Module:
         """Return the user's model."""
-        return self._model[0]
+        return self.module
 
     def roots(self) -> list[nn.Module]:
         """Return the model, and its pipeline stages on this rank: what ``fully_shard`` shards."""
         pipeline = self.pipeline
-        return [self.unwrap(), *(() if pipeline is None else pipeline.stages.values())]
+        return [self.module, *(() if pipeline is None else pipeline.stages.values())]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; half-precision outputs become float32, so that losses are exact."""
@@ -97,13 +90,9 @@ class ModelWrapper(nn.Module):
             with torch.autocast(device, self.dtype):
                 outputs = self.module(*args, **kwargs)
             outputs = tree_map_only(Tensor, _to_float32, outputs)
-        if self.optimizer is not None and trains:
+        if trains and self.watch is not None:
             for output in held_tensors(outputs):
-                self.optimizer.watch(output)
-        elif trains and self.leaves_gradients and any(p.requires_grad for p in self.parameters()):
-            for output in held_tensors(outputs):
-                if output.grad_fn is not None:
-                    output.register_hook(_refuse)  # type: ignore[no-untyped-call]
+                self.watch(output)
         return outputs
 
 
@@ -111,15 +100,21 @@ def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _refuse(gradient: Tensor) -> None:
-    raise RuntimeError(
-        "the gradients of this model are averaged over ranks in the step of its optimizer: give "
-        "boost the optimizer with the model"
-    )
+def refuse_backward(model: nn.Module, output: Tensor) -> None:
+    """Refuse a backward pass into a model that was boosted without an optimizer."""
+
+    def refuse(gradient: Tensor) -> None:
+        raise RuntimeError(
+            "the gradients of this model are averaged over ranks in the step of its optimizer: "
+            "give boost the optimizer with the model"
+        )
+
+    if output.grad_fn is not None and any(p.requires_grad for p in model.parameters()):
+        output.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 class BoostedParameters:
-    """The parameters of a model at boost.
+    """The parameters at boost: others would be neither synchronised nor clipped.
 
     ``alone``: in one process, where they may be converted, and frozen while they have a gradient.
     """
@@ -174,8 +169,6 @@ class BoostedParameters:
             self.require_same()
         self._forward_checked = False
         trained = [p.requires_grad for _, p in self._known.values()]
-        if trained == self._trained:
-            return
         for (name, p), was in zip(self._known.values(), self._trained, strict=True):
             if was and not p.requires_grad and p.grad is not None and not self._alone:
                 raise ValueError(
@@ -196,8 +189,9 @@ def require_new(model: nn.Module, *, rewrappable: bool) -> None:
     """Refuse to boost a model twice; ``rewrappable``: unless its wrapper is gone."""
     if rewrappable and model in wrappers:
         gc.collect()  # A Trainer and its wrapper refer to each other.
-    gone = rewrappable and wrappers.get(model, lambda: None)() is None
-    if (model in wrappers and not gone) or isinstance(model, ModelWrapper):
+        if wrappers[model]() is None:
+            return
+    if model in wrappers or isinstance(model, ModelWrapper):
         raise ValueError(
             f"this {type(model).__name__} is boosted already: boost a model once, with all its "
             "optimizers, booster.boost(model, [first, second], ...), or build the model anew"
@@ -207,9 +201,8 @@ def require_new(model: nn.Module, *, rewrappable: bool) -> None:
 def require_trainable(model: nn.Module, criterion: Any, *, dense: str) -> None:
     """Refuse complex parameters, a criterion's, and under a plugin ``dense`` sparse gradients."""
     named = dict(model.named_parameters())
-    for name, parameter in named.items():
-        if parameter.is_complex():
-            raise TypeError(f"{name} is complex: clipping is defined on real parameters")
+    if found := [name for name, parameter in named.items() if parameter.is_complex()]:
+        raise TypeError(f"{found[0]} is complex: clipping is defined on real parameters")
     own = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
     held = {id(parameter) for parameter in named.values()}
     if found := [name for name, p in own if p.requires_grad and id(p) not in held]:
@@ -218,7 +211,7 @@ def require_trainable(model: nn.Module, criterion: Any, *, dense: str) -> None:
             "give them to the model, whose method loss(outputs, batch) may compute the loss"
         )
     for name, module in model.named_modules() if dense else ():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if getattr(module, "sparse", False) is True:
             raise ValueError(
                 f"{name or type(module).__name__} has sparse gradients, which {dense} cannot "
                 "synchronise: build the layer with sparse=False"

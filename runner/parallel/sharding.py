@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -112,26 +110,9 @@ def reshard(roots: Iterable[nn.Module]) -> None:
                 module.reshard()
 
 
-_HELD: WeakSet[nn.Module] = WeakSet()
-
-
-@contextmanager
-def unsynchronised(model: nn.Module, averagings: Iterable[Any] = ()) -> Iterator[None]:
-    """Reduce no gradients of a sharded ``model``, and average none early, in passes inside."""
-
-    def synchronise(on: bool) -> None:
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(on)
-        for averaging in averagings:
-            averaging.held = not on
-
-    if model in _HELD:  # nested in another one, which ends it
-        yield
-        return
-    _HELD.add(model)
-    synchronise(False)
-    try:
-        yield
-    finally:
-        _HELD.discard(model)
-        synchronise(True)
+def hold(model: nn.Module, averagings: Iterable[Any], held: bool) -> None:
+    """Reduce no gradients of a sharded ``model``, and average none early, while ``held``."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not held)
+    for averaging in averagings:
+        averaging.held = held

@@ -161,12 +161,13 @@ class Passes:
         self.model.eval()
         losses: list[Number] = []
         right: list[Number] = []
-        items, graded, ungraded, samples = 0.0, 0.0, False, False
+        graded: list[Number] = []
+        items, ungraded, samples = 0.0, False, False
         for idle, host in held_out(loader, plugin):
             beat()
             batch, count = self.to_device(host), None if idle else loss.items(host).items
             if count is not None:
-                items, graded, samples = items + count, graded + loss.graded(host), True
+                items, samples = items + count, True
             if pipeline is None:
                 outputs = loss.forward(self._module, batch)
             else:
@@ -178,15 +179,17 @@ class Passes:
             correct = loss.correct(outputs, batch)
             ungraded = ungraded or correct is None
             if correct is not None and not idle:
-                right.append(correct)
-        here = [transfer.add(losses), items, transfer.add(right), graded, ungraded, samples]
-        total, items, correct, graded, unknown, ranks = plugin.sum_over_data(here)
+                right.append(correct[0])
+                graded.append(correct[1])
+        counts = transfer.add(right), transfer.add(graded)
+        here = [transfer.add(losses), items, *counts, ungraded, samples]
+        total, items, rights, classes, unknown, ranks = plugin.sum_over_data(here)
         self.model.train()
         if not items:
             return {}
         found = {keys.EVAL_LOSS: total / items}
-        if graded and not unknown:
-            found[keys.EVAL_ACCURACY] = correct / graded
+        if classes and not unknown:
+            found[keys.EVAL_ACCURACY] = rights / classes
         return found | metrics.compute(plugin, int(ranks))
 
     @torch.no_grad()

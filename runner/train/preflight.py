@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from runner.booster import SinglePlugin
-from runner.booster.batch import BatchError, mapped, targets_of, tensors
+from runner.booster.batch import BatchError, mapped, targets_of
 from runner.booster.in_backward import why_not_in_parts
 from runner.booster.loss import WindowLoss, logits_of, returned_loss
 from runner.clip import Decision, Layout
@@ -40,6 +40,7 @@ from runner.config.schema import RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
+from runner.parallel.hooks import held_tensors
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build
@@ -254,8 +255,8 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> Ite
         yield Problem(*place, str(error))
     except Exception as error:
         if not _about_meta(error):
-            shapes = [["B", *map(str, leaf.shape[1:])] for leaf in tensors(samples) if leaf.ndim]
-            given = ", ".join(f"[{', '.join(shape)}]" for shape in shapes)
+            shapes = [leaf.shape[1:] for leaf in held_tensors(samples) if leaf.ndim]
+            given = ", ".join(f"[{', '.join(['B', *map(str, shape)])}]" for shape in shapes)
             message = f"does not take a sample of {config.data.target} ({given}): "
             yield Problem(*place, message + _first_line(error))
 

@@ -277,12 +277,16 @@ def compare(plugin, kinds, tolerance=1e-9):
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_steps_with_any_loss_are_those_of_torch(plugin):
-    compare(plugin, CRITERIA)
+    """All under one plugin of each kind of loop; two under others, which change no loss."""
+    first = [*PLUGINS].index(plugin) % 4
+    whole = plugin in ("single", "ddp", "pipeline")
+    compare(plugin, CRITERIA if whole else [*CRITERIA][first : first + 2])
 
 
 @pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
 def test_steps_on_batches_of_any_structure_are_those_of_torch(plugin):
     compare(plugin, STRUCTURES)
-    pytest.importorskip("transformers")
-    # Their causal loss is computed in float32.
-    compare(plugin, ("bert_tags", "gpt2"), 1e-5)
+    if plugin != "fsdp":
+        pytest.importorskip("transformers")
+        # Their causal loss is computed in float32.
+        compare(plugin, ("bert_tags", "gpt2"), 1e-5)

@@ -77,21 +77,10 @@ def tried(plugins):
         wrong.refused("twice", apply_gradient_clipping, wrong.model, "norm", 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if name in ("single", "ddp", "zero1", "tensor"):
-            with wrong.held():  # The user's own model, that was boosted in place.
-                wrong.loss(0, raw).backward()
-            wrong.refused("held", optimizer.clip_grad_by_norm, 1.0)
         if wrong.model.pipeline is None:
             for final in (optimizer.unscale, lambda by=optimizer: by.clip_grad_by_norm(1.0)):
                 wrong.backward(0)
                 final()
-                if name in ("single", "ddp", "zero1"):  # It writes nothing.
-                    torch.autograd.grad(wrong.loss(1), next(raw.parameters()))
-                    if final == optimizer.unscale:
-                        optimizer.clip_grad_by_norm(1.0)
-                    optimizer.step()
-                    wrong.backward(0)
-                    final()
                 wrong.loss(1).backward()
                 wrong.refused("late", optimizer.step)
                 optimizer.zero_grad()

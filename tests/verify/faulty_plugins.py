@@ -1,6 +1,5 @@
 """Plugins with the faults that clipping by hand has, for the comparison to find."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -26,10 +25,7 @@ class SeesReplicasThatAreNotThere(TorchDDPPlugin):  # Divides by two what is hel
 
 class ForgetsToReduce(TorchDDPPlugin):  # Every rank steps by the gradient of its own samples
     def configure(self, model):
-        return ParallelModel(model, Layout.of_model(model))
-
-    def no_sync(self, model):
-        return nullcontext()
+        return ParallelModel(Layout.of_model(model))
 
 
 class ClipsByStage(PipelineParallelPlugin):  # By the norm of each stage's own gradients

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,15 +22,11 @@ from runner.data.workers import WorkerLoader
 from runner.parallel import gradient_sync as sync
 from runner.parallel.hooks import Final, watch_parameters
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.sharding import unsynchronised
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Misfit = tuple[str, Any, str]
 """Argument of a plugin's constructor, its value, and why it does not fit the model or the ranks."""
-
-averagings: WeakKeyDictionary[nn.Module, list[sync.Averaging]] = WeakKeyDictionary()
-"""What averages the gradients of each distributed model; ``no_sync`` holds it back."""
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
@@ -42,22 +36,11 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def require_process_group(plugin: str) -> dist.ProcessGroup:
-    """Return the process group of all ranks; a RuntimeError says how to start one."""
-    if dist.group.WORLD is None:
-        raise RuntimeError(
-            f"{plugin} needs a process group: call runner.launch_from_torch() first, "
-            "and start the script by torchrun"
-        )
-    return dist.group.WORLD
-
-
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model that is distributed over ranks, and what an optimizer step does for it.
+    """How a model lies on ranks, and what an optimizer step does for it.
 
     Attributes:
-        module: module to run instead of the model.
         layout: placement of the gradients.
         sync_grads: makes gradients final; called on every rank, once per step, before they are
             read.
@@ -66,26 +49,30 @@ class ParallelModel:
         steps: ids of the parameters that the optimizer of this rank steps; None for all.
         pipeline: runs batches, if the model is split into stages.
         renamed: name in the whole model of each parameter that has another name on this rank.
+        hold: called with True before backward passes under ``no_sync``, which leave gradients local
+            (but those of sharded pipeline stages), and with False after them.
+        forget: called when gradients were set to None without a step.
         watch_final: calls a function with each parameter whose gradient has become final in a
             backward pass; None if they are final only after it.
-        forget: called when gradients were set to None without a step.
     """
 
-    module: nn.Module
     layout: Layout
     sync_grads: Callable[[], None] = sync.nothing
     broadcast_params: Callable[[], None] = sync.nothing
     steps: frozenset[int] | None = None
     pipeline: Pipeline | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
-    watch_final: Callable[[Final], None] | None = None
+    hold: Callable[[bool], None] = lambda held: None
     forget: Callable[[], None] = sync.nothing
+    watch_final: Callable[[Final], None] | None = None
 
 
 class Plugin(ABC):
     """How a model, its gradients and its data are distributed over ranks.
 
     Attributes:
+        data_rank: data-parallel rank: which part of a microbatch this rank reads.
+        data_size: data-parallel size: number of parts of a microbatch.
         reports_metrics: whether sums over data-parallel ranks include this rank. Among ranks that
             read the same samples, exactly one is included, and it has the loss.
         precision: precision of a :class:`~runner.Booster` that is given none.
@@ -93,6 +80,8 @@ class Plugin(ABC):
         max_norm: if above 0, each step clips the norm of a gradient that was not clipped before.
     """
 
+    data_rank: int = 0
+    data_size: int = 1
     reports_metrics: bool = True
     precision: str | None = None
     initial_scale: float | None = None
@@ -119,23 +108,9 @@ class Plugin(ABC):
         """Number of processes."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
-    @property
-    def data_rank(self) -> int:
-        """Data-parallel rank: which part of a microbatch this rank reads."""
-        return self.rank
-
-    @property
-    def data_size(self) -> int:
-        """Data-parallel size: number of parts of a microbatch."""
-        return self.world_size
-
     @abstractmethod
     def configure(self, model: nn.Module) -> ParallelModel:
         """Distribute ``model`` over the ranks, in place."""
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay local, but those of sharded pipeline stages."""
-        return unsynchronised(model, averagings.get(model, ()))
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Sum values over all data-parallel ranks, with bitwise equal results on all ranks."""
@@ -147,6 +122,8 @@ class Plugin(ABC):
 
     def start_sum_over_ranks(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Start :meth:`sum_over_ranks` on the host (gloo); return a function that waits."""
+        if self.world_size == 1:
+            return lambda: list(values)
         rows = start_gather(torch.tensor(values, dtype=torch.float64), None)
         return lambda: rows().sum(0).tolist()
 
@@ -192,11 +169,7 @@ class Plugin(ABC):
             WorkerLoader(dataset, seed, **kwargs) if num_workers else DataLoader(dataset, **kwargs)
         )
 
-    def prepare_train_dataloader(
-        self, dataset: Dataset[Any], batch_size: int, **kwargs: Any
-    ) -> DataLoader[Any]:
-        """Return :meth:`prepare_dataloader`, whose earlier name in Colossal-AI this is."""
-        return self.prepare_dataloader(dataset, batch_size, **kwargs)
+    prepare_train_dataloader = prepare_dataloader  # its earlier name in Colossal-AI
 
 
 class SinglePlugin(Plugin):
@@ -208,8 +181,4 @@ class SinglePlugin(Plugin):
     def configure(self, model: nn.Module) -> ParallelModel:
         """Return the model unchanged."""
         watch = partial(watch_parameters, model)
-        return ParallelModel(model, Layout.of_model(model), watch_final=watch)
-
-    def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        """Return the values unchanged."""
-        return list(values)
+        return ParallelModel(Layout.of_model(model), watch_final=watch)

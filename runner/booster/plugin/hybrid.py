@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,7 @@ from runner.parallel import stages, tensor_styles
 from runner.parallel.hooks import Usage, require_no_post_accumulate
 from runner.parallel.mesh import Axes, grid, mixtures, of_experts, position, spread_experts
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.sharding import fsdp_options, reshard, shard_model
+from runner.parallel.sharding import fsdp_options, hold, reshard, shard_model
 from runner.parallel.tensor import parallelize, partial_parameters
 
 SIZES = ("dp_size", "tp_size", "pp_size", "ep_size")
@@ -34,12 +35,12 @@ class HybridParallelPlugin(base.Plugin):
 
     Gradients are averaged over data-parallel ranks once per step, while its last backward pass
     runs. With ``zero_stage`` 2 and 3 they are averaged in each backward pass outside ``no_sync``;
-    with pipeline stages in each backward pass.
+    with pipeline stages in each backward pass. A size of None takes the ranks that others leave.
 
     Args:
-        tp_size: tensor-parallel size; None for the ranks that the other sizes leave.
-        pp_size: pipeline-parallel size; None for the ranks that the other sizes leave.
-        dp_size: data-parallel size; None for the ranks that the other sizes leave.
+        tp_size: tensor-parallel size.
+        pp_size: pipeline-parallel size.
+        dp_size: data-parallel size.
         ep_size: number of data-parallel ranks that share one set of experts; None for all.
         zero_stage: 0: replicas. 1: optimizer state is partitioned over data-parallel ranks. 2:
             gradients too. 3: parameters too. Stages 2 and 3 use ``fully_shard``.
@@ -47,8 +48,7 @@ class HybridParallelPlugin(base.Plugin):
         tp_plan: style by name pattern (see :mod:`runner.parallel.tensor_styles`); by default the
             model's own.
         schedule: pipeline schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b`` or ``zero_bubble``.
-        num_microbatches: microbatches of one batch in the pipeline; by default the number of
-            stages.
+        num_microbatches: microbatches of one batch in a pipeline; by default one for each stage.
         split: names of the modules with which the second and each further stage starts; by default
             stages have about equal numbers of parameters.
         reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`;
@@ -86,7 +86,12 @@ class HybridParallelPlugin(base.Plugin):
         initial_scale: float | None = None,
         max_norm: float = 0.0,
     ) -> None:
-        self.world = base.require_process_group(type(self).__name__)
+        if dist.group.WORLD is None:
+            raise RuntimeError(
+                f"{type(self).__name__} needs a process group: call runner.launch_from_torch() "
+                "first, and start the script by torchrun"
+            )
+        self.world = dist.group.WORLD
         if schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(SCHEDULES)}")
         if zero_stage not in range(4):
@@ -110,22 +115,14 @@ class HybridParallelPlugin(base.Plugin):
             raise ValueError(f"num_microbatches={num_microbatches}: {refused}")
         # A schedule that splits the backward pass looks for the weights of a stage before it
         # computes gradients, and would not find weights that are unsharded only then.
-        split_backward = pp > 1 and SCHEDULES[schedule].splits_backward
-        reshards = reshard_after_forward and zero_stage == 3 and not split_backward
+        self.splits_backward = pp > 1 and SCHEDULES[schedule].splits_backward
+        reshards = reshard_after_forward and zero_stage == 3 and not self.splits_backward
         self.sharding = fsdp_options(reshards, base.dtype_of(param_dtype), cpu_offload)
-        self.pp_rank, self._data_rank, tp_rank = position(self.rank, self.sizes)
+        # Ranks of a tensor group or a pipeline read the same samples.
+        self.pp_rank, self.data_rank, tp_rank = position(self.rank, self.sizes)
+        self.data_size = self.sizes.dp
         last = stages.stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
         self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
-
-    @property
-    def data_rank(self) -> int:
-        """Data-parallel rank; ranks of a tensor group or a pipeline read the same samples."""
-        return self._data_rank
-
-    @property
-    def data_size(self) -> int:
-        """Data-parallel size."""
-        return self.sizes.dp
 
     @classmethod
     def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
@@ -142,7 +139,7 @@ class HybridParallelPlugin(base.Plugin):
             sizes = cls.sizes_of(ranks, options)
         except SizeError as error:
             return [(error.key, options.get(error.key, ranks), str(error))]
-        return list(_problems(model, sizes, options))
+        return list(_problems(model, ranks, sizes, options))
 
     def configure(self, model: nn.Module) -> base.ParallelModel:
         """Split into stages, distribute experts, shard weights, then shard over data ranks."""
@@ -197,7 +194,6 @@ class HybridParallelPlugin(base.Plugin):
         backwards = {id(p): self.num_microbatches for p in staged}
         waiting = partial_parameters(model) if sizes.tp > 1 else frozenset()
         averagings = [sync.Averaging(each, backwards, waiting) for each in replicas]
-        base.averagings[model] = averagings
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
         waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.num_microbatches)
@@ -212,27 +208,26 @@ class HybridParallelPlugin(base.Plugin):
         if sizes.tp > 1:
             replicated = tensor_styles.replicated(model)
             calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
-        finish = partial(sync.in_turn, calls)
-        made = (layout, finish, broadcast_params, steps, pipeline, own.renamed)
-        return base.ParallelModel(model, *made, forget=usage.forget)
+        made = (steps, pipeline, own.renamed, partial(hold, model, averagings), usage.forget)
+        return base.ParallelModel(layout, partial(sync.in_turn, calls), broadcast_params, *made)
 
     def _check_hooks(self, model: nn.Module) -> None:
         """Refuse post-accumulate hooks that would not run."""
-        why = ""
-        if self.sizes.tp > 1:
-            why = "tensor parallelism replaces parameters by the parts on each rank"
-        elif self.sharded:
+        why = "tensor parallelism replaces parameters by the parts on each rank"
+        if self.sizes.tp == 1 and self.sharded:
             why = f"zero_stage={self.zero_stage} computes with temporary copies of parameters"
-        elif self.sizes.pp > 1 and SCHEDULES[self.schedule].splits_backward:
+        elif self.sizes.tp == 1:
             why = f"schedule={self.schedule} computes the gradients of weights apart"
-        if why:
+        if self.sizes.tp > 1 or self.sharded or self.splits_backward:
             require_no_post_accumulate(model.named_parameters(), why)
 
 
 def _problems(
-    model: nn.Module, sizes: MeshSizes, options: Mapping[str, Any]
+    model: nn.Module, ranks: int, sizes: MeshSizes, options: Mapping[str, Any]
 ) -> Iterator[base.Misfit]:
     kind, plan, starts = type(model).__name__, options.get("tp_plan"), options.get("split")
+    if ranks % (replicas := options.get("dp_replicate", 1)):
+        yield "dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)"
     if sizes.tp > 1 or plan:
         try:
             sequence = sizes.tp > 1 and options.get("sequence_parallel", False)
@@ -267,10 +262,6 @@ class TorchDDPPlugin(HybridParallelPlugin):
         broadcast_buffers: each step gives all ranks the buffers of the first one; False is refused.
             The others but the last are without effect: scripts of Colossal-AI give them to DDP.
         sync_batchnorm: see :class:`~runner.booster.TorchFSDPPlugin`.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: ``broadcast_buffers`` is False.
     """
 
     def __init__(
@@ -302,10 +293,6 @@ class TorchFSDPPlugin(HybridParallelPlugin):
         cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
         sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks
             (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: ``dp_replicate`` does not divide the world size.
     """
 
     def __init__(
@@ -316,26 +303,12 @@ class TorchFSDPPlugin(HybridParallelPlugin):
         cpu_offload: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        super().__init__(
-            zero_stage=3,
-            reshard_after_forward=reshard_after_forward,
-            param_dtype=param_dtype,
-            cpu_offload=cpu_offload,
-            sync_batchnorm=sync_batchnorm,
-        )
+        own: dict[str, Any] = {"param_dtype": param_dtype, "cpu_offload": cpu_offload}
+        own |= {"reshard_after_forward": reshard_after_forward, "sync_batchnorm": sync_batchnorm}
+        super().__init__(zero_stage=3, **own)
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
         self.dp_replicate = dp_replicate
-
-    @classmethod
-    def problems(
-        cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
-    ) -> list[base.Misfit]:
-        """Return whether ``dp_replicate`` divides the ranks, see :meth:`Plugin.problems`."""
-        replicas = options.get("dp_replicate", 1)
-        if ranks % replicas:
-            return [("dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)")]
-        return []
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):

@@ -254,8 +254,7 @@ class OptimizerWrapper(StepOrder):
                 shard.param.grad = None
             elif shard.param.grad is not None:
                 shard.param.grad.zero_()
-        if set_to_none:
-            self._made.forget()
+        self._made.forget(set_to_none)
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -98,12 +98,6 @@ def load_weights(training: Training, checkpoint: Path | None) -> None:
     fill(saved.model_slots(training.model), Folder(found))
 
 
-def require_savable(training: Training) -> None:
-    """Check that the state of a training can be saved and loaded; every rank has to call this."""
-    rest = _values(training)
-    on_first(lambda: len(saved.packed(rest)))
-
-
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Return the state of a training besides its tensors; no code in the file is run."""
     path = checkpoint / files.STATE
@@ -242,7 +236,8 @@ class CheckpointSaver:
                 f"{self.folder} holds {newest[0].name} of an earlier training, which this one "
                 "would remove: load it to continue, or choose another folder"
             )
-        require_savable(training)
+        rest = _values(training)
+        on_first(lambda: len(saved.packed(rest)))  # raises if it could not be loaded again
 
     def due(self) -> bool:
         """Return whether this rank asks for a checkpoint, also to raise that one has failed."""

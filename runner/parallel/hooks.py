@@ -24,11 +24,10 @@ from runner.config.notation import first_few
 from runner.parallel.collectives import full, on_any_rank, sharded
 from runner.parallel.mesh import Axes, split_parameters
 
+# Hooks of one parameter. The handle of a hook removes it from this mapping.
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
-"""Hooks of one parameter. The handle of a hook removes it from this mapping."""
-
+# The unsharded parameter that a forward pass computes with, by the shard on this rank.
 _UNSHARDED: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-"""The unsharded parameter that a forward pass computes with, by the shard on this rank."""
 
 
 def require_no_post_accumulate(named: Iterable[tuple[str, Tensor]], why: str) -> None:
@@ -105,6 +104,8 @@ class Usage:
         self._used: set[int] = set()
         self._kept: dict[int, ReferenceType[Tensor]] = {}
         self._apart = Apart()
+        self._whole: list[Tensor] = []
+        self._held: list[Any] = []  # where torch accumulates in another dtype
 
     def watch(self, root: nn.Module, hooks: Mapping[tuple[nn.Module, str], Hooks]) -> None:
         """Record the use of the parameters of ``root``, and run the user's hooks on them.
@@ -129,14 +130,22 @@ class Usage:
                 gathered = module._parameters[key]
                 assert gathered is not None
                 _UNSHARDED[shard] = gathered
+                self._whole.append(gathered)
                 carry_over(hooks.get((module, key)), gathered)
                 # Not after accumulation: zero-bubble schedules call autograd.grad.
                 register(partial(self._note, id(shard)), gathered)
             block.reshard()
+            for group in block._get_fsdp_state()._fsdp_param_groups:
+                self._held += group.fsdp_params
 
-    def forget(self) -> None:
-        """Forget a window whose gradients were dropped."""
-        self._used.clear()
+    def forget(self, set_to_none: bool) -> None:
+        """Forget a window that ``zero_grad`` drops, and what ``no_sync`` has kept whole."""
+        for gathered in self._whole:
+            gathered.grad = None
+        for held in self._held:
+            held.unsharded_accumulated_grad = None
+        if set_to_none:
+            self._used.clear()
         self._apart.seen.clear()
 
     def _note(self, parameter: int, gradient: Tensor) -> Tensor | None:

@@ -1,8 +1,7 @@
 """The device mesh: which ranks share pipelines, data, experts and weights.
 
 Ranks that communicate most (tensor) are neighbours; ``ep`` neighbouring data-parallel ranks share
-one set of experts. A mixture is any module with a ``ModuleList`` called ``experts`` and a method
-``spread(group)``, which keeps the experts of this rank and exchanges tokens from then on.
+one set of experts. README.md says what a mixture of experts is.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runner.config.plugin_section import MeshSizes
 
+# Meshes by what they were made of, each with the world that it was made in.
 _made: dict[Any, tuple[Any, DeviceMesh]] = {}
-"""Meshes by what they were made of, each with the world that it was made in."""
 
 
 def grid(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -25,8 +25,8 @@ from runner.parallel.hooks import Apart, register
 from runner.parallel.sharding import reshard
 from runner.parallel.stages import Stage, stage_to_rank
 
+# Returns the summed loss of some samples, given their outputs and their slice of the batch.
 LossOf = Callable[[Tensor, slice], Tensor]
-"""Returns the summed loss of some samples, given their outputs and their slice of the batch."""
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -56,15 +56,11 @@ class Pipeline:
         self._loss_of: LossOf | None = None
         self._apart = Apart()
         self._after: tuple[Tensor | None, Any] = (None, 0)
-        whole = [stage for stage in self.stages.values() if not isinstance(stage, FSDPModule)]
-        for parameter in {id(p): p for stage in whole for p in stage.parameters()}.values():
-            register(self._apart, parameter)
+        for stage in self.stages.values():
+            for parameter in () if isinstance(stage, FSDPModule) else stage.parameters():
+                register(self._apart, parameter)
         if self.last:
             self.stages[self.count - 1].ends = True
-
-    @property
-    def first(self) -> bool:
-        return 0 in self.stages
 
     @property
     def last(self) -> bool:
@@ -84,15 +80,13 @@ class Pipeline:
         self._apart.seen.clear()
         losses: list[Tensor] = []
         self._loss_of = loss_of
-        try:
-            outputs = run.step(
-                *([padded] if self.first else []),
-                target=rows if self.last else None,
-                losses=losses if self.last else None,
-                return_outputs=kept is not None,
-            )
-        finally:
-            self._loss_of = None
+        outputs = run.step(
+            *([padded] if 0 in self.stages else []),
+            target=rows if self.last else None,
+            losses=losses if self.last else None,
+            return_outputs=kept is not None,
+        )
+        self._loss_of = None
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._after = self._last_gradient()
@@ -173,11 +167,11 @@ class Pipeline:
         before: list[tuple[nn.Parameter, Tensor]] = []
         if any(on_any_rank([key not in self._made], self.across)):
             self._made[key] = self._new_run(inputs)
-            sharded = [s for s in self.stages.values() if isinstance(s, FSDPModule)]
-            for parameter in (p for stage in sharded for p in stage.parameters()):
-                if parameter.grad is not None:
-                    before.append((parameter, parameter.grad))
-                    parameter.grad = None
+            for stage in self.stages.values():
+                for parameter in stage.parameters() if isinstance(stage, FSDPModule) else ():
+                    if parameter.grad is not None:
+                        before.append((parameter, parameter.grad))
+                        parameter.grad = None
         self._made.move_to_end(key)
         while len(self._made) > _KEPT:
             self._made.popitem(last=False)

@@ -1,8 +1,7 @@
 """Tensor parallelism: the weights of a layer are sharded over ranks (Shoeybi et al. 2019).
 
-Source: arXiv 1909.08053. Parameters become DTensors, which record where their shards are. Layers
-compute on plain local tensors, with one collective wherever shards meet. README.md says why the
-styles of :mod:`torch.distributed.tensor.parallel` are not used.
+Source: arXiv 1909.08053. Parameters become DTensors. Layers compute on plain local tensors, with
+one collective wherever shards meet. README.md says why torch's own styles are not used.
 """
 
 from __future__ import annotations
@@ -30,21 +29,17 @@ class Entrance:
     """Lets several layers (query, key, value) share the collective by which one input enters."""
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._served = 0
-        self._given: tuple[Any, ...] = ()
-        self._entered: Tensor | None = None
+        self._layers, self._served = layers, 0
+        self._given: tuple[Any, ...] = (None,)
 
     def __call__(self, hidden: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
-        given = (hidden, hidden._version, torch.is_grad_enabled())
-        same = len(self._given) and self._given[0] is hidden and self._given[1:] == given[1:]
-        entered = self._entered if same else None
-        if entered is None:
-            entered = enter(hidden)
-            self._given, self._entered, self._served = given, entered, 0
+        how = hidden._version, torch.is_grad_enabled()
+        if self._given[0] is not hidden or self._given[1] != how:
+            self._given, self._served = (hidden, how, enter(hidden)), 0
+        entered: Tensor = self._given[2]
         self._served += 1
         if self._served == self._layers:  # Activations are not kept longer than they are used.
-            self._given, self._entered = (), None
+            self._given = (None,)
         return entered
 
 
@@ -88,8 +83,7 @@ class Region:
         return split(hidden, SEQUENCE, self.group, sums=sums)
 
 
-Run = Callable[..., Any]
-"""Runs a module, given its region, the module, its own forward, and the arguments."""
+Run = Callable[..., Any]  # given its region, a module, its own forward, and the arguments
 
 
 def _own(region: Region, module: nn.Module, forward: Run, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +134,7 @@ def _whole_sequence(region: Region, module: nn.Module, forward: Run, hidden: Ten
     return region.split(forward(region.whole(hidden)))
 
 
-RUNS: Mapping[str, Run] = {
+RUNS: Mapping[str, Run] = {  # what runs instead of a module's own forward, by style
     "colwise": _colwise,
     "rowwise": _rowwise,
     "rowwise_split_input": _rowwise_split_input,
@@ -150,7 +144,6 @@ RUNS: Mapping[str, Run] = {
     "split_sequence": _split_sequence,
     "whole_sequence": _whole_sequence,
 }
-"""What runs instead of a module's own forward, by style."""
 
 
 @dataclass

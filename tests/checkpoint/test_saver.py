@@ -1,6 +1,5 @@
 """A training saves the right checkpoints at the right steps, keeps them, and continues exactly."""
 
-import errno
 import multiprocessing
 import os
 import random
@@ -133,28 +132,6 @@ def test_a_training_that_is_asked_to_stop_saves_and_continues_later(tmp_path, as
     again.load(tmp_path / "step_000000013")
     again.fit()
     assert same(again, whole)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_named_and_the_former_checkpoint_stays(tmp_path, monkeypatch, asynchronous):
-    complete = checkpoints.complete
-
-    def full(part, about):
-        if about["step"] == 10:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return complete(part, about)
-
-    monkeypatch.setattr(checkpoints, "complete", full)
-    rows = Rows()
-    saver = CheckpointSaver(tmp_path, "5ba", asynchronous=asynchronous)
-    with pytest.raises(OSError, match=f"no checkpoint can be written to {tmp_path}") as caught:
-        trainer(saver=saver, sinks=[rows]).fit()
-    assert caught.value.errno == errno.ENOSPC
-    assert str(caught.value).endswith("No space left on device")
-    # An asynchronous write has failed by the next step, or shows at the next checkpoint.
-    assert 10 <= len(rows.rows) <= (15 if asynchronous else 10)
-    assert names(tmp_path) == ["step_000000005"]
-    trainer().load(tmp_path / "step_000000005")
 
 
 def test_checkpoints_of_another_course(tmp_path):

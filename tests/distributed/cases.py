@@ -13,17 +13,8 @@ from torch.optim import Optimizer
 
 from runner import Trainer
 from runner.booster import LossScale, Plugin, SinglePlugin
-from runner.booster.plugin import (
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    MoeHybridParallelPlugin,
-    PipelineParallelPlugin,
-    TensorParallelPlugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
+from runner.booster.plugin import PLUGINS as KINDS
 from runner.clip import build
-from runner.data.dataset import TensorPairs
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
 from runner.parallel.full_state_dict import gathered
@@ -44,14 +35,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "conv": of_images,
 }
 
-Stages, Tensors, Hybrid = PipelineParallelPlugin, TensorParallelPlugin, HybridParallelPlugin
-Experts, Zero = MoeHybridParallelPlugin, LowLevelZeroPlugin
+Stages, Tensors, Hybrid, Experts, Zero, Ddp, Fsdp = map(
+    KINDS.__getitem__, ("pipeline", "tensor", "hybrid", "moe", "zero", "ddp", "fsdp")
+)
 PLUGINS: dict[str, Callable[[], Plugin]] = {
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "fsdp_gathered": partial(TorchFSDPPlugin, reshard_after_forward=False),
-    "hsdp": partial(TorchFSDPPlugin, dp_replicate=2),
-    "offload": partial(TorchFSDPPlugin, cpu_offload=True),
+    "ddp": Ddp,
+    "fsdp": Fsdp,
+    "fsdp_gathered": partial(Fsdp, reshard_after_forward=False),
+    "hsdp": partial(Fsdp, dp_replicate=2),
+    "offload": partial(Fsdp, cpu_offload=True),
     "zero_offload": partial(Zero, stage=3, cpu_offload=True),
     **{f"zero{stage}": partial(Zero, stage=stage) for stage in (1, 2, 3)},
     "tensor": Tensors,
@@ -161,9 +153,7 @@ def trainer(
     spread = PLUGINS[made]() if isinstance(made, str) else made
 
     def loader(samples: int, **order: Any) -> Any:
-        data = images(samples) if case.model == "conv" else tokens(samples)
-        if case.model == "conv":
-            data = TensorPairs(data.inputs.to(case.dtype), data.targets)
+        data = images(samples, case.dtype) if case.model == "conv" else tokens(samples)
         return spread.prepare_dataloader(data, BATCH // spread.data_size, **order)
 
     if model is None:

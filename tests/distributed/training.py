@@ -21,10 +21,10 @@ class Rows:
         pass
 
 
-def images(samples: int) -> TensorPairs:
+def images(samples: int, dtype: torch.dtype = torch.float32) -> TensorPairs:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(samples, 1, 8, 8, generator=generator)
-    return TensorPairs(inputs, torch.randint(10, (samples,), generator=generator))
+    return TensorPairs(inputs.to(dtype), torch.randint(10, (samples,), generator=generator))
 
 
 def tokens(samples: int) -> TensorPairs:

@@ -51,7 +51,7 @@ class ParallelModel:
         renamed: name in the whole model of each parameter that has another name on this rank.
         hold: called with True before backward passes under ``no_sync``, which leave gradients local
             (but those of sharded pipeline stages), and with False after them.
-        forget: called when gradients were set to None without a step.
+        forget: called by ``zero_grad(set_to_none)``, which may drop a window before its step.
         watch_final: calls a function with each parameter whose gradient has become final in a
             backward pass; None if they are final only after it.
     """
@@ -63,7 +63,7 @@ class ParallelModel:
     pipeline: Pipeline | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     hold: Callable[[bool], None] = lambda held: None
-    forget: Callable[[], None] = sync.nothing
+    forget: Callable[[bool], None] = lambda set_to_none: None
     watch_final: Callable[[Final], None] | None = None
 
 

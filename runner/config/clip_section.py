@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict
 
 from runner.config import section as t
 from runner.config.mode import Mode, ModeInfo
@@ -24,12 +24,6 @@ class Skip(Section):
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
     min_steps: t.Count | None = key("skip none before; null: window/2, 1/(1 - decay)", None)
     accept_after: t.Count | None = key("accept a level after so many skips; null: never", 20)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_rule(cls, given: Any) -> Any:
-        """Read ``skip: sigma`` and ``skip: null`` of a file, which give the rule alone."""
-        return {"rule": given} if given is None or isinstance(given, str) else given
 
     @property
     def options(self) -> dict[str, Any] | None:

@@ -6,12 +6,9 @@ import os
 import socket
 from typing import NamedTuple
 
+# Gives the ranks of each attempt of torchrun a store of their own; the one that it keeps by default
+# has addresses of the ranks before: https://github.com/pytorch/pytorch/issues/135712
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Makes torchrun give the ranks of each attempt a store of their own.
-
-The store that it keeps by default has addresses of the ranks before:
-https://github.com/pytorch/pytorch/issues/135712
-"""
 
 
 class StartedRank(NamedTuple):

@@ -82,8 +82,8 @@ def not_written(error: OSError, path: Path, what: str) -> OSError:
 def disk_full(error: BaseException | str | None) -> str | None:
     """Return the one line of a full disk, if ``error``, or its traceback, says one; else None."""
     lines = traceback.format_exception(error) if isinstance(error, BaseException) else [str(error)]
-    found = re.search(rf"\[Errno (?:{'|'.join(map(str, _FULL))})\] (.*)", "".join(lines))
-    return found[1] if found else None
+    found = re.findall(rf"\[Errno (?:{'|'.join(map(str, _FULL))})\] (.*)", "".join(lines))
+    return found[-1] if found else None
 
 
 def require_room(folder: Path) -> None:

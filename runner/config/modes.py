@@ -18,8 +18,8 @@ __all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "info_of", "load", "model_of"]
 
 Dims = Annotated[dict[str, int | list[int]], Field(min_length=1)]
 # A mode inside of another one; the second without a threshold, which the mode around it sets.
-Inner = Annotated[Any, PlainValidator(lambda given: _inner(given))]
-InnerWithout = Annotated[Any, PlainValidator(lambda given: _inner(given, threshold=1.0))]
+Inner = Annotated[Any, PlainValidator(lambda given: inner_mode(given) and given)]
+InnerWithout = Annotated[Any, PlainValidator(lambda one: inner_mode(one, threshold=1.0) and one)]
 
 
 @dataclass(eq=False)
@@ -322,8 +322,3 @@ def inner_mode(given: Any, **outer: Any) -> tuple[Any, dict[str, Any]]:
     if found:
         raise refusal(found)
     return kind if given.get("_target_") is None else described, own
-
-
-def _inner(given: Any, **outer: Any) -> Any:
-    inner_mode(given, **outer)
-    return given

@@ -38,36 +38,26 @@ class Precision(Section):
     growth_interval: t.Count = key("fp16: double the scale after so many finite steps")
 
 
-OWN_DATA = "runner.data.dataset.own"
-"""The ``_target_`` of data whose parts are named by ``data.train`` and ``data.eval``."""
-
-
 class DataSection(Target):
     batch_size: t.Count = key("samples in a rank's microbatch; lower it if out of memory")
     num_workers: t.Natural = key("processes that read ahead; raise it if training waits for data")
     drop_last: bool = key("leave out the last microbatch of an epoch if it is shorter")
 
-    @property
-    def parts(self) -> dict[str, Target]:
-        """The targets in ``train`` and ``eval``, by these names; of :data:`OWN_DATA` alone."""
-        given = self.arguments if self.target == OWN_DATA else {}
-        return {
-            name: Target.model_validate(given[name])
-            for name in ("train", "eval")
-            if isinstance(given.get(name), Mapping) and given[name].get("_target_") is not None
-        }
-
     def mapping(self) -> dict[str, Any]:
-        """Return what `hydra.utils.instantiate` takes, without the targets in it."""
-        own = ("train", "eval") if self.target == OWN_DATA else ()
-        return {name: value for name, value in super().mapping().items() if name not in own}
+        """Return what `hydra.utils.instantiate` takes, without ``train`` or ``eval`` of null."""
+        given = super().mapping()
+        return {
+            name: one
+            for name, one in given.items()
+            if not isinstance(one, Mapping) or one.get("_target_", name) is not None
+        }
 
     @model_validator(mode="before")
     @classmethod
     def _own(cls, given: Any) -> Any:
         if not isinstance(given, Mapping) or "train" not in given or "_target_" in given:
             return given
-        return {**given, "_target_": OWN_DATA}
+        return {**given, "_target_": "runner.data.dataset.own"}
 
 
 class LossSection(Target):

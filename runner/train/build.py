@@ -45,7 +45,7 @@ from runner.config.notation import Duration, plural
 from runner.config.problem import did_you_mean, leaves
 from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
-from runner.data import Data, DataUnavailable
+from runner.data import Data
 from runner.data.dataset import length_of
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
@@ -101,15 +101,8 @@ def make_data(config: DataSection) -> Data:
 
 @lru_cache(maxsize=2)
 def _data(section: str) -> Data:
-    config, parts = DataSection.model_validate_json(section), {}
-    for name, part in config.parts.items():
-        try:
-            parts[name] = maker(part)()
-        except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            message = f"data.{name}: {part.target} cannot be made: {reason}"
-            raise DataUnavailable(message) from error
-    data = _require(Data, maker(config)(**parts), config)
+    config = DataSection.model_validate_json(section)
+    data = _require(Data, maker(config)(), config)
     for dataset in (data.train, data.test):
         if dataset is not None:
             length_of(dataset)  # all but streams need one

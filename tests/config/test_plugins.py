@@ -9,10 +9,8 @@ from tests.config.composed import plain, problems
 
 SPECIAL = {"tp_plan": {"head": "colwise"}, "schedule": "gpipe", "split": ["blocks.1"]}
 SPECIAL |= {"param_dtype": "bf16", "zero_stage": 1}
-ASKED = {
-    key: SPECIAL.get(key, not neutral if isinstance(neutral, bool) else 2)
-    for key, (neutral, _) in uses().items()
-}
+ASKED = {key: not none if isinstance(none, bool) else 2 for key, (none, _) in uses().items()}
+ASKED |= SPECIAL
 """A value of each key that asks for something."""
 
 
@@ -68,26 +66,20 @@ def plugin(name, given):
     return parse(plain(f"plugin={name}")).plugin.model_copy(update=given)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "ranks", "dealt"),
-    [
+def test_what_is_left_open_takes_the_ranks_that_are_left():
+    for name, given, ranks, dealt in (
         ("ddp", {}, 4, (4, 1, 1, 1)),
         ("tensor", {}, 4, (1, 4, 1, 1)),
-        ("pipeline", {}, 3, (1, 1, 3, 1)),
         ("pipeline", {"dp_size": 2}, 4, (2, 1, 2, 1)),
         ("moe", {}, 4, (4, 1, 1, 4)),
-        ("moe", {"ep_size": 2}, 4, (4, 1, 1, 2)),
         ("hybrid", TP_PP, 8, (2, 2, 2, 1)),
         ("hybrid", {"tp_size": 2, "ep_size": 4}, 8, (4, 2, 1, 4)),
-    ],
-)
-def test_what_is_left_open_takes_the_ranks_that_are_left(name, given, ranks, dealt):
-    assert sizes(plugin(name, given), ranks) == dealt
+    ):
+        assert sizes(plugin(name, given), ranks) == dealt
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "least", "grows"),
-    [
+def test_the_ranks_that_are_asked_for():
+    for name, given, least, grows in (
         ("single", {}, 1, False),
         ("ddp", {}, 1, True),
         ("moe", {"ep_size": 2, "dp_size": 4}, 4, False),
@@ -96,13 +88,10 @@ def test_what_is_left_open_takes_the_ranks_that_are_left(name, given, ranks, dea
         # Machines have equal numbers of ranks.
         ("ddp", {"nnodes": 2, "nproc": 4}, 8, False),
         ("tensor", {"nnodes": 3, "tp_size": 2}, 6, True),
-    ],
-)
-def test_the_ranks_that_are_asked_for(name, given, least, grows):
-    found = plugin(name, given)
-    assert (least_ranks(found), may_grow(found)) == (least, grows)
-    if found.nproc is None:  # what the sizes ask for is never refused
-        assert sizes(found, least)
+    ):
+        found = plugin(name, given)
+        assert (least_ranks(found), may_grow(found)) == (least, grows)
+        assert found.nproc or sizes(found, least)  # what the sizes ask for is never refused
 
 
 @pytest.mark.parametrize(
@@ -133,3 +122,26 @@ def test_sizes_that_do_not_fit_say_the_numbers_and_a_way_out(
         sizes(plugin(name, given), ranks[0] if started else ranks, started=started)
     assert error.value.key == key
     assert message in str(error.value)
+
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+TYPED = "plugin.tp_plan={blocks.*.up:colwise,blocks.*.down:rowwise}"
+NO_PLANS = {
+    "": "at least 1 item",
+    "a: colwise\na: rowwise\n": "duplicate key",
+    "a: row\n": "did you mean rowwise?",
+    "a: [colwise\n": "line 2, column 1",
+}
+
+
+def test_a_plan_is_taken_as_it_is_and_of_a_file_the_content_goes_on(tmp_path):
+    file, typed = tmp_path / "plan.yaml", plain("plugin=tensor", TYPED)
+    assert parse(typed).plugin.tp_plan == typed["plugin"]["tp_plan"] == PLAN
+    assert asked("tensor", tp_plan=PLAN) == typed
+    assert "there is no file" in problems(asked("tensor", tp_plan=str(file)))["plugin.tp_plan"]
+    file.write_text("# mine\nblocks.*.up: colwise\nblocks.*.down: rowwise\n")
+    assert plain("plugin=tensor", f"plugin.tp_plan={file}") == typed
+    assert parse(asked("tensor", tp_plan=str(file))).plugin.tp_plan == PLAN
+    for text, said in NO_PLANS.items():
+        file.write_text(text)
+        assert said in problems(asked("tensor", tp_plan=str(file)))["plugin.tp_plan"]

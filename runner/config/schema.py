@@ -19,7 +19,7 @@ from runner.config import section as t
 from runner.config.clip_section import Clip
 from runner.config.folders import options
 from runner.config.mode import Mode, model_of
-from runner.config.modes import MODES, NAMES, class_of, errors_of
+from runner.config.modes import MODES, NAMES, class_of
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, leaves, or_list
@@ -317,10 +317,10 @@ def _wrong_options(clip: Mapping[str, Any]) -> list[ErrorDetails]:
     """Return what is wrong with the mode of section ``clip`` and its own options."""
     fields = {field.alias or name for name, field in Clip.model_fields.items()} - {"threshold"}
     try:
-        errors = errors_of(class_of(clip), {k: v for k, v in clip.items() if k not in fields})
+        model_of(class_of(clip)).model_validate({k: v for k, v in clip.items() if k not in fields})
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-    return [{**one, "loc": ("clip", *one["loc"])} for one in errors]
+        return [{**one, "loc": ("clip", *one["loc"])} for one in error.errors(include_url=False)]
+    return []
 
 
 def _of_a_mode(one: Problem) -> Problem:

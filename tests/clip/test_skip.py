@@ -101,8 +101,8 @@ def test_options_that_cannot_be_are_refused():
     for options, words in (
         ({"rule": "sigam"}, "did you mean sigma"),
         ({"k": 0.0}, "greater than 0"),
-        ({"decay": 0.9}, "goes with the rule ema"),
-        ({"rule": "ema", "window": 9}, "goes with the rule sigma"),
+        ({"decay": 0.9}, "no option of the rule sigma"),
+        ({"rule": "ema", "window": 9}, "no option of the rule ema"),
         ({"rule": "ema", "decay": 1.0}, "less than 1"),
         ({"window": 1}, "at least 2"),
         ({"window": 9, "min_steps": 10}, "window of 9"),

@@ -14,8 +14,7 @@ STEPS, LR, MOMENTUM, LIMIT = 10, 0.005, 0.9, 0.25
 COMMON = [
     *(f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}", "optimizer.weight_decay=0"),
     *("scheduler=constant", "clip=norm", f"clip.threshold={LIMIT}", "seed=3", "device=cpu"),
-    *(f"train.max_duration={STEPS}ba", "tracker=none", "~data.test_fraction", "~data.seed"),
-    *("~model.width", "~model.num_classes"),
+    *(f"train.max_duration={STEPS}ba", "tracker=none"),
 ]
 TRANSFORMER = "hidden_size:16,intermediate_size:24,num_hidden_layers:2,num_attention_heads:2"
 DECODER = f"{TRANSFORMER},num_key_value_heads:2,vocab_size:32"

@@ -20,7 +20,7 @@ IMAGES = ["data=synthetic", "data.samples=70", "data.batch_size=8", "device=cpu"
 
 def net(name):
     """Words for a model of :mod:`tests.verify.nets`."""
-    return [f"model._target_=tests.verify.nets.{name}", "~model.width", "~model.num_classes"]
+    return [f"model._target_=tests.verify.nets.{name}"]
 
 
 def plain_of(*words):

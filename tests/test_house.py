@@ -15,8 +15,8 @@ HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config",): 2915,
     ("cli",): 842,
-    ("launch",): 1199,
-    ("sweep",): 644,
+    ("launch",): 1107,
+    ("sweep",): 580,
     ("telemetry",): 1327,
     ("train",): 2033,
     ("booster",): 2692,
@@ -26,7 +26,7 @@ LINES = {
     ("optim",): 264,
     ("data", "models"): 1850,
     ("report",): 2292,
-    ("run_folder",): 600,
+    ("run_folder",): 548,
     ("tools",): 1020,
     ("bench",): 720,
 }

@@ -55,6 +55,7 @@ def _run(wanted: Request, words: Sequence[str]) -> int:
 
         return join(timeout=job.config.launch.timeout)
     from runner.launch import supervise
+    from runner.report.page import written
 
     folder = resume.requeued(job.plain, wanted.folder) or wanted.folder
     status = read_object(folder / files.STATUS)
@@ -63,12 +64,13 @@ def _run(wanted: Request, words: Sequence[str]) -> int:
         if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
             start = resume.decide(job.config, job.plain, folder)
 
-        def work(folder: Path) -> supervise.Ended:
+        def work(folder: Path) -> int:
             write_composition(folder / files.HYDRA)
             asked = masked_words(job.words)
-            return supervise.run(job.config, job.plain, folder, asked, start=start)
+            failed = supervise.run(job.config, job.plain, folder, asked, start=start, page=written)
+            return failed.exit_code if failed else 0
 
-        return wanted.run(work, folder).exit_code
+        return wanted.run(work, folder)
 
 
 def plan(words: Sequence[str]) -> int:

@@ -24,16 +24,13 @@ from runner.run_folder.strict_json import read_object, write_object
 from runner.train import stop
 
 PATIENCE = 3.0  # seconds in which ranks write how they ended, after one lost a connection
-# Seconds by which the limit of a collective is later than `launch.timeout`, after which a rank
-# that begins no microbatch writes its stack
-LATER = 5.0
+LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
 KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
     "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
 )
-# Modules of torch that a lost connection is raised in: by a collective, or in a backward pass
+# Modules that a lost connection is raised in, and those that wait in code without a frame
 COLLECTIVE = ("torch.distributed.", "torch.autograd.graph")
-# Modules that wait for a collective that runs beside them, in code of torch without a frame
 WAITS = ("runner.clip.transfer", "runner.parallel.gradient_sync", "runner.parallel.pipeline")
 _WORKER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
@@ -52,7 +49,6 @@ class Failure(Exception):
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
-    """Return what ``work`` returns, or why it failed; a signal counts as a failure."""
     try:
         if number := stop.reset():
             raise signals.Terminated(number)
@@ -68,35 +64,30 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
 
 
 def described(error: BaseException) -> str:
-    """Return the traceback of an error, and what to change if memory ran out."""
     text = "".join(traceback.format_exception(error)).strip()
     out = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))
     return f"{text}\n{KNOBS}" if out or isinstance(error, MemoryError) else text
 
 
 def may_be_lost_peer(error: BaseException) -> bool:
-    """Return whether ``error`` may be the end of a connection to another rank."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
-    lost = (modules[-1:] and modules[-1] in WAITS) or any(m.startswith(COLLECTIVE) for m in modules)
+    lost = {*modules[-1:]} & {*WAITS} or any(one.startswith(COLLECTIVE) for one in modules)
     return bool(lost) and isinstance(error, RuntimeError)
 
 
 def stopped_by(error: BaseException) -> int:
-    """Return the number of the signal that ``error`` follows from; 0 for none."""
+    """Return the signal that ``error`` follows from; 0 for none."""
     if isinstance(error, KeyboardInterrupt):
         return SIGINT
     if isinstance(error, Stopped | signals.Terminated):
         return error.signal
-    lost = isinstance(error, RuntimeError) and _WORKER.search(str(error))
-    return stop.requested() if lost or may_be_lost_peer(error) else 0
+    return stop.requested() if _WORKER.search(str(error)) or may_be_lost_peer(error) else 0
 
 
 def begin(folder: Path, rank: int, seconds: float) -> None:
     """Write that a rank runs; its stack is written if it begins no microbatch in ``seconds``."""
-    with suppress(OSError):  # the folder may be that of an evaluation on another machine
-        file_of(folder, rank).parent.mkdir(exist_ok=True)
-        write_object(file_of(folder, rank), _node())
+    if _write(file_of(folder, rank)):
         watch = (file_of(folder, rank).with_suffix(".stack"), seconds)
         threading.Thread(target=_watch, args=watch, daemon=True, name="hang").start()
 
@@ -104,16 +95,12 @@ def begin(folder: Path, rank: int, seconds: float) -> None:
 def report(folder: Path, rank: int, error: BaseException) -> None:
     """Write how a rank ended, but for one that was asked to stop."""
     lost = may_be_lost_peer(error)
-    if stopped_by(error) and not lost:
-        return
-    with suppress(OSError):
-        file_of(folder, rank).parent.mkdir(exist_ok=True)
-        told = {**_node(), "error": "" if lost else described(error)}
-        write_object(file_of(folder, rank), told)
+    if lost or not stopped_by(error):
+        _write(file_of(folder, rank), error="" if lost else described(error))
 
 
 def end_after_failure(folder: Path) -> None:
-    """End this process, which was asked to end, soon after a rank failed: all wait for it."""
+    """End this process, which was asked to end, soon after a rank failed."""
     while not any("error" in read_object(one) for one in (folder / files.RANKS).glob("*.json")):
         time.sleep(0.2)
     time.sleep(PATIENCE)
@@ -122,23 +109,19 @@ def end_after_failure(folder: Path) -> None:
 
 def blamed(folder: Path, size: int, timeout: float) -> Failure:
     """Return the rank because of which the others lost a connection."""
-    until = time.monotonic() + PATIENCE
-    while True:
+    until, silent = time.monotonic() + PATIENCE, [0]
+    while silent and time.monotonic() < until:
+        time.sleep(0.1)
         told = [read_object(file_of(folder, rank)) for rank in range(size)]
         for rank, one in enumerate(told):
             if one.get("error"):
                 return Failure(one["error"], rank, one.get("node"))
         silent = [rank for rank, one in enumerate(told) if "error" not in one]
-        if not silent or time.monotonic() > until:
-            break
-        time.sleep(0.1)
     first = silent[0] if silent else 0
     node = told[first].get("node")
     who = f"rank {first}" + (f" on {node}" if node else "")
-    error = "each rank lost the connection to another one"
-    if silent:
-        error = f"{who} hangs or was killed: the others lost the connection"
-    error += f", or waited for more than launch.timeout={timeout:g} s"
+    error = f"{who} hangs or was killed: the others lost" if silent else "each rank lost"
+    error += f" the connection, or waited for more than launch.timeout={timeout:g} s"
     return Failure("\n".join([*_stacks(folder, size), error]), first, node)
 
 
@@ -146,18 +129,22 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / files.RANKS / f"{rank}.json"
 
 
-def _node() -> dict[str, str]:
-    return {"node": node_name()} if (started_nodes() or 1) > 1 else {}
+def _write(file: Path, **told: str) -> bool:
+    node = {"node": node_name()} if (started_nodes() or 1) > 1 else {}
+    with suppress(OSError):  # the folder may be that of an evaluation on another machine
+        file.parent.mkdir(exist_ok=True)
+        write_object(file, {**node, **told})
+        return True
+    return False
 
 
 def _watch(file: Path, seconds: float) -> None:
-    """Let a thread in C write the stack of this process once no microbatch begins."""
     seen = 0
     with file.open("w") as stack:
         while True:
             if stop.begun != seen:
                 seen = stop.begun
-                faulthandler.dump_traceback_later(seconds, file=stack)
+                faulthandler.dump_traceback_later(seconds, file=stack)  # by a thread in C
             time.sleep(min(1.0, seconds / 10))
 
 
@@ -166,8 +153,7 @@ def _stacks(folder: Path, size: int) -> list[str]:
     for rank in range(size):
         with suppress(OSError):
             text = file_of(folder, rank).with_suffix(".stack").read_text(encoding="utf-8")
-            _, found, calls = text.rpartition("(most recent call first):\n")
-            if found:
-                lines.append(f"where rank {rank} is (most recent call first):")
-                lines += calls.rstrip().splitlines()[:12]
+            _, head, calls = text.rpartition("(most recent call first):\n")
+            if head:
+                lines += [f"where rank {rank} is {head.rstrip()}", *calls.splitlines()[:12]]
     return lines

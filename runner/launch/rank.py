@@ -34,9 +34,7 @@ from runner.telemetry.sinks.console import ConsoleHandler, print_line
 from runner.train import build, stop
 from runner.train.build import execute
 
-Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]
-"""Function that a rank runs: it takes the configuration and the sinks (none but on rank 0)."""
-
+Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]  # sinks on rank 0 alone
 PATIENCE = 2.0  # seconds by which a rank that lost a connection ends after the one to blame
 
 
@@ -53,7 +51,7 @@ class Job:
 
 
 def local_main(job: Job) -> dict[str, Any]:
-    """Train as a rank that torch's elastic agent started, and return what the first rank does."""
+    """Train as a rank that torch's elastic agent started."""
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None
@@ -61,16 +59,13 @@ def local_main(job: Job) -> dict[str, Any]:
     torch.set_num_threads(max(1, cores() // started.local_world_size))
     _log_to(job.folder / files.LOG, started.rank)
     try:
-        ended = train_as_rank(job, job.config.launch.timeout, seed=job.config.seed)
-        leave()
-        return ended
+        return train_as_rank(job, job.config.launch.timeout, seed=job.config.seed)
     except BaseException as error:
         abandon()
-        number = stopped_by(error)
-        if isinstance(error, SystemExit) and not number:
+        if isinstance(error, SystemExit) and not stopped_by(error):
             error = RuntimeError(f"rank {started.rank} exited with code {error.code}")
         failure.report(job.folder, started.rank, error)
-        if number:
+        if number := stopped_by(error):
             sys.stdout.flush()
             os._exit(signals.exit_code(number))  # a rank that returns would wait for the agent
         until = time.monotonic() + PATIENCE
@@ -83,6 +78,7 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     """Train as a rank that torchrun or Slurm started; the first rank sends what to do."""
     try:
         train_as_rank(None, timeout)
+        return 0
     except Stopped as stopped:
         leave()
         return signals.exit_code(stopped.signal)
@@ -94,8 +90,6 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
         if isinstance(error, Exception):
             return 1
         raise
-    leave()
-    return 0
 
 
 def train_as_rank(
@@ -117,16 +111,22 @@ def train_as_rank(
     if not logging.root.handlers:
         _log_to(job.folder / files.LOG, started.rank)
     signals.set_timeout(job.config.shutdown.timeout)
-    keep_freed_memory(build.device_of(job.config.device).type)
-    work = job.work or partial(execute, folder=job.folder, resume=job.resume)
     try:
-        if started.rank:
-            return work(job.config, [])
-        with JsonlSink(job.folder / files.ROWS) as rows:
-            return work(job.config, [rows, *shown])
+        ended = perform(job, None if started.rank else shown)
     except BaseException as error:
         failure.report(job.folder, started.rank, error)
         raise
+    leave()
+    return ended
+
+
+def perform(job: Job, shown: Sequence[Sink] | None) -> dict[str, Any]:  # None: no sinks at all
+    keep_freed_memory(build.device_of(job.config.device).type)
+    work = job.work or partial(execute, folder=job.folder, resume=job.resume)
+    if shown is None:
+        return work(job.config, [])
+    with JsonlSink(job.folder / files.ROWS) as rows:
+        return work(job.config, [rows, *shown])
 
 
 def _answer_signals(job: Job) -> None:
@@ -136,8 +136,7 @@ def _answer_signals(job: Job) -> None:
         stop.request(number)
         if not stop.is_polled():
             raise signals.Terminated(number)
-        end = partial(failure.end_after_failure, job.folder)
-        threading.Thread(target=end, daemon=True).start()
+        threading.Thread(target=failure.end_after_failure, args=(job.folder,), daemon=True).start()
 
     for number in signals.ASKING:
         signal.signal(number, note)
@@ -145,7 +144,6 @@ def _answer_signals(job: Job) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Kill this process once the one that launched it is gone, however that ended."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     wait([launcher.sentinel])
@@ -153,10 +151,8 @@ def _end_with_launcher() -> None:
 
 
 def _log_to(file: Path, rank: int) -> None:
-    """Log to the file of the run, with the rank; the first rank's warnings to the terminal too."""
-    handlers: list[logging.Handler] = [logging.NullHandler()]
-    if file.parent.is_dir():  # not the temporary folder of an evaluation on another machine
-        handlers = [logging.FileHandler(file)]
+    here = file.parent.is_dir()  # not the temporary folder of an evaluation on another machine
+    handlers: list[logging.Handler] = [logging.FileHandler(file) if here else logging.NullHandler()]
     form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
     handlers[0].setFormatter(logging.Formatter(form))
     if rank == 0:

@@ -33,10 +33,6 @@ class Start:
     former: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
-    @property
-    def seconds(self) -> float:
-        return number(self.former.get(keys.WALL_SECONDS)) or 0.0
-
     def status(self, last_step: int) -> dict[str, Any]:
         """Return the entries of the run's status that differ from those of a new run."""
         if self.checkpoint is None:
@@ -48,7 +44,7 @@ class Start:
             "step": self.step,
             RESUMED: [*(self.former.get(RESUMED) or []), self.step],
             WANDB_STEP: max(last_step, self.former.get(WANDB_STEP) or 0),
-            keys.WALL_SECONDS: self.seconds,
+            keys.WALL_SECONDS: number(self.former.get(keys.WALL_SECONDS)) or 0.0,
         }
 
 
@@ -59,8 +55,7 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     """Return where a run in ``folder`` starts; a RequestError says why it cannot."""
     source, former = config.resume.source, read_object(folder / files.STATUS)
     if bool(former) != is_unfinished(folder):
-        by = f"an earlier run ({files.STATUS})"
-        raise _taken(folder, by if former else f"a run whose {files.STATUS} is damaged")
+        raise _taken(folder, f"{'an earlier run' if former else 'a damaged run'} ({files.STATUS})")
     if former and source == "never":
         raise _taken(folder, "an unfinished run, and resume=never")
     start = newest(folder, former) if former else ANEW
@@ -88,7 +83,7 @@ def require_one_machine(config: RunConfig) -> None:
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
-    """Return a start from the newest whole checkpoint of a run; from the first step if none is."""
+    """Return a start from the newest whole checkpoint of a run, or from its first step."""
     damaged, place = list[str](), run / files.CHECKPOINTS
     for checkpoint in checkpoints.found(place if place.is_dir() else run):
         try:
@@ -101,12 +96,11 @@ def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
-    """Return the folder of the run that a job continues which Slurm or torchrun starts again."""
+    """Return the folder of the run that a job which was started again continues."""
     counts = variable("SLURM_RESTART_COUNT"), variable("TORCHELASTIC_RESTART_COUNT")
     again = job_ids(slurm=bool(counts[0]), elastic=bool(counts[1]))
-    if not again or (folder / files.STATUS).exists():
-        return None
-    for path in sorted(folder.parent.glob(f"*/{files.STATUS}"), reverse=True):
+    new = again and not (folder / files.STATUS).exists()
+    for path in sorted(folder.parent.glob(f"*/{files.STATUS}"), reverse=True) if new else ():
         status = read_object(path)
         same = status.get("config_hash") == config_hash(plain) and is_unfinished(path.parent)
         if same and any(status.get(key) == job for key, job in again.items()):
@@ -152,30 +146,26 @@ def named(source: str) -> Start:
 
 
 def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
-    """Return a problem, with both values, for each key in which a run differs from a checkpoint."""
+    """Return a problem for each key in which a run differs from a checkpoint."""
     from runner.train import build
 
     manifest, forced = checkpoints.manifest_of(checkpoint), config.resume.force
-    force = "" if forced else "; resume.force=true continues all the same"
+    force = "; resume.force=true continues all the same"
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
     if not isinstance(saved := manifest.get("config"), dict):
-        message = f"does not say its configuration{force}"
-        return [] if forced else [Problem("resume", str(checkpoint), message)]
-    differing = differences(saved, decode(encode(dict(plain))))
+        wrong = Problem("resume", str(checkpoint), f"does not say its configuration{force}")
+        return [] if forced else [wrong]
     before = _samples(saved, manifest.get("world_size"))
     now = config.data.batch_size * config.accumulation.steps * build.data_parts(config)
-    if forced:
-        differing = {key: pair for key, pair in differing.items() if key == _CLASS}
-    else:
-        free: tuple[str, ...] = _BATCH if before == now else ()
-        if branching(config.resume.source):
-            force = "; a branch changes keys of clip and optimizer alone"
-            free += ("clip.", "optimizer.")
-        fixed = [key for key in differing if key == _CLASS or not key.startswith(free)]
-        differing = {key: differing[key] for key in fixed}
-        if before != now and before is not None and not differing.keys() & {*_BATCH}:
-            text = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
-            return [Problem(_BATCH[0], config.data.batch_size, text)]
+    free: tuple[str, ...] = _BATCH if before == now else ()
+    if branching(config.resume.source):
+        force = "; a branch changes keys of clip and optimizer alone"
+        free += ("clip.", "optimizer.")
+    every = differences(saved, decode(encode(dict(plain)))).items()
+    differing = {k: of for k, of in every if k == _CLASS or not (forced or k.startswith(free))}
+    if not forced and before not in (now, None) and not differing.keys() & {*_BATCH}:
+        text = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
+        return [Problem(_BATCH[0], config.data.batch_size, text)]
     problems = []
     for key, (old, value) in differing.items():
         was = "is not given" if old == MISSING else f"is {shown(old)}"
@@ -186,7 +176,6 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
 
 
 def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
-    """Return the number of samples of a step over all ranks; None if it is not recorded."""
     try:
         plugin = PluginSection.model_validate(saved["plugin"])
         batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]

@@ -1,8 +1,4 @@
-"""Signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1 (Slurm's pre-emption).
-
-A thread ends the process at a second one, or when its time is over: it is told of signals even
-while the main thread waits in C++.
-"""
+"""Signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1 (Slurm's pre-emption)."""
 
 from __future__ import annotations
 
@@ -23,12 +19,12 @@ from runner.train import stop
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-ECHO = 1.0  # seconds in which further signals count as the first: `timeout` sends each one twice
-# The same for ranks of torchrun, which passes on what its processes get from the terminal too
-ECHO_OF_LAUNCHER = 3.0
+# Seconds in which further signals count as the first: `timeout` sends each one twice, and torchrun
+# passes on what its processes get from the terminal too
+ECHO, ECHO_OF_LAUNCHER = 1.0, 3.0
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
-LastWords = Callable[[int, str], object]  # takes the exit code and the reason, in a thread
+requested, reset = stop.requested, stop.reset
 
 
 class Terminated(SystemExit):
@@ -42,7 +38,7 @@ class Terminated(SystemExit):
 class _State:
     number, at, timeout = 0, 0.0, 30.0
     listens = raised = False
-    last: tuple[LastWords, ...] = ()
+    last: tuple[Callable[[int, str], object], ...] = ()
 
 
 def exit_code(number: int) -> int:
@@ -50,8 +46,8 @@ def exit_code(number: int) -> int:
 
 
 def reason(number: int) -> str:
-    ended = f"terminated by {signal.Signals(number).name}"
-    return "interrupted by the user" if number == signal.SIGINT else ended
+    by_user, name = number == signal.SIGINT, signal.Signals(number).name
+    return "interrupted by the user" if by_user else f"terminated by {name}"
 
 
 def listen() -> None:
@@ -87,14 +83,13 @@ def time_left() -> float:
 
 
 @contextmanager
-def last_words(function: LastWords) -> Iterator[None]:
-    """Call ``function`` if the process ends as it is while it is in this block."""
-    before = _State.last
-    _State.last = (function, *before)
+def last_words(function: Callable[[int, str], object]) -> Iterator[None]:
+    """Call ``function`` with code and reason, in a thread, if the process ends in this block."""
+    _State.last = (function, *_State.last)
     try:
         yield
     finally:
-        _State.last = before
+        _State.last = _State.last[1:]
 
 
 def requeue() -> None:
@@ -117,7 +112,6 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(heard: int) -> None:
-    """End the process at a second signal, and when its time is over."""
     while True:
         ready, _, _ = select.select([heard], [], [], 0.2 if _State.number else None)
         numbers = os.read(heard, 256) if ready else b""
@@ -149,7 +143,7 @@ def _end(why: str) -> None:
 
 
 def _leave_to_parent() -> None:
-    """Let a forked process, such as a worker of a data loader, be ended by its parent alone."""
+    """Let a forked process, such as a loader's worker, be ended by its parent alone."""
     if _State.listens:
         signal.set_wakeup_fd(-1)
         for number in handled():

@@ -1,8 +1,7 @@
 """Run one job, and keep its record: in this process, on local ranks, or as torchrun's first rank.
 
-Local ranks are started by torch's elastic agent. This process then trains nothing and follows the
-rows that the first rank appends to ``metrics.jsonl``, so that a rank that is killed takes none of
-the record with it.
+Local ranks are started by torch's elastic agent. This process then trains nothing and follows
+``metrics.jsonl``, so that a rank that is killed takes none of the record with it.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from runner.config.environment import OWN_STORE, started_rank
-from runner.config.folders import disk_full
-from runner.config.identity import config_hash
 from runner.config.plugin_section import least_ranks
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
@@ -34,7 +29,7 @@ from runner.launch.failure import KNOBS, Failure, attempt, may_be_lost_peer
 from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.status import WANDB_STEP, Record, provenance
-from runner.run_folder.strict_json import JsonlSink, cut, follow, last_step
+from runner.run_folder.strict_json import cut, follow, last_step
 from runner.telemetry.guidance import sentences
 from runner.telemetry.sinks import RunLog, Sink, TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
@@ -54,14 +49,6 @@ PRELOADED = (
 )
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended."""
-
-    exit_code: int
-    disk_full: bool
-
-
 def train(
     config: RunConfig,
     folder: Path,
@@ -69,11 +56,10 @@ def train(
     work: Work | None = None,
     start: Start = ANEW,
 ) -> dict[str, Any]:
-    """Train where ``config`` and the environment ask for it."""
-    from runner.launch.process_group import abandon, keep_freed_memory, leave, stand_alone
-    from runner.launch.rank import Job, train_as_rank
+    """Train in this process, on local ranks, or as the first rank of torchrun."""
+    from runner.launch.process_group import abandon, leave, stand_alone
+    from runner.launch.rank import Job, perform, train_as_rank
     from runner.train import build
-    from runner.train.build import execute
 
     joined, folder = started_rank(), folder.absolute()
     device = build.device_of(config.device)
@@ -89,10 +75,7 @@ def train(
         else:
             if config.plugin.name != "single":
                 stand_alone()
-            keep_freed_memory(device.type)
-            work = work or partial(execute, folder=folder, resume=start.checkpoint)
-            with JsonlSink(folder / files.ROWS) as rows:
-                ended = work(config, [rows, *shown])
+            ended = perform(job, shown)
     except BaseException as error:
         if joined is None or isinstance(error, Stopped):
             leave()
@@ -123,7 +106,7 @@ def _ensure_running() -> None:
 
 
 def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
-    """Start the ranks of a run, show the rows of the first rank, and wait for all ranks."""
+    """Start the ranks of a run, show the rows of the first one, and wait for all."""
     stop.requested()  # from here on a signal is noted, and passed on to the ranks
     ended, file = threading.Event(), job.folder / files.ROWS
     rows = follow(file, ended, start=file.stat().st_size if file.exists() else 0)
@@ -180,8 +163,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
     try:
         if number := stop.requested():
             raise Stopped(number)
-        summary: dict[str, Any] = elastic_launch(asked, local_main)(job)[0]
-        return summary
+        return dict(elastic_launch(asked, local_main)(job)[0])
     except SignalException as error:
         raise Stopped(int(error.sigval)) from None
     except ChildFailedError as error:
@@ -192,8 +174,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
 
 
 def _end_of(job: Job, size: int, rank: int, process: Any) -> Exception:
-    """Return why the ranks ended: the first one that did may only have lost a connection."""
-    code = process.exitcode
+    code = process.exitcode  # of the first one that ended; it may only have lost a connection
     if code in (129, 130, 143):  # a signal reached this rank alone
         return Stopped(code - 128)
     if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
@@ -213,16 +194,16 @@ def run(
     start: Start = ANEW,
     swept: Sequence[str] | None = None,
     alone: bool = True,
-) -> Ended:
-    """Run one job, of a sweep over the keys ``swept`` if any. A failure is recorded, not raised."""
+    page: Callable[[Path], Path | None] | None = None,
+) -> Failure | None:
+    """Run one job, of a sweep over the keys ``swept`` if any; record and return a failure."""
     signals.set_timeout(config.shutdown.timeout)
-    former_id, uses_wandb = start.former.get("wandb_run_id"), config.tracker.uses("wandb")
-    run_id = str(former_id or new_run_id()) if uses_wandb else None
-    record = Record(folder)
+    record, run_id = Record(folder), start.former.get("wandb_run_id") or new_run_id()
+    run_id = str(run_id) if config.tracker.uses("wandb") else None
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.requested()  # a signal is noted from here on, so that it is recorded
     resumed = start.status(last_step(folder / files.ROWS))
-    record.begin(plain, config_hash(plain), run_id, resumed)
+    status = record.begin(plain, run_id, **resumed)
     cut(folder / files.ROWS, start.step if start.former else 0)
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
     shown: list[Sink] = [record, RunLog(folder, words, made_with)]
@@ -238,16 +219,11 @@ def run(
 
         title = folder.name if swept is None else f"run {folder.name}"
         steps = build.steps_of(config, build.make_data(config.data))
-        # On a pipe a line a step would bury everything else
-        interval = max(config.log.interval, config.log.flush)
+        interval = max(config.log.interval, config.log.flush)  # a line a step would bury the rest
         shown.append(TerminalSink(steps, interval, title, alone=alone))
-        if run_id is not None:
-            name, sent = " ".join(words) or folder.name, resumed.get(WANDB_STEP)
-            shown.append(_wandb(config, plain, folder, run_id, name, sent))
-        if config.tracker.uses("tensorboard"):
-            shown.append(TensorboardSink(folder, start.step if start.former else None))
+        shown.extend(_trackers(config, plain, folder, " ".join(words) or folder.name, status))
         trained = train(config, folder, shown, start=start)
-        trained[keys.WALL_SECONDS] += start.seconds
+        trained[keys.WALL_SECONDS] += resumed.get(keys.WALL_SECONDS, 0.0)
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept or ())} | made_with
         record.summary(trained)
         if (reason := trained.get(keys.ENDED_EARLY)) and swept is None:
@@ -255,71 +231,56 @@ def run(
         return trained
 
     logging.captureWarnings(True)  # and so in runner.log
-    with signals.last_words(lambda code, why: record.end("interrupted", code, why, None)):
+    with signals.last_words(lambda code, why: record.end("interrupted", code, why)):
         ended = attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
         failed, summary = (ended, None) if isinstance(ended, Failure) else (None, ended)
         if failed:
-            record.end(failed.state, failed.exit_code, failed.error, failed.rank, failed.node)
+            at = {"rank": failed.rank, "node": failed.node}
+            record.end(failed.state, failed.exit_code, failed.error, **at)
             log.info("%s", failed.error)
         else:
-            record.end("finished", 0, None, None)
+            record.end("finished")
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
     exit_code = failed.exit_code if failed else 0
     for sink in shown:
         sink.close(summary, exit_code)
     if failed and (failed.state == "failed" or "\n" in failed.error):
         level = logging.ERROR if swept is None else logging.INFO
-        *_, last = failed.error.splitlines() or ["no message"]
-        who = "the run" if config.plugin.name == "single" else f"rank {failed.rank}"
-        why = last if last.startswith(f"{who} ") else f"{who} failed: {last}"
-        log.log(level, "%s (see %s)", why, folder / files.STATUS)
-    if swept is None:
-        _tell_what_is_next(folder, words, exit_code > 128)
+        last = failed.error.strip().rpartition("\n")[2]
+        log.log(level, "failed: %s (see %s)", last, folder / files.STATUS)
+    if page is not None:
+        place = page(folder) or folder
+        if exit_code > 128 and newest(folder).checkpoint is not None:
+            kept = [word for word in words if not word.startswith("resume")]
+            again = shlex.join([f"resume={folder}", *kept])
+            print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
+        for offline in folder.glob("wandb/offline-run-*"):
+            print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
+        print_line(str(place))
     late = stop.reset()  # a signal after the training had ended
     if exit_code > 128:
         raise Interrupted if exit_code == 130 else SystemExit(exit_code)
     if late and swept is not None:  # the sweep ends
         raise signals.Terminated(late)
-    return Ended(exit_code, bool(failed and failed.disk_full))
+    return failed
 
 
-def _tell_what_is_next(folder: Path, words: Sequence[str], stopped: bool) -> None:
-    """Write the page of a run, and print where it is and which commands may follow."""
-    page = write_page(folder)
-    if stopped and newest(folder).checkpoint is not None:
-        kept = [word for word in words if not word.startswith("resume")]
-        again = shlex.join([f"resume={folder}", *kept])
-        print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
-    for offline in folder.glob("wandb/offline-run-*"):
-        print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
-    print_line(str(page or folder))
-
-
-def write_page(folder: Path, left: int = 0) -> Path | None:
-    try:
-        from runner import report
-
-        return report.write(folder, left)
-    except Exception as error:
-        why = disk_full(error) or f"the page of {folder} could not be written: {error!r}"
-        log.warning("%s", why)
-        return None
-
-
-def _wandb(
-    config: RunConfig, plain: dict[str, Any], folder: Path, run_id: str, name: str, sent: int | None
-) -> Sink:
-    others = ("calibrate", "verify", "sweep", "report")  # they say nothing about a run itself
-    described = {key: value for key, value in plain.items() if key not in others}
-    return WandbSink(
-        folder,
-        **config.tracker.model_dump(exclude={"name", "also"}),
-        name=name,
-        run_id=run_id,
-        config=described,
-        sent_until=sent or 0,
-        resumes=sent is not None,
-        time_left=lambda: signals.time_left() - 2.0,  # for the page of the run
-    )
+def _trackers(
+    config: RunConfig, plain: dict[str, Any], folder: Path, name: str, status: dict[str, Any]
+) -> Iterator[Sink]:
+    if config.tracker.uses("wandb"):
+        aside = ("calibrate", "verify", "sweep", "report")  # they say nothing about a run itself
+        yield WandbSink(
+            folder,
+            **config.tracker.model_dump(exclude={"name", "also"}),
+            name=name,
+            run_id=status["wandb_run_id"],
+            config={key: value for key, value in plain.items() if key not in aside},
+            sent_until=status.get(WANDB_STEP) or 0,
+            resumes=WANDB_STEP in status,
+            time_left=lambda: signals.time_left() - 2.0,  # for the page of the run
+        )
+    if config.tracker.uses("tensorboard"):
+        yield TensorboardSink(folder, status["step"] if WANDB_STEP in status else None)

@@ -1,9 +1,6 @@
-"""Write one ``report.html`` for the folder of a run or of a sweep.
+"""Write one ``report.html`` for the folder of a run or of a sweep, from their files alone.
 
-    python -m runner report FOLDER [--open]
-
-The runs may have finished, failed, been killed, or still be running: only their files are read. In
-a notebook, `figures` returns the charts of the page and `frame` a table of the runs::
+In a notebook, `figures` returns the charts of the page and `frame` a table of the runs::
 
     from runner.report import figures, frame
     figures("outputs/sweeps/mine")["eval-loss"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
@@ -37,16 +38,10 @@ class Curves:
     axis: str
     of: str | Callable[[Run], Series]
     note: str
-    share: bool = False
+    kind: Literal["points", "steps", "share"] = "points"
     percent: bool = False
     log: bool | None = None
-    smooth: bool = False
-    behind: bool = False
     cut: Callable[[list[Floats]], list[Floats]] = list
-
-
-_SHARE: dict[str, Any] = {"share": True, "smooth": True}
-_STEPS: dict[str, Any] = {"smooth": True, "behind": True}
 
 
 def figures(folder: Path | str) -> dict[str, go.Figure]:
@@ -58,27 +53,27 @@ def figures(folder: Path | str) -> dict[str, go.Figure]:
 def sections(found: Findings) -> Sections:
     """Return the charts of the page in order, without sections that have none."""
     maps, left = heat_maps(found)
-    every: list[tuple[str, Iterable[Chart], str | None]] = [
-        ("Metric", metric_charts(found), None),
-        ("Loss", _loss(found.groups), None),
-        ("Gradient norm and clipping", _clipping(found.groups), None),
-        ("Choosing a threshold", threshold_charts(found), None),
+    every: Sections = [
+        ("Metric", [*metric_charts(found)], None),
+        ("Loss", [*_loss(found.groups)], None),
+        ("Gradient norm and clipping", [*_clipping(found.groups)], None),
+        ("Choosing a threshold", [*threshold_charts(found)], None),
         ("By parameter", maps, left),
     ]
-    listed = [(title, list(charts), note) for title, charts, note in every]
-    return [section for section in listed if section[1]]
+    return [section for section in every if section[1]]
 
 
 def _loss(groups: Sequence[Group]) -> Iterator[Chart]:
-    key, name = keys.EVAL_LOSS, "evaluation loss"
     held, low = "Measured on held-out data.", _below_ceiling
-    yield from _draw(Curves("eval-loss", "Evaluation loss", name, key, held, cut=low), groups)
+    title, name = "Evaluation loss", "evaluation loss"
+    yield from _draw(Curves("eval-loss", title, name, keys.EVAL_LOSS, held, cut=low), groups)
+    shares: dict[str, Any] = {"percent": True, "log": False, "cut": _late}
     key = keys.EVAL_ACCURACY
-    more: dict[str, Any] = {"percent": True, "log": False, "cut": _late}
-    yield from _draw(Curves("eval-accuracy", "Accuracy", "accuracy", key, held, **more), groups)
+    yield from _draw(Curves("eval-accuracy", "Accuracy", "accuracy", key, held, **shares), groups)
     note = "Bold: mean over the steps around. Faint: every step, thinned so that spikes stay."
-    key, name = keys.TRAIN_LOSS, "training loss"
-    yield from _draw(Curves("loss", "Training loss", name, key, note, cut=low, **_STEPS), groups)
+    title, name = "Training loss", "training loss"
+    what = Curves("loss", title, name, keys.TRAIN_LOSS, note, "steps", cut=low)
+    yield from _draw(what, groups)
 
 
 def _clipping(groups: Sequence[Group]) -> Iterator[Chart]:
@@ -87,19 +82,17 @@ def _clipping(groups: Sequence[Group]) -> Iterator[Chart]:
         note = f"Before clipping; bold: geometric mean. {facet.info.note}"
         note += scaled_note(facet.groups)
         title = f"Gradient norm ‖G‖{of}"
-        what = Curves(f"norm-{mode}", title, "‖G‖", norm, note, log=True, **_STEPS)
+        what = Curves(f"norm-{mode}", title, "‖G‖", norm, note, "steps", log=True)
         yield from _draw(what, facet.groups, groups, facet)
         # Of elements or units, nearly every step has some clipped, so steps are not counted.
         key = keys.CLIP_FRACTION if facet.info.parts else keys.CLIP_RATIO
         note = f"Share of the {parts} that clipping changed, mean over the steps around."
-        title = f"Share of {parts} clipped{of}"
-        name = f"{parts} clipped"
-        what = Curves(f"clipped-{mode}", title, name, key, note, percent=True, **_SHARE)
+        title, name = f"Share of {parts} clipped{of}", f"{parts} clipped"
+        what = Curves(f"clipped-{mode}", title, name, key, note, "share", percent=True)
         yield from _draw(what, facet.own)
-        note = "‖G‖ after clipping ÷ before, mean over the steps around: 1 leaves the gradient as "
-        note += "it is, 0.1 takes nine tenths of its length."
+        note = "‖G‖ after clipping ÷ before, mean over the steps around: 1 leaves the gradient."
         key, title = keys.CLIP_COEF, f"Coefficient{of}"
-        yield from _draw(Curves(f"coef-{mode}", title, key, key, note, **_SHARE), facet.own)
+        yield from _draw(Curves(f"coef-{mode}", title, key, key, note, "share"), facet.own)
         if not _in_norms(facet.info):
             title, note = f"Threshold{of}", "The threshold of each step."
             what = Curves(f"threshold-{mode}", title, "threshold", moving, note)
@@ -137,7 +130,8 @@ def _draw(
     buckets = min(400, max(60, 24_000 // len(found)))
     compared = [(group, run) for group in (among or groups) for run in group.runs]
     values = [_before_lost(run, of(run)) for _, run in compared]
-    log = draw.spans(values, _DECADES) if what.log is None and not what.share else bool(what.log)
+    share, log = what.kind == "share", bool(what.log)
+    log = draw.spans(values, _DECADES) if what.log is None and not share else log
     traces = [one for of_run in found for one in _curves(*of_run, what, log, buckets)]
     traces.sort(key=lambda one: one.get("hoverinfo") != "skip")  # bold curves are drawn last
     values = what.cut(values)
@@ -148,7 +142,7 @@ def _draw(
         values += [np.array([g.threshold or np.nan]) for g, _ in compared if g.info.limits_norm]
     crossed = [one for of_run in found for one in _lost(*of_run)]
     scales, kind = draw.scales(values, log)
-    if what.share:
+    if share:
         scales["linear"] = (0.0, 1.02)
     yield draw.chart(
         what.key,
@@ -157,7 +151,7 @@ def _draw(
         traces + crossed,
         draw.axis("optimizer step", (0.0, last * 1.01 or 1.0), tickformat=",d", showgrid=False),
         draw.axis(what.axis, scales[kind], log=log, percent=what.percent),
-        meta={"scales": scales, "steps": True} | ({"smooth": kind} if what.smooth else {}),
+        meta={"scales": scales, "steps": True, "smooth": kind if what.kind != "points" else None},
         hovermode="x unified" if len(found) <= _COMPARED else "closest",
     )
 
@@ -172,12 +166,12 @@ def _curves(
     """Yield the mean of a series over ranges of steps, and the series itself behind it."""
     xs, ys = draw.thinned(one, buckets)
     of = partial(draw.line, group, name=_named(group, run), run=run.number)
-    if what.behind:
+    if what.kind == "steps":
         yield of(xs, ys, line={"width": 0.8}, opacity=0.3, hoverinfo="skip")
     more: Trace = {"marker": {"size": 5}}
-    if what.smooth:
+    if what.kind != "points":
         steps, means, rolled = draw.smoothed(one, buckets, log)
-        xs, ys, more["customdata"] = draw.whole(steps), draw.floats(rolled), draw.floats(means)
+        xs, ys, more["customdata"] = steps.astype(np.int64), draw.floats(rolled), draw.floats(means)
     mode = "lines+markers" if len(xs) <= _DOTS else "lines"
     yield of(xs, ys, line={"dash": group.dash}, mode=mode, showlegend=True, **more)
 
@@ -188,9 +182,8 @@ def _levels(group: Group, last: float) -> Iterator[Trace]:
     name = f"threshold of {group.label}"
     moved = [(run, one) for run in group.runs if len(one := moving(run))]
     for run, one in moved:
-        yield draw.line(
-            group, *draw.thinned(one, 400), name, line=stroke | {"shape": "hv"}, run=run.number
-        )
+        xs, ys = draw.thinned(one, 400)
+        yield draw.line(group, xs, ys, name, line=stroke | {"shape": "hv"}, run=run.number)
     if not moved and group.info.limits_norm and group.threshold is not None:
         level = [group.threshold] * 2
         yield draw.line(group, [0, last * 1.01], level, name, line=stroke, hoverinfo="skip")
@@ -214,33 +207,30 @@ def _before_lost(run: Run, one: Series) -> Floats:
 
 def _below_ceiling(values: list[Floats]) -> list[Floats]:
     """Return the values without those that lie far above the start of every run."""
-    # Short series, such as evaluations, begin with their first value alone.
     starts = [float(np.median(v[: max(1, min(10, len(v) // 20))])) for v in values if len(v)]
     top = _HEADROOM * max(starts, default=np.inf)
     return [v[v <= top] if top > 0 else v for v in values]
 
 
 def _late(values: list[Floats]) -> list[Floats]:
-    """Return the values without the first quarter, whose low ones would flatten the others."""
+    """Return the values without the first quarter, which would flatten the others."""
     return [v[len(v) // 4 :] for v in values]
 
 
 def heat_maps(found: Findings) -> tuple[list[Chart], str | None]:
     """Return maps of the first runs that recorded layers, and a note on the others."""
-    recorded = [
-        (position, group, run)
-        for group in found.groups
-        for position, run in enumerate(group.runs)
-        if run.layers
-    ]
     # The first seed of each setting comes before the second of any.
-    recorded.sort(key=lambda entry: (entry[0], entry[1].index))
-    tables = [_table(run.layers) for *_, run in recorded[:_RUNS]]
-    ends = draw.limits([logs for *_, logs in tables], False)
-    maps = [
-        _map(group, run, *table, ends)
-        for (_, group, run), table in zip(recorded, tables, strict=False)
+    turns = zip_longest(*(group.runs for group in found.groups))
+    recorded = [
+        (group, run)
+        for turn in turns
+        for group, run in zip(found.groups, turn, strict=True)
+        if run and run.layers
     ]
+    tables = [_table(run.layers) for _, run in recorded[:_RUNS]]
+    ends = draw.limits([logs for *_, logs in tables], False)
+    each = zip(recorded, tables, strict=False)
+    maps = [_map(group, run, *table, ends) for (group, run), table in each]
     left = len(recorded) - len(maps)
     note = f"{left} more runs recorded layers; their norms are in {files.ROWS}."
     return maps, note if left else None
@@ -251,15 +241,10 @@ def _map(
 ) -> Chart:
     ticks = np.unique(np.linspace(*ends, 5).round(1))
     texts = [f"{10**tick:.2g}" for tick in ticks]
-    heat = {
-        "type": "heatmap",
-        "x": draw.whole(steps),
-        "y": names,
-        "z": draw.floats(logs),
+    heat: Trace = {"type": "heatmap", "colorscale": "Viridis", "zmin": ends[0], "zmax": ends[1]}
+    heat |= {"x": steps.astype(np.int64), "y": names, "z": draw.floats(logs)}
+    heat |= {
         "meta": {"group": group.index, "run": run.number},
-        "zmin": ends[0],
-        "zmax": ends[1],
-        "colorscale": "Viridis",
         "colorbar": {"thickness": 10, "tickvals": ticks, "ticktext": texts},
         "hovertemplate": "%{y}, step %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
     }

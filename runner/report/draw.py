@@ -128,7 +128,7 @@ def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
 
 
 def scales(values: Sequence[Floats | Sequence[float]], log: bool) -> tuple[dict[str, Any], str]:
-    """Return the ends of both kinds of axis, if possible, and the kind to begin with."""
+    """Return the ends of both kinds of axis, and the kind to begin with."""
     ends = {"linear": limits(values, False)}
     if log or (_every(values) > 0).any():
         ends["log"] = limits(values, True)
@@ -145,15 +145,10 @@ def spans(values: Iterable[ArrayLike], factor: float) -> bool:
 
 
 def floats(values: ArrayLike) -> NDArray[np.float32]:
-    """Return values as they travel in the page: 4 bytes each, NaN where not finite."""
+    """Return values as they travel in the page, NaN where not finite."""
     array = np.asarray(values, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(np.abs(array) < 3e38, array, np.nan).astype(np.float32)
-
-
-def whole(steps: Floats) -> NDArray[Any]:
-    """Return steps as they travel in the page: 4 bytes each unless they need more."""
-    return steps.astype(np.int32) if not len(steps) or steps[-1] < 2**31 else steps
 
 
 def trace(group: Group | None, run: str | None, x: Any, y: Any, **more: Any) -> Trace:
@@ -190,13 +185,10 @@ def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any
 
 
 def thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return steps and values of a series, of each bucket the lowest, the highest and gaps.
-
-    A mean, or every n-th point, would lose the single steps at which a norm spikes.
-    """
+    """Return of each bucket of a series the lowest, the highest and gaps, so that spikes stay."""
     values, n = one.values, len(one)
     if n <= 2 * buckets:
-        return whole(one.steps), floats(values)
+        return one.steps.astype(np.int64), floats(values)
     chosen, finite = {0, n - 1}, np.isfinite(values)
     low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
     for start, end in pairwise(np.linspace(0, n, buckets + 1).astype(int)):
@@ -205,7 +197,7 @@ def thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
         if not finite[at].all():
             chosen.add(start + finite[at].argmin())
     kept = np.asarray(sorted(chosen), dtype=np.intp)
-    return whole(one.steps[kept]), floats(values[kept])
+    return one.steps[kept].astype(np.int64), floats(values[kept])
 
 
 def smoothed(one: Series, buckets: int, log: bool) -> tuple[Floats, Floats, Floats]:

@@ -15,11 +15,11 @@ import numpy as np
 from runner.config.modes import NAMES, ModeInfo
 from runner.config.notation import higher_is_better
 from runner.config.problem import shown
-from runner.report.look import DASHES, NEUTRAL, OTHER_DASH, ordered, percent, rounded
-from runner.report.run import Run, SweepRuns, drawn, natural
+from runner.report.look import DASHES, NEUTRAL, OTHER_DASH, ordered, rounded
+from runner.report.run import Run, SweepRuns, natural
 from runner.report.statistics import Difference, compare
 from runner.run_folder import keys
-from runner.run_folder.status import elapsed
+from runner.run_folder.strict_json import number
 
 ABSENT = "–"
 CLIP = ("clip.mode", "clip.threshold")
@@ -28,8 +28,8 @@ _ASIDE = ("hydra.", "tracker.", "sweep.", "report.", "log.", "launch.", "checkpo
 _COLUMNS = 8  # most of configuration keys; the others are named below the table
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 DIVERGED = "diverged_at"
-Metrics = dict[str, float | None]
-"""Metrics of a run by the names of their columns; None where the run recorded nothing."""
+ALIKE = 0.05  # relative difference up to which results of single runs count as equal
+Metrics = dict[str, float | None]  # of a run by columns; None where it recorded nothing
 _METRICS = (keys.EVAL_LOSS, keys.EVAL_ACCURACY, keys.TRAIN_LOSS)
 
 
@@ -58,6 +58,10 @@ class Group:
     @property
     def threshold(self) -> float | None:
         return self.runs[0].threshold
+
+    @property
+    def numbers(self) -> list[str]:
+        return [run.number for run in self.runs]
 
 
 def differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -93,13 +97,9 @@ def choice(run: Run, key: str) -> str:
     if key in run.config:
         value = run.config[key]
         return f"{value:.12g}" if type(value) is float else shown(value)
-    if key in run.typed:
-        return run.typed[key]
-    for inner in ("name", "mode", "_target_"):
-        value = run.config.get(f"{key}.{inner}")
-        if value is not None:
-            return str(value).rpartition(".")[2]
-    return ABSENT
+    names = (run.config.get(f"{key}.{inner}") for inner in ("name", "mode", "_target_"))
+    name = next((str(one).rpartition(".")[2] for one in names if one is not None), ABSENT)
+    return run.typed.get(key, name)
 
 
 def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
@@ -137,9 +137,10 @@ def label(run: Run, columns: Iterable[str]) -> str:
 
 def named(groups: Iterable[Group], text: str) -> Group | None:
     """Return the setting that ``text`` names: by its label, or by the number of one of its runs."""
-    typed = text.replace("-", "−")
-    known = ((g, (g.label.replace("-", "−"), *(run.number for run in g.runs))) for g in groups)
-    return next((group for group, names in known if typed in names), None)
+    for group in groups:
+        if text.replace("-", "−") == group.label.replace("-", "−") or text in group.numbers:
+            return group
+    return None
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
@@ -184,24 +185,23 @@ def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, boo
         found[key] = _last(run, summary, key)
     norms, recorded = run.of(keys.GRAD_NORM).finite, summary.get(keys.GRAD_NORM)
     for name, point in PERCENTILES.items():
-        norm = drawn(recorded.get(name)) if isinstance(recorded, dict) else None
-        if norm is None and len(norms):
-            norm = float(np.percentile(norms, point))
-        found[f"{keys.GRAD_NORM}/{name}"] = norm
-    wall = drawn(summary.get(keys.WALL_SECONDS))
+        norm = number(recorded.get(name)) if isinstance(recorded, dict) else None
+        from_rows = float(np.percentile(norms, point)) if len(norms) else None
+        found[f"{keys.GRAD_NORM}/{name}"] = from_rows if norm is None else norm
+    wall = number(summary.get(keys.WALL_SECONDS, run.status.get(keys.WALL_SECONDS)))
     return found | {
-        keys.CLIP_FRACTION: drawn(summary.get(keys.CLIP_FRACTION)) if run.info.parts else None,
+        keys.CLIP_FRACTION: number(summary.get(keys.CLIP_FRACTION)) if run.info.parts else None,
         keys.CLIP_COEF: float(coef.mean()) if len(coef) else None,
         DIVERGED: run.diverged_at,
         "steps": run.steps or None,
-        "seconds": elapsed(run.status) if wall is None else wall,
+        "seconds": wall,
     }
 
 
 def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None:
     # The summary keeps the best value of the metric's usual direction.
     recorded = run.summary.get("best") if higher == higher_is_better(key) else None
-    best = drawn(recorded.get(key)) if isinstance(recorded, dict) else None
+    best = number(recorded.get(key)) if isinstance(recorded, dict) else None
     finite = run.of(key).finite
     if best is None and len(finite):
         best = float(finite.max() if higher else finite.min())
@@ -211,7 +211,7 @@ def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None
 
 def _last(run: Run, record: object, key: str) -> float | None:
     """Return the number of a record if it has one, else the last one of the rows."""
-    value = drawn(record.get(key)) if isinstance(record, Mapping) else None
+    value = number(record.get(key)) if isinstance(record, Mapping) else None
     rows = run.of(key).values
     return float(rows[-1]) if value is None and len(rows) else value
 
@@ -244,7 +244,7 @@ class Findings:
         return [run for run in group.runs if self.counts(run)]
 
     def seeds(self, group: Group) -> dict[Hashable, float]:
-        """Return the scores of a setting's compared runs by seed; the mean if a seed ran twice."""
+        """Return the scores of a setting's compared runs by seed, or their mean."""
         found: dict[Hashable, list[float]] = {}
         for run in self.judged(group):
             if (score := self.score(run)) is not None:
@@ -273,21 +273,13 @@ class Findings:
     def ratio(self, group: Group) -> float | None:
         return self.average(group, keys.CLIP_RATIO_TOTAL)
 
-    def clipped(self, group: Group) -> str | None:
-        """Return how much a setting clipped, such as ``31 % of its steps``."""
-        ratio, share = self.ratio(group), self.average(group, keys.CLIP_FRACTION)
-        if group.clips and share is not None:
-            return f"{percent(share)} of the {group.info.parts} on average"
-        return f"{percent(ratio)} of its steps" if group.clips and ratio is not None else None
-
     @property
     def compared_with(self) -> Group | None:
-        """Setting that the others are compared with: the baseline, or else the best one."""
         return self.baseline or self.best
 
     @cached_property
     def comparisons(self) -> dict[int, Difference]:
-        """Difference of each setting to `compared_with`, by the index of the setting."""
+        """Difference of each setting to `compared_with`, by its index."""
         return self._compare(self.groups, self.baseline, False) if self.baseline else self.rivals
 
     @cached_property
@@ -307,8 +299,10 @@ class Findings:
     def differ(self, groups: Sequence[Group]) -> bool:
         """Return whether seeds tell the best of ``groups`` from another one; a lost run does."""
         ranked = [group for group in self.ranked if group in groups]
-        if len(ranked) < len(groups):
-            return len(groups) > 1
+        if len(ranked) < len(groups) or any(len(self.seeds(group)) < 2 for group in groups):
+            means = [self.mean(group)[0] for group in groups]
+            lost = not all(map(math.isfinite, means))
+            return lost or max(means) - min(means) > ALIKE * max(map(abs, means))
         return any(one.seen for one in self._compare(ranked, ranked[0], True).values())
 
     def _compare(
@@ -335,15 +329,7 @@ def find(sweep: SweepRuns) -> Findings:
     configured = (run.config.get("report.baseline") for run in (() if sweep.single else runs))
     baseline = sweep.baseline or next((str(one) for one in configured if one is not None), None)
     found = None if baseline is None else named(groups, baseline)
-    return Findings(
-        sweep=sweep,
-        columns=columns,
-        others=others,
-        groups=groups,
-        metric=metric,
-        metrics=metrics,
-        measured={run.number: measure(run, metrics, {metric: maximizes}) for run in runs},
-        higher_is_better=maximizes,
-        baseline=found,
-        unknown=None if found else baseline,
-    )
+    measured = {run.number: measure(run, metrics, {metric: maximizes}) for run in runs}
+    unknown = None if found else baseline
+    of = (sweep, columns, others, groups, metric, metrics, measured)
+    return Findings(*of, higher_is_better=maximizes, baseline=found, unknown=unknown)

@@ -10,25 +10,22 @@ from runner.config import notation
 
 SMOOTHING = 0.05  # curves are means over this share of a run until a reader chooses another one
 
-# By Smith and van der Walt, matplotlib, CC0. Its bright end is left out on white paper, its dark
-# end on a dark screen.
+# By Smith and van der Walt, matplotlib, CC0; without its bright end on paper, its dark end at night
 _VIRIDIS = np.frombuffer(
     bytes.fromhex("440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"), np.uint8
 ).reshape(-1, 3)
 _BRIGHTEST, _DARKEST = 0.72, 0.34
-# Colours are whole multiples of this part of viridis, so that each has one counterpart.
-_LEVELS = 96
+_LEVELS = 96  # parts of viridis, so that each colour has one counterpart
 
-# Text, what has no place in the order of thresholds, grid lines, and background.
+# Text, what has no place in the order of thresholds, grid lines, background
 INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
 
-# Dashes of the curves of a mode, by what it clips, for charts of several modes.
+# Of the curves of a mode, by what it clips
 DASHES = {None: "solid", "steps": "solid", "elements": "dash", "units": "dot"}
 OTHER_DASH = "dashdot"
 
 
 def rounded(value: float | None, digits: int = 4) -> str:
-    """Format ``value`` with so many significant digits; ``–`` for None, ``NaN``, ``∞``."""
     if value is None:
         return "–"
     text = notation.rounded(value, digits)
@@ -40,7 +37,6 @@ def signed(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a share in 0..1 as a percentage, with a space that does not break."""
     if share is None or not math.isfinite(share):
         return rounded(share)
     return notation.percent(share).replace(" ", "\u00a0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from runner.config.folders import disk_full
 from runner.report.findings import choice, find
 from runner.report.look import SMOOTHING, on_dark, plural
 from runner.report.run import Run, SweepRuns, command_of, from_here, read
@@ -19,9 +21,21 @@ from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
 from runner.run_folder.strict_json import write_text
 
+log = logging.getLogger(__name__)
+
 _FILES = (files.ROWS, files.SUMMARY, files.CONFIG, files.STATUS, files.LOG, files.PAGE)
 # Recorded facts about the machine and the code, in the order they are shown.
 _FACTS = ("git", "versions", "device", "world_size", "parameters", "host")
+
+
+def written(folder: Path, left: int = 0) -> Path | None:
+    """Write the page; None if that fails, which is logged."""
+    try:
+        return write(folder, left)
+    except Exception as error:
+        why = disk_full(error) or f"the page of {folder} could not be written: {error!r}"
+        log.warning("%s", why)
+        return None
 
 
 def write(folder: Path, left: int = 0) -> Path:
@@ -30,9 +44,8 @@ def write(folder: Path, left: int = 0) -> Path:
 
 
 def write_page(sweep: SweepRuns, left: int = 0) -> Path:
-    """Write the page of runs that were read before, of which ``left`` runs have not ended."""
-    # Importing plotly takes a fifth of a second, which readers of folders need not spend.
-    from runner.report.charts import sections
+    """Write the page of runs that were read before, of which ``left`` have not ended."""
+    from runner.report.charts import sections  # plotly, for which readers need not wait
 
     found = find(sweep)
     # Text of a configuration or an error is escaped wherever the template inserts it.
@@ -42,7 +55,7 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
         trim_blocks=True,
         undefined=StrictUndefined,
     )
-    pages.filters |= {"plural": plural, "inert": _inert}
+    pages.filters |= {"plural": plural, "inert": lambda text: text.replace("<", "\\u003c")}
     scripts = [_asset("plotly/plotly-cartesian.min.js"), _asset("page.js")]
     html = pages.get_template("page.html").render(
         sweep=sweep,
@@ -69,15 +82,10 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
     return sweep.folder / files.PAGE
 
 
-def _inert(text: str) -> str:
-    """Return JSON that ends no element of the page, whatever text is in it."""
-    return text.replace("<", "\\u003c")
-
-
 def _policy(scripts: Sequence[str]) -> str:
     """Return a policy that allows the page its own scripts, style and pictures only."""
-    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
-    named = " ".join(f"'sha256-{digest}'" for digest in digests)
+    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in scripts)
+    named = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {named}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -92,19 +100,16 @@ def _facts(runs: Sequence[Run]) -> dict[str, str]:
     facts = {}
     for key in (*_FACTS, "started", "ended") if len(runs) == 1 else _FACTS:
         values = (run.status.get(key, run.summary.get(key)) for run in runs)
-        facts[key.replace("_", " ")] = "; ".join(
-            dict.fromkeys(str(value) for value in values if value not in (None, ""))
-        )
-    return {key: text for key, text in facts.items() if text}
+        if texts := dict.fromkeys(str(value) for value in values if value not in (None, "")):
+            facts[key.replace("_", " ")] = "; ".join(texts)
+    return facts
 
 
 def _shared(runs: Sequence[Run]) -> list[str]:
     known = [run for run in runs if run.config]
-    return [
-        f"{key}={choice(known[0], key)}"
-        for key in (known[0].config if known else ())
-        if all(key in run.config and run.config[key] == known[0].config[key] for run in known)
-    ]
+    first = known[0].config if known else {}
+    same = (key for key in first if all(run.config.get(key, ...) == first[key] for run in known))
+    return [f"{key}={choice(known[0], key)}" for key in same]
 
 
 def _links(sweep: SweepRuns, run: Run) -> list[tuple[str, str]]:

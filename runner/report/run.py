@@ -66,7 +66,7 @@ class Run:
 
     @property
     def seed(self) -> str:
-        """Seed, by which settings are compared; the number of the run if it has none."""
+        """Seed, or the number of a run without one."""
         seed = self.config.get("seed", self.typed.get("seed"))
         return f"run {self.number}" if seed is None else str(seed)
 
@@ -77,19 +77,15 @@ class Run:
 
     @cached_property
     def info(self) -> ModeInfo:
-        """Facts about the clipping mode, as the run recorded them if the mode is a user's own."""
+        """Facts about the clipping mode, as the run recorded them of a user's own."""
         recorded = self.summary.get(keys.CLIP_MODE)
         return info_of(self.mode, recorded if isinstance(recorded, dict) else None)
 
     @property
     def threshold(self) -> float | None:
-        """Configured λ, or the override if there is no configuration; None without clipping."""
-        try:
-            threshold = drawn(float((self.config or self.typed).get("clip.threshold")))  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            return None
-        known = self.info.clips is not None and threshold and 0 < threshold < math.inf
-        return threshold if known else None
+        """Configured or typed λ; None without clipping."""
+        size, _ = natural(str((self.config or self.typed).get("clip.threshold")))
+        return size if self.info.clips is not None and 0 < size < math.inf else None
 
     def of(self, key: str) -> Series:
         return self.series.get(key, EMPTY)
@@ -117,7 +113,7 @@ class Run:
 
     @cached_property
     def steps(self) -> int:
-        known = [drawn(self.summary.get("steps")), drawn(self.status.get("step"))]
+        known = [number(self.summary.get("steps")), number(self.status.get("step"))]
         known += [*map(float, self.of(keys.TRAIN_STEP).steps[-1:])]
         return int(max((value for value in known if value and math.isfinite(value)), default=0))
 
@@ -140,21 +136,6 @@ class Run:
 
     def _by_suffix(self, prefix: str) -> dict[str, Series]:
         return {k[len(prefix) :]: one for k, one in self.series.items() if k.startswith(prefix)}
-
-
-def drawn(value: object) -> float | None:
-    """Return a number of a record as a chart or a mean can use it; None if it is none."""
-    found = number(value)
-    return None if found is None else float(_drawn([found])[0])
-
-
-def _drawn(values: list[float]) -> Floats:
-    """Return numbers without those whose square or ratio leaves the range of a float."""
-    array = np.asarray(values, dtype=np.float64)
-    size = np.abs(array)
-    array[size > 1e150] *= np.inf
-    array[size < 1e-150] *= 0.0
-    return array
 
 
 def natural(text: str) -> tuple[float, str]:
@@ -240,7 +221,9 @@ def read_series(path: Path) -> dict[str, Series]:
 
 
 def _series(steps: list[float], values: list[float]) -> Series:
-    at, of = _drawn(steps), _drawn(values)
+    at, of = np.asarray(steps, np.float64), np.asarray(values, np.float64)
+    of[np.abs(of) > 1e150] *= np.inf  # their squares and ratios would leave the range of a float
+    of[np.abs(of) < 1e-150] *= 0.0
     if np.all(np.diff(at) > 0):
         return Series(at, of)
     # np.unique keeps the first of equal steps: in reversed order, the row written last.
@@ -294,7 +277,7 @@ def read(folder: Path) -> SweepRuns:
 
 
 def read_sweep(folder: Path) -> SweepRuns:
-    """Read the numbered folders of a sweep, and what ``sweep.json`` adds to them."""
+    """Read the folders of a sweep's runs, and what ``sweep.json`` adds to them."""
     found = [one for one in folder.iterdir() if one.is_dir()]
     if any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN)):
         found = [one for one in found if one.name.isdecimal()]
@@ -332,15 +315,10 @@ def from_here(folder: Path) -> Path:
 
 def _read(folder: Path, entry: Entry | None) -> Run:
     """Read a run of a sweep, with what the sweep recorded where its own record is incomplete."""
-    try:
-        run = read_run(folder)
-    except Exception as error:  # it must not take the page of the others
-        cause = f"its files cannot be read: {type(error).__name__}: {error}"
-        return Run(folder, folder.name, "unreadable", cause)
+    run = read_run(folder)
     if entry is not None and not run.overrides:
         run = replace(run, overrides=tuple(entry.words))
-    if entry is not None and run.state == "unknown":
-        # The sweep alone records the cause if a process ended before it wrote anything.
+    if entry is not None and run.state == "unknown":  # it ended before it wrote anything
         run = replace(run, state=entry.state, error=entry.error)
     return run
 

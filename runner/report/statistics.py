@@ -1,15 +1,11 @@
 """Differences between the settings of a sweep, and what they are worth.
 
-**Pairs.** Runs of equal seed read the same samples in the same order and start from the same
-weights, so a setting is compared with the reference seed by seed, by the paired t test. Settings
-that share fewer than two seeds have a difference without an interval.
-
-**Choice of the best.** If the reference is the best of the same runs, luck made it look better than
-it is. The K - 1 intervals shown were selected among K (K - 1) / 2 pairs, so each has the level
-1 - 0.05 · 2 / K: then at least 95 % of the intervals on such pages hold the true difference
-(Benjamini and Yekutieli 2005, section 4). p is corrected by Holm's method (1979) for all pairs.
-Against a baseline that was named beforehand nothing was selected: the level is 0.95, and Holm's
-method counts K - 1. A setting is called the winner only if all its intervals lie on one side of 0.
+Runs of equal seed read the same samples and start from the same weights, so settings are compared
+seed by seed, by the paired t test. If the reference is the best of the same runs, luck made it look
+better than it is: K - 1 intervals were selected among K (K - 1) / 2 pairs, so each has the level
+1 - 0.05 · 2 / K (Benjamini and Yekutieli 2005, section 4), and p is corrected by Holm's method
+(1979) for all pairs. Against a baseline that was named beforehand the level is 0.95, and Holm's
+method counts K - 1.
 """
 
 from __future__ import annotations

@@ -29,15 +29,6 @@ from runner.run_folder import files, keys
 from runner.run_folder.strict_json import encode
 
 _LONG = 32  # texts above it may be broken over lines
-_STATES = {
-    "finished": "✓",
-    "failed": "✕",
-    "killed": "✕",
-    "interrupted": "‖",
-    "running": "…",
-    "not started": "○",
-    "unreadable": "✕",
-}
 
 
 class Column(NamedTuple):
@@ -70,8 +61,7 @@ def columns_of(found: Findings) -> list[Column]:
     """Return each column of metrics that any run has a value for."""
     known: list[Column] = []
     for key in found.metrics:
-        # One column for metrics that settings are not compared by: the lowest loss of a single
-        # training step says little, and so does the last of an accuracy that rose and fell.
+        # One column for other metrics: the lowest loss of a single training step says little.
         own = "best" if higher_is_better(key) else "final"
         for which in ("best", "final") if key == found.metric else (own,):
             hint = f"{which} {key} of the run"
@@ -99,9 +89,8 @@ def headings(found: Findings) -> list[Column]:
     compared = []
     if found.comparisons and (other := found.compared_with):
         which = "baseline" if found.baseline else "best setting"
-        hint = f"best {found.metric} minus that of the {which}, {other.label}, seed by seed where "
-        hint += "both have them, with its interval"
-        test = "p of the t test, corrected by Holm's method for the number of settings"
+        hint = f"best {found.metric} minus that of the {which}, {other.label}, seed by seed"
+        test = "p of the paired t test, corrected by Holm's method for the number of settings"
         compared.append(Column("difference", f"Δ to {other.label}", hint, signed))
         compared.append(Column("p", "p", test, rounded))
     metrics = columns_of(found)
@@ -120,15 +109,12 @@ def rows_of(found: Findings, group: Group) -> list[Row]:
     alone = len(group.runs) == 1
     columns, rows = columns_of(found), []
     for run in group.runs:
-        mark, why = f"{_STATES.get(run.state, '?')} {run.state}", (run.error or "")[:500]
-        mark = "–" if run.state == "unknown" else mark  # of somebody's own loop
-        ended = [
-            *_compared(found, group, None if alone else run),
-            Cell(mark, run.state, "state", why),
-        ]
+        text = "–" if run.state == "unknown" else run.state  # of somebody's own loop
+        ended = Cell(text, run.state, "state", (run.error or "")[:500])
         values = [_cell(found.measured[run.number].get(one.key), one.text) for one in columns]
+        compared = _compared(found, group, None if alone else run)
         of_keys = (_key(choice(run, key)) for key in found.columns)
-        rows.append(Row(run.number, run, [*of_keys, *values[:1], *ended, *values[1:]]))
+        rows.append(Row(run.number, run, [*of_keys, *values[:1], *compared, ended, *values[1:]]))
     return rows if alone else [mean_row(found, group), *rows]
 
 
@@ -168,8 +154,8 @@ def _compared(found: Findings, group: Group, run: Run | None) -> list[Cell]:
     value = Cell(difference(one), repr(one.value), "figure")
     if one.low is None:
         return [value, Cell("–", style="figure")]
-    hint = f"paired t test of {plural(one.seeds, 'seed')}: p {rounded(one.p, 2)} before correction;"
-    hint += f" these seeds show a true difference of {rounded(one.visible, 2)} four times in five"
+    hint = f"{plural(one.seeds, 'seed')}; p {rounded(one.p, 2)} before correction; they show a "
+    hint += f"true difference of {rounded(one.visible, 2)} four times in five"
     return [value._replace(hint=hint), _cell(one.corrected, partial(rounded, digits=2))]
 
 
@@ -222,7 +208,7 @@ def frame(folder: Path | str) -> Any:
 
 
 def as_csv(found: Findings) -> str:
-    """Return `records` as CSV with a line of names; empty where there is no value."""
+    """Return `records` as CSV with a line of names."""
     rows = records(found)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else ["run"], lineterminator="\n")
@@ -232,7 +218,7 @@ def as_csv(found: Findings) -> str:
 
 
 def as_json(found: Findings) -> str:
-    """Return `records`, the settings with their differences, and the verdict as a JSON object."""
+    """Return `records`, settings with their differences, and the verdict as a JSON object."""
     other, winner = found.compared_with, found.winner
     settings = [
         {

@@ -16,17 +16,16 @@ from runner.report.verdict import THRESHOLD
 from runner.run_folder import keys
 
 _BINS = 60
-_LABELS, _WIDTH = 12, 0.3  # rows for labels of thresholds, and a label's part of the axis
+_LABELS = 12  # most labels of thresholds
 _LINES = 12  # most lines of settings that differ in more than their threshold
 
 
 def metric_charts(found: Findings) -> Iterator[Chart]:
     """Yield a chart of the metric against the threshold for each mode, with one vertical axis."""
-    scores = {run.number: found.score(run) for run in found.sweep.runs}
-    judged = (run.number for group in found.groups for run in found.judged(group))
-    every = [score for number in judged if (score := scores[number]) is not None]
+    runs = [run for group in found.groups for run in found.judged(group)]
+    every = [score for run in runs if (score := found.score(run)) is not None]
     for facet in draw.facets(found.groups):
-        groups = [g for g in facet.groups if any(scores[run.number] is not None for run in g.runs)]
+        groups = [g for g in facet.groups if any(found.score(run) is not None for run in g.runs)]
         if len(groups) > 1 and any(group.threshold is not None for group in groups):
             yield _metric_chart(found, facet, groups, every)
 
@@ -37,11 +36,9 @@ def _metric_chart(
     places, ends, ticks = _places(groups)
     traces = list(_lines(found, groups, places))
     right = 16 + 6 * max((len(text) for one in traces for text in one.get("text", ())), default=0)
-    note = (
-        "One point a run (× diverged; hollow: did not finish, and is in no mean), a line through "
-    )
-    note += "the means, a band over the seeds; "
-    note += f"{'higher' if found.higher_is_better else 'lower'} is better. "
+    note = "One point a run (× diverged; hollow: did not finish, and is in no mean), a line through"
+    note += f" the means, a band over the seeds; {'higher' if found.higher_is_better else 'lower'}"
+    note += " is better. "
     for group, run in ((of, run) for of in groups for run in of.runs):
         score, at = found.score(run), places[group.index]
         ratio = percent(found.measured[run.number][keys.CLIP_RATIO_TOTAL])
@@ -126,12 +123,9 @@ def norms(group: Group) -> Floats:
 
 def scaled_note(groups: Iterable[Group]) -> str:
     """Return a sentence on :attr:`Run.limited` where some runs do not scale all gradients."""
-    if not any(len(run.of(keys.GRAD_NORM_SCALED)) for group in groups for run in group.runs):
-        return ""
-    return (
-        " Where Muon steps matrices, this is the norm of all other gradients, which the threshold "
-        "limits; those of the matrices are not scaled (clip.scales=auto)."
-    )
+    some = any(len(run.of(keys.GRAD_NORM_SCALED)) for group in groups for run in group.runs)
+    note = " Where Muon steps matrices, this is the norm of all other gradients, which λ limits."
+    return note if some else ""
 
 
 def threshold_charts(found: Findings) -> Iterator[Chart]:
@@ -151,10 +145,8 @@ def threshold_charts(found: Findings) -> Iterator[Chart]:
             traces.append(draw.line(group, x, y, name, run=run.number, mode="lines+markers"))
             ratio = found.measured[run.number][keys.CLIP_RATIO_TOTAL]
             if group.threshold is not None and ratio is not None:
-                text = f"{name}: clipped {percent(ratio)} of its steps"
-                traces.append(
-                    draw.point(group, run.number, group.threshold, ratio, text, symbol="diamond")
-                )
+                text, at = f"{name}: clipped {percent(ratio)} of its steps", group.threshold
+                traces.append(draw.point(group, run.number, at, ratio, text, symbol="diamond"))
         ends = draw.limits([one["x"] for one in traces], True)
         note = "Lines: what a run recorded by clip.what_if. ◆ The share that it clipped itself."
         x_axis = draw.axis("threshold", ends, log=True, showgrid=False)
@@ -178,24 +170,17 @@ def _histogram(found: Findings, reference: Group) -> Chart:
     hover = "‖G‖ about %{x:.3~g}: %{y:.2~%} of steps<extra></extra>"
     style: Trace = {"fill": "tozeroy", "hoveron": "points", "hovertemplate": hover}
     traces = [draw.line(None, *outline, "steps", line={"width": 0.5}, **style)]
-    # A label stands right of the end of its line. Where lines are close, the next one is shorter,
-    # so that no line crosses a label.
-    row, end, width = 0, -np.inf, np.log(ends[1] / ends[0])
-    for threshold, group in sorted(marked.items()):
+    # A label stands right of the end of its line, and the next line is shorter: none crosses it.
+    for row, (threshold, group) in enumerate(sorted(marked.items())):
         below = float(np.searchsorted(values, threshold, side="right")) / len(values)
         text = f"{rounded(threshold)} · p{rounded(100 * below, 3)}"
-        at = float(np.log(threshold / ends[0]) / width)
-        row = 0 if at > end else row + 1
         height = top * max(1.38 - 0.09 * row, 0.1)
         mark = draw.line(group, [threshold] * 2, [0, height], text, line={"dash": "6px,4px"})
         traces.append(mark | {"hovertemplate": f"{text}<extra></extra>"})
         if row < _LABELS:
-            end = max(end, at + _WIDTH)
             own: Trace = {key: mark[key] for key in ("legendgroup", "meta")}
-            side = "middle right"
-            traces.append(
-                draw.labels([threshold], [height], [f" {text}"], textposition=side, **own)
-            )
+            own["textposition"] = "middle right"
+            traces.append(draw.labels([threshold], [height], [f" {text}"], **own))
     note = f"All steps of “{reference.label}”, {len(values):,} norms. "
     if ratio := found.ratio(reference):
         note += f"No run went unclipped; this one was clipped least ({percent(ratio)} of steps). "

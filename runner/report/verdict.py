@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
 from runner.config.notation import first_few
 from runner.config.notation import rounded as typed
 from runner.report.findings import DIVERGED, Findings, Group, choice
-from runner.report.look import plural, rounded, signed
-from runner.report.run import Run, drawn
+from runner.report.look import percent, plural, rounded, signed
+from runner.report.run import Run
 from runner.report.statistics import MOST_SEEDS, Difference
+from runner.run_folder.keys import CLIP_FRACTION, CLIP_RATIO_TOTAL
+from runner.run_folder.strict_json import number
 
 THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
-
-ALIKE = 0.05  # relative difference up to which the results of single runs count as equal
 
 
 def verdict(found: Findings) -> str:
@@ -28,25 +28,20 @@ def verdict(found: Findings) -> str:
     if len(runs) == 1:
         return _of_one(found, runs[0])
     if best is None:
-        if found.metric is None:
-            return f"No answer yet: none of the {len(runs)} runs recorded a metric."
-        why = "a run of each diverged, or did not finish"
-        return f"No answer yet: no setting has a finite mean {found.metric} ({why})."
+        why = f"mean {found.metric} (a run of each diverged, or did not finish)"
+        return f"No answer yet: no setting has a finite {why if found.metric else 'metric'}."
     if len(found.groups) == 1:
         return f"One setting, {plural(len(runs), 'run')}: {_score(found, best)}."
     word = "highest" if found.higher_is_better else "lowest"
     tied = [group for group in found.ranked if found.mean(group)[0] == found.mean(best)[0]]
-    names = " and ".join(map(_name, tied[:3])).replace("and No", "and no")
-    names += " …" if len(tied) > 3 else ""
     verb = "share" if len(tied) > 1 else "wins with" if found.winner else "gave"
+    names = first_few([_name(group) for group in tied], 3)
     sentence = f"{names} {verb} the {word} {found.metric}: {_score(found, best)}"
     sentence += _against(found, best, [group for group in found.ranked if group not in tied])
-    clipped = found.clipped(best) if len(tied) == 1 else None
-    sentence += f"; it clipped {clipped}." if clipped else "."
+    sentence += _clipped(found, best) if len(tied) == 1 else "."
     if not (rivals := undecided(found)):
         return sentence
-    every = len(rivals) == len(found.ranked) - 1
-    whom = "the others" if every else first_few([group.label for group, _ in rivals], 3)
+    whom = first_few([group.label for group, _ in rivals], 3)
     seeds = plural(min(one.seeds for _, one in rivals), "seed")
     size = rounded(max(one.visible or 0.0 for _, one in rivals), 2)
     return (
@@ -70,8 +65,15 @@ def _of_one(found: Findings, run: Run) -> str:
         final = found.measured[run.number].get(f"final/{found.metric}")
         sentence += f", with a best {found.metric} of {rounded(score)}"
         sentence += "" if final is None else f" and a final one of {rounded(final)}"
-    clipped = found.clipped(group)
-    return sentence + (f"; it clipped {clipped}." if clipped else ".")
+    return sentence + _clipped(found, group)
+
+
+def _clipped(found: Findings, group: Group) -> str:
+    ratio, share = (found.average(group, key) for key in (CLIP_RATIO_TOTAL, CLIP_FRACTION))
+    if not group.clips or ratio is None:
+        return "."
+    parts = f" ({percent(share)} of the {group.info.parts} on average)" if share is not None else ""
+    return f"; it clipped {percent(ratio)} of its steps{parts}."
 
 
 def _name(group: Group) -> str:
@@ -92,11 +94,11 @@ def _against(found: Findings, best: Group, others: list[Group]) -> str:
     unclipped = next((group for group in others if best.clips and not group.clips), None)
     other = found.baseline if found.baseline in others else unclipped or others[0]
     assert other is not None
-    name = f"with {other.label}{', the next best' if other is others[0] else ''}"
-    name = "without clipping" if other is unclipped else name
-    one = found.rivals.get(other.index)
+    one, name = found.rivals.get(other.index), f"with {other.label}"
     if other is found.baseline:
         name, one = f"with the baseline, {other.label}", found.comparisons.get(best.index)
+    elif other is unclipped:
+        name = "without clipping"
     against = f", against {rounded(found.mean(other)[0])} {name}"
     if one is None or one.low is None or one.high is None:
         return against
@@ -113,119 +115,74 @@ class Remark(NamedTuple):
 
 def remarks(found: Findings) -> list[Remark]:
     """Return what the sweep shows, the remarks of its runs, and what is missing."""
-    topics = topics_of(found)
-    swept = () if "few" in topics else (THRESHOLD, RATE)
-    edges = [one for key in swept if (one := edge(found, key))]
-    own = []
-    for texts in topics.values():
-        (label, text), *more = texts.items()
+    said: dict[str, dict[str, str]] = {}  # texts of runs by topic and setting
+    for group, run in ((of, run) for of in found.groups for run in of.runs):
+        made, given = (run.summary.get(key) or () for key in ("remarks", "guidance"))
+        for one in made:
+            if one["text"] in given:
+                said.setdefault(one["topic"], {}).setdefault(group.label, one["text"])
+    swept = () if "few" in said else (THRESHOLD, RATE)
+    texts = [one for key in swept if (one := edge(found, key))]
+    for of in said.values():
+        (label, text), *more = of.items()
         who = f"{label} and {plural(len(more), 'more setting')}" if more else label
-        own.append(text if len(found.groups) == 1 else f"{who}: {text}")
-    return [*map(Remark, edges), *map(Remark, own), *_seeds(found), *_states(found)]
-
-
-def topics_of(found: Findings) -> dict[str, dict[str, str]]:
-    """Return the remarks of runs by topic, each with the settings that have it and their texts."""
-    topics: dict[str, dict[str, str]] = {}
-    for group in found.groups:
-        for run in group.runs:
-            made, given = (run.summary.get(key) for key in ("remarks", "guidance"))
-            if isinstance(made, list) and isinstance(given, list):
-                for one in made:
-                    if isinstance(one, Mapping) and one.get("text") in given:
-                        texts = topics.setdefault(str(one.get("topic")), {})
-                        texts.setdefault(group.label, str(one["text"]))
-    return topics
+        texts.append(text if len(found.groups) == 1 else f"{who}: {text}")
+    return [*map(Remark, texts), *_seeds(found), *_states(found)]
 
 
 def edge(found: Findings, key: str) -> str | None:
     """Return a sentence if the best value of ``key`` is the lowest or the highest tried."""
     best = found.best
-    value = None if best is None else value_of(best, key)
-    if best is None or value is None:
+    if best is None or (value := _value(best, key)) is None:
         return None
-    tried = along(found, best, key)
+    others = [one for one in found.columns if one not in ("seed", key)]
+    same = [choice(best.runs[0], one) for one in others]
+    tried = [g for g in found.groups if [choice(g.runs[0], one) for one in others] == same]
     # A value that diverged limits the range, as one with a worse result does.
-    judged = {value: group for value, group in tried.items() if found.seeds(group)}
-    if len(judged) < 2 or not apart(found, [*judged.values()]):
+    judged = [(one, g) for g in tried if found.seeds(g) and (one := _value(g, key)) is not None]
+    ends = [end(one for one, _ in judged) for end in (min, max)]
+    if len(judged) < 2 or value not in ends or not found.differ([g for _, g in judged]):
         return None
-    if value not in (min(judged), max(judged)):
-        return None
-    lowest = value == min(judged)
-    end, beyond, factors = (
-        ("lowest", "lower", (0.5, 0.25)) if lowest else ("highest", "higher", (2, 4))
-    )
-    tries = " and ".join(typed(value * factor) for factor in factors)
+    lowest = value == ends[0]
+    tries = " and ".join(typed(value * by) for by in ((0.5, 0.25) if lowest else (2, 4)))
     if key == THRESHOLD and not lowest:
         # Nothing is left to try if the sweep tried no clipping, or if this threshold clips nothing.
         if any(not g.clips and found.seeds(g) for g in found.groups) or not found.ratio(best):
             return None
         tries = f"{typed(value * 2)} and clip=none"
-    name = "threshold" if key == THRESHOLD else key
-    if key == THRESHOLD and len({group.mode for group in found.groups if group.clips}) > 1:
-        name = f"threshold of clip={best.mode}"
-    others = [c for c in found.columns if c not in ("seed", "clip.mode", key)]
-    where = ", ".join(f"{column}={choice(best.runs[0], column)}" for column in others)
-    among = "tried" if len(judged) == len(tried) else "with a result"
+    pairs = zip(others, same, strict=True)
+    where = ", ".join(f"{one}={of}" for one, of in pairs)
     return (
-        f"{f'With {where} the' if where else 'The'} best {name}, {rounded(value)}, is the {end} "
-        f"{among}: a {beyond} one may do better (try {tries})."
+        f"{f'With {where} the' if where else 'The'} best {key}, {rounded(value)}, is the "
+        f"{'lowest' if lowest else 'highest'} with a result: a {'lower' if lowest else 'higher'} "
+        f"one may do better (try {tries})."
     )
 
 
-def along(found: Findings, group: Group, key: str) -> dict[float, Group]:
-    """Return the settings that equal ``group`` in all but ``key``, by rising value of ``key``."""
-    others = [column for column in found.columns if column not in ("seed", key)]
-    members = {
-        value: one
-        for one in found.groups
-        if one.mode == group.mode
-        and all(choice(one.runs[0], c) == choice(group.runs[0], c) for c in others)
-        and (value := value_of(one, key)) is not None
-    }
-    return dict(sorted(members.items()))
-
-
-def value_of(group: Group, key: str) -> float | None:
+def _value(group: Group, key: str) -> float | None:
     if key == THRESHOLD:
         return group.threshold
-    value = drawn(group.runs[0].config.get(key))
+    value = number(group.runs[0].config.get(key))
     return value if value is not None and 0 < value < math.inf else None
-
-
-def apart(found: Findings, groups: Sequence[Group]) -> bool:
-    """Return whether the results of some of ``groups`` clearly differ."""
-    if all(len(found.seeds(group)) > 1 for group in groups):
-        return found.differ(groups)
-    means = [found.mean(group)[0] for group in groups]
-    if not all(map(math.isfinite, means)):
-        return True
-    return max(means) - min(means) > ALIKE * max(map(abs, means))
 
 
 def _seeds(found: Findings) -> Iterator[Remark]:
     """Yield how many seeds would decide, with the command that runs them."""
     known = [(group.label, found.rivals.get(group.index)) for group in found.ranked[1:]]
     single = [label for label, one in known if one and one.low is None]
-    rivals = undecided(found)
     # The sweeper of a search would take the seed for one more thing to choose.
-    if found.sweep.searches or not (single or rivals):
+    if found.sweep.searches:
         return
     if single:
-        who = "the others" if len(single) == len(known) else first_few(single, 3)
-        text = f"Undecided: {who} and {found.ranked[0].label} have at most one seed in common, so "
-        text += "small differences may be chance. Five seeds tell more:"
+        text = f"Undecided: {first_few(single, 3)} and {found.ranked[0].label} have at most one "
+        text += "seed in common, so small differences may be chance. Five seeds tell more:"
         yield Remark(text, _with_seeds(found, 5))
-        return
-    rival, one = rivals[0]
-    pair = f"{found.ranked[0].label} and {rival.label}"
-    size = f"if they differ by {rounded(abs(one.value), 2)}, as it looks now"
-    if one.needed is None:
-        yield Remark(f"{pair}: more than {MOST_SEEDS} seeds would be needed to decide, {size}.")
-    else:
-        more = plural(one.needed - one.seeds, "more seed")
-        text = f"{pair}: about {more} would decide, {size}:"
-        yield Remark(text, _with_seeds(found, one.needed))
+    elif rivals := undecided(found):
+        rival, one = rivals[0]
+        more = plural((one.needed or MOST_SEEDS) - one.seeds, "more seed")
+        text = f"{found.ranked[0].label} and {rival.label}: {'about' if one.needed else 'over'} "
+        text += f"{more} would decide, if they differ by {rounded(abs(one.value), 2)} as now"
+        yield Remark(text, _with_seeds(found, one.needed) if one.needed else "")
 
 
 def _with_seeds(found: Findings, count: int) -> str:

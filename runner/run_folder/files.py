@@ -1,7 +1,4 @@
-"""Names of the files and folders of a run and of a sweep.
-
-A run has its own folder; a sweep has one with a numbered folder for each of its runs.
-"""
+"""Names of the files and folders of a run, and of a sweep with numbered folders of runs."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ STATUS = "status.json"  # how the run stands: state, exit code, error, step
 ROWS = "metrics.jsonl"
 SUMMARY = "summary.json"
 PAGE = "report.html"  # page of a run or of a sweep
-TABLE_CSV = "report.csv"
-TABLE_LATEX = "report.tex"
-TABLE_JSON = "report.json"  # table of a run or of a sweep for other programs
+TABLE_CSV, TABLE_LATEX, TABLE_JSON = "report.csv", "report.tex", "report.json"
 LOG = "runner.log"
 LOCK = ".run.lock"  # locked by the process that writes to the folder of a run or a sweep
 RANKS = ".ranks"  # folder in which each rank of a run writes how it ended, while the run is on

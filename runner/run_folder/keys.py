@@ -1,8 +1,7 @@
 """Keys of metrics, as rows, summaries and trackers spell them.
 
-A row holds the metrics of one optimizer step. Keys that end in ``_mean``, ``_max`` or ``ratio``
-cover all steps since the row before it. Norms of gradients are taken after synchronisation,
-unscaling and normalisation, and before clipping unless the key says otherwise.
+Keys that end in ``_mean``, ``_max`` or ``ratio`` cover all steps since the row before. Norms are of
+synchronised, unscaled, normalised gradients, before clipping unless the key says otherwise.
 """
 
 from __future__ import annotations
@@ -17,28 +16,21 @@ TRAIN_TOKENS = "train/tokens"
 
 GRAD_NORM = "grad/norm"
 GRAD_NORM_CLIPPED = "grad/norm_clipped"
-# Norm of the gradients that a coefficient multiplies, which is compared with the threshold; only
-# where some are left out (those of Muon)
+# Norm of the gradients that a coefficient multiplies, where some are left out (those of Muon)
 GRAD_NORM_SCALED = "grad/norm_scaled"
 GRAD_NORM_MEAN = "grad/norm_mean"
 GRAD_NORM_MAX = "grad/norm_max"
 GRAD_NONFINITE = "grad/nonfinite"  # steps skipped so far because their gradient was not finite
-# Steps skipped so far because their loss or gradient norm was a spike, in runs with a rule of
-# `clip.skip`. Their gradients were finite, so :data:`GRAD_NONFINITE` does not count them
-CLIP_SKIPPED = "clip/skipped"
+CLIP_SKIPPED = "clip/skipped"  # steps skipped so far as spikes (`clip.skip`): those are finite
 CLIP_THRESHOLD = "clip/threshold"
 CLIP_COEF = "clip/coef"  # norm after clipping ÷ norm before clipping
 CLIP_CLIPPED = "clip/clipped"  # 1 if clipping changed this step, else 0
-# Share clipped of what the mode clips: the step, the elements or the units
-CLIP_FRACTION = "clip/fraction"
+CLIP_FRACTION = "clip/fraction"  # share clipped of what the mode clips: step, elements, units
 CLIP_RATIO = "clip/ratio"
 CLIP_RATIO_TOTAL = "clip/ratio_total"  # share of all steps so far that clipping changed
-# Distribution over steps of the largest value compared with the threshold (summary only)
-CLIP_PEAK = "clip/peak"
-# Largest number of steps in a row that clipping changed (summary only)
-CLIP_STREAK = "clip/longest_streak"
-# Norm of what a step added to the weights ÷ norm of the weights before the step
-UPDATE_RATIO = "update/ratio"
+CLIP_PEAK = "clip/peak"  # distribution of the largest value compared with λ (summary only)
+CLIP_STREAK = "clip/longest_streak"  # most steps in a row that were clipped (summary only)
+UPDATE_RATIO = "update/ratio"  # norm of what a step added to the weights ÷ norm of the weights
 NOISE_SCALE = "noise/scale"  # batch size at which noise and gradient are equally large, in samples
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"

@@ -16,31 +16,30 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from runner.config.environment import elastic_agent, elastic_job, slurm_job
 from runner.config.folders import require_room
-from runner.config.identity import masked_words
+from runner.config.identity import config_hash, masked_words
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import encode, number, read_object, write_object, write_text
 
 log = logging.getLogger(__name__)
 
-RESUMED = "resumed"  # entry of a status: the steps at which the run was continued in its own folder
-# Entry of the status of a continued run: the last step whose row wandb got before
-WANDB_STEP = "wandb_step"
+# Entries of the status of a run that was continued: the steps at which it was, and the last step
+# whose row wandb got before
+RESUMED, WANDB_STEP = "resumed", "wandb_step"
 PROGRESS_SECONDS = 1.0  # shortest time between two writes of the step to `status.json`
-# Seconds to wait for the lock of a process that is gone: its children may finish a step first
-RELEASED = 8.0
+RELEASED = 8.0  # to wait for a lock: children of a process that is gone may finish a step first
 
 
 @contextmanager
 def claimed(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
-    """Hold the folder of a run or a sweep against other processes; it is made if there is none."""
+    """Make a folder, and hold it against other processes."""
     from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
 
     require_room(folder)
@@ -57,28 +56,21 @@ class Record:
     """Keep ``config.yaml``, ``status.json`` and ``summary.json`` of one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._status: dict[str, Any] = {}
-        self._written = -float("inf")
-        self._before = 0.0
+        self._folder, self._status = folder, dict[str, Any]()
+        self._written, self._before = -math.inf, 0.0
 
-    def begin(
-        self,
-        config: dict[str, Any],
-        config_hash: str,
-        wandb_run_id: str | None,
-        resumed: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write the configuration and the state ``running``."""
+    def begin(self, config: dict[str, Any], run_id: str | None, **resumed: Any) -> dict[str, Any]:
+        """Write the configuration and the state ``running``, and return the status."""
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         write_text(self._folder / files.CONFIG, text)
         self._status = {"state": "running", "exit_code": None, "error": None, "rank": None}
-        self._status |= {"config_hash": config_hash, "wandb_run_id": wandb_run_id, "step": 0}
+        self._status |= {"config_hash": config_hash(config), "wandb_run_id": run_id, "step": 0}
         self._status |= {"started": now(), "ended": None, keys.WALL_SECONDS: 0.0}
         self._status |= {"pid": os.getpid(), "host": socket.gethostname()}
-        self._status |= job_ids() | dict(resumed or {})
+        self._status |= job_ids() | resumed
         self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
         self._write_status()
+        return self._status
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Take the step of a row; the file is written at most once a second."""
@@ -86,10 +78,9 @@ class Record:
         if time.monotonic() - self._written >= PROGRESS_SECONDS:
             with suppress(OSError):
                 self._write_status()
-            self._written = time.monotonic()
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
-        """Do nothing: :meth:`end` has written the status before any sink is closed."""
+        """Do nothing: :meth:`end` was called before."""
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``; the status too says why a training ended early."""
@@ -97,17 +88,10 @@ class Record:
             self._status[keys.ENDED_EARLY] = reason
         write_object(self._folder / files.SUMMARY, summary)
 
-    def end(
-        self,
-        state: Literal["finished", "failed", "interrupted"],
-        exit_code: int,
-        error: str | None,
-        rank: int | None,
-        node: str | None = None,
-    ) -> None:
-        """Write how the run ended; on a full disk into the space that the file has."""
-        ended = {"state": state, "exit_code": exit_code, "error": error, "rank": rank}
-        self._status |= {**ended, "ended": now(), **({"node": node} if node else {})}
+    def end(self, state: str, exit_code: int = 0, error: str | None = None, **at: Any) -> None:
+        """Write how the run ended, and ``at`` which rank; a full disk has the old space."""
+        self._status |= {"state": state, "exit_code": exit_code, "error": error, "ended": now()}
+        self._status |= {key: value for key, value in at.items() if value is not None}
         try:
             self._write_status()
         except OSError as failed:
@@ -119,8 +103,8 @@ class Record:
 
     def _write_status(self) -> None:
         self._status[keys.WALL_SECONDS] = round(self._before + time.monotonic(), 3)
-        write_object(self._folder / files.STATUS, self._status)
         self._written = time.monotonic()
+        write_object(self._folder / files.STATUS, self._status)
 
 
 def now() -> str:
@@ -134,17 +118,18 @@ def job_ids(slurm: bool = True, elastic: bool = True) -> dict[str, str]:
     return {key: job for key, job in jobs.items() if job}
 
 
-def elapsed(status: Mapping[str, Any]) -> float | None:
-    """Return the seconds that a run which ended took; None for others."""
-    return number(status.get(keys.WALL_SECONDS)) if status.get("ended") else None
-
-
 def state_of(status: Mapping[str, Any]) -> str:
-    """Return the recorded state of a run, or ``unknown``."""
-    state = str(status.get("state") or "unknown")
-    pid, host = status.get("pid"), status.get("host")
-    here = isinstance(pid, int) and pid > 0 and host in (None, socket.gethostname())
-    return "killed" if state == "running" and here and not is_alive(int(pid or 0)) else state
+    """Return the recorded state of a run, ``unknown``, or ``killed`` if its process is gone."""
+    state, pid = str(status.get("state") or "unknown"), status.get("pid")
+    here = status.get("host") in (None, socket.gethostname())
+    if state != "running" or not isinstance(pid, int) or pid < 1 or not here:
+        return state
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # After the command's name, which may hold parentheses; a zombie does not run
+        if stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"]):
+            return state
+    return "killed"
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -157,25 +142,16 @@ def is_unfinished(folder: Path) -> bool:
     return state in ("running", "failed", "interrupted")
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs; a zombie does not."""
-    try:
-        # The state follows the command name, which may itself hold blanks and parentheses.
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
-
-
 def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
-    """Return the metric ``key`` of a run's summary, or None if the run did not record it."""
-    parts = (summary.get("best"), summary.get("final"), summary)
-    found = (number(part.get(key)) for part in parts if isinstance(part, Mapping))
-    return next((value for value in found if value is not None), None)
+    """Return a metric of a run's summary."""
+    for part in (summary.get("best"), summary.get("final"), summary):
+        if isinstance(part, Mapping) and (value := number(part.get(key))) is not None:
+            return value
+    return None
 
 
 def provenance() -> dict[str, str]:
-    """Return ``versions`` and, in a git checkout, ``git``: the commit, and whether files differ."""
+    """Return ``versions`` and, in a git checkout, ``git``."""
     packages = ("clip-runner", "torch", "torchvision", "hydra-core", "wandb")
     versions = [f"{name} {version(name)}" for name in packages]
     made = {"versions": ", ".join([f"python {platform.python_version()}", *versions])}
@@ -250,10 +226,9 @@ class SweepRecord:
     def write(self, folder: Path) -> None:
         """Replace the record in the folder of a sweep; secrets in overrides are masked."""
         content = asdict(self)
-        for part in (content, *content["entries"]):
-            for key in {"words", "overrides"} & part.keys():
-                part[key] = masked_words(part[key])
         content["runs"] = content.pop("entries")
+        for part in (content, *content["runs"]):
+            part |= {k: masked_words(part[k]) for k in ("words", "overrides") if k in part}
         write_object(folder / files.SWEEP, content)
 
     @property
@@ -280,36 +255,31 @@ def changed(folder: Path) -> Iterator[SweepRecord]:
 
 def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:
     """Return the finished run with the best finite objective; None if no run has one."""
-    scores = [(number(one.objective), one) for one in entries if one.state == "finished"]
-    known = [(-score if maximizes else score, one) for score, one in scores if score is not None]
-    finite = [pair for pair in known if math.isfinite(pair[0])]
-    return min(finite, key=lambda pair: pair[0])[1] if finite else None
+    ended = ((number(one.objective), one) for one in entries if one.state == "finished")
+    scored = [(score, one) for score, one in ended if score is not None and math.isfinite(score)]
+    choose = max if maximizes else min
+    return choose(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
-def earlier_record(
-    folder: Path, request: str | None = None, jobs: Sequence[str] = ()
-) -> str | None:
+def earlier_record(folder: Path, asked: str | None = None, jobs: Sequence[str] = ()) -> str | None:
     """Return why a run or a sweep must not be written to ``folder``, or None if it may be."""
-    if request is None:
-        if is_unfinished(folder):
-            return None  # the run continues it, or is refused where its configuration is known
-        killed = (folder / files.LOCK).exists()  # before its record began
-        for name in (files.STATUS, files.MULTIRUN, *(() if killed else (files.HYDRA,))):
-            if (folder / name).exists():
-                return f"holds the record of an earlier run ({name}); choose another or remove it"
-        return None
+    if asked is None:
+        # A run that was killed before its record began leaves its lock
+        killed = (folder / files.LOCK).exists()
+        names = (files.STATUS, files.MULTIRUN, *(() if killed else (files.HYDRA,)))
+        name = next((one for one in names if (folder / one).exists()), None)
+        if name is None or is_unfinished(folder):  # this is continued, or refused later
+            return None
+        return f"holds the record of an earlier run ({name}); choose another or remove it"
     other = "; choose another sweep.name"
     try:
         record = SweepRecord.find(folder)
     except (OSError, ValueError) as error:
         return f"{error}{other} or remove {folder}"
-    if record is None:
-        # A sweep that ended before it wrote anything leaves its lock
-        if not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir()):
-            return None
-        return f"{folder} holds something that is no sweep{other} or remove it"
+    if record is None:  # a sweep that ended before it wrote anything leaves its lock
+        empty = not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir())
+        return None if empty else f"{folder} holds something that is no sweep{other} or remove it"
     known = Counter(entry.config_hash for entry in record.entries)
     extended = 0 < record.total == len(record.entries) and known <= Counter(jobs)
-    if record.request == request or extended:
-        return None
-    return f"{folder} holds another request ({' '.join(record.words)}){other}"
+    same = record.request == asked or extended
+    return None if same else f"{folder} holds another request ({' '.join(record.words)}){other}"

@@ -1,8 +1,7 @@
 """Files that are replaced as a whole, and JSON that any program can read: objects, and rows.
 
 A number that is not finite is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``,
-as Protocol Buffers do (https://protobuf.dev/programming-guides/json) and as
-``wandb leet inspect --json`` prints it. ``metrics.jsonl`` has one object a line.
+as Protocol Buffers do (https://protobuf.dev/programming-guides/json).
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from typing import Any, Self, TypeAlias
 from runner.config.folders import not_written
 from runner.run_folder import keys
 
-Row: TypeAlias = dict[str, int | float]
-"""Metrics of one optimizer step by key, on the host. It always has `keys.TRAIN_STEP`."""
-
+Row: TypeAlias = dict[str, int | float]  # metrics of one step by key, with `keys.TRAIN_STEP`
 _POLL = 0.1  # seconds between two looks at a file that grows
 _NUMBERS = (int, float)
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -30,7 +27,7 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path that is renamed to ``path`` at the end: no reader sees a part of the content."""
+    """Yield a path that is renamed to ``path`` at the end."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         yield temporary
@@ -58,34 +55,30 @@ def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) 
     record = loads(text)
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object: {text[:80]!r}")
-    # Most values of a row are numbers: they are not passed to the function.
-    return {
-        key: value if isinstance(value, _NUMBERS) else _floats(value)
-        for key, value in record.items()
-    }
+    each = record.items()  # of a row, most are numbers: a call for each would take longer
+    return {key: value if isinstance(value, _NUMBERS) else _floats(value) for key, value in each}
 
 
 def spelled(value: Any) -> Any:
     """Return ``value`` with each number that is not finite as a string."""
-    match value:
-        case float() if not math.isfinite(value):
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-        case dict():
-            return {key: spelled(item) for key, item in value.items()}
-        case list() | tuple():
-            return [spelled(item) for item in value]
-    return value
+
+    def text(one: Any) -> Any:
+        if not isinstance(one, float) or math.isfinite(one):
+            return one
+        return "NaN" if math.isnan(one) else "Infinity" if one > 0 else "-Infinity"
+
+    return _each(value, text)
 
 
 def _floats(value: Any) -> Any:
-    match value:
-        case str():
-            return _NONFINITE.get(value, value)
-        case dict():
-            return {key: _floats(item) for key, item in value.items()}
-        case list():
-            return [_floats(item) for item in value]
-    return value
+    return _each(value, lambda one: _NONFINITE.get(one, one) if isinstance(one, str) else one)
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _each(item, change) for key, item in value.items()}
+    listed = isinstance(value, list | tuple)
+    return [_each(item, change) for item in value] if listed else change(value)
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
@@ -108,7 +101,7 @@ def number(value: object) -> float | None:
 
 
 class JsonlSink:
-    """Append each row to a file at once, so that a killed run loses no row it reported."""
+    """Append each row to a file at once."""
 
     def __init__(self, path: Path) -> None:
         from pydantic_core import to_json  # a tenth of the time of json; 20 ms to import
@@ -137,7 +130,7 @@ class JsonlSink:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file whose run may have been killed, or may still be running."""
+    """Yield the rows of a file that may not be complete."""
     from pydantic_core import from_json  # four times as fast as json; 20 ms to import
 
     with suppress(OSError), path.open("rb") as file:
@@ -147,7 +140,6 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def last_step(path: Path) -> int:
-    """Return the largest step of the rows of a file; 0 if there are none."""
     steps = (row.get(keys.TRAIN_STEP) for row in read_rows(path))
     return max((step for step in steps if isinstance(step, int)), default=0)
 
@@ -173,8 +165,7 @@ def follow(path: Path, stopped: threading.Event, start: int = 0) -> Iterator[Row
     with path.open("rb") as file:
         file.seek(start)
         while True:
-            # Read the event before the file: rows written before it was set are never missed.
-            ending = stopped.is_set()
+            ending = stopped.is_set()  # before the file: no row that was written before is missed
             size = os.fstat(file.fileno()).st_size
             if size < file.tell():  # ranks that start again have cut it
                 kept = b""

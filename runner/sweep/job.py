@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from runner.config.identity import config_hash, masked_words
 from runner.config.jobs import resolved_and_recorded, where, write_composition
 from runner.config.schema import parse
 from runner.launch import signals
-from runner.launch.supervise import write_page
+from runner.report.page import written
 from runner.run_folder import files
 from runner.run_folder.status import Entry, SweepRecord, changed, claimed
 from runner.sweep import live
@@ -37,24 +36,23 @@ def run_job(config: DictConfig) -> float | None:
     """Run one job of a sweep; Hydra's launcher calls this, possibly in another process."""
     place = where(HydraConfig.get().launcher._target_)
     if place != "here":
-        _enter(place == "beside")
+        _prepare_process(place == "beside")
     try:
         return _run(config, place)
     except OSError as error:
         if (message := disk_full(error)) is None:
             raise
-        return _stop(message, place)
+        stop_sweep(message, place)
     except (SystemExit, KeyboardInterrupt):
-        if place == "beside":
-            return None  # joblib would end the other runs
         if place == "elsewhere":
             signals.requeue()
-        raise
+        if place != "beside":  # joblib would end the other runs
+            raise
+    return None
 
 
 @cache
-def _enter(beside: bool) -> None:
-    """Prepare a process that a launcher started for its runs."""
+def _prepare_process(beside: bool) -> None:
     # joblib's processes have a method of their own to start others, which ranks do not know.
     multiprocessing.set_start_method(None, force=True)
     signals.listen()
@@ -85,7 +83,11 @@ def _run(config: DictConfig, place: str) -> float | None:
         # A job in Slurm goes on if only the command that waits for it was interrupted.
         if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):
             return None
-        entry = _entry(record, settings.job.num, plain, words)
+        if (number := settings.job.num) not in {one.number for one in record.entries}:
+            apart = [word for word in words if word.partition("=")[0] in record.keys]
+            found = Entry(number, str(number), apart, words, config_hash(plain))  # by a search
+            record.entries.append(found)
+        entry = record.of(number)
         entry.state, entry.pid = "running", os.getpid()
         entry.job = slurm_job() if place == "elsewhere" else None
     print_line(live.news(record, entry), sys.stderr)
@@ -95,7 +97,7 @@ def _run(config: DictConfig, place: str) -> float | None:
         typed = parse(resolved)
         with claimed(folder):
             write_composition(folder / files.HYDRA)
-            ended = supervise.run(
+            failed = supervise.run(
                 typed,
                 plain,
                 folder,
@@ -104,8 +106,8 @@ def _run(config: DictConfig, place: str) -> float | None:
                 swept=record.keys,
                 alone=place != "beside",
             )
-        entry.state = "finished" if ended.exit_code == 0 else "failed"
-        full = ended.disk_full
+        entry.state = "failed" if failed else "finished"
+        full = bool(failed and failed.disk_full)
     except Exception as error:  # the other runs may succeed
         entry.state, entry.exit_code = "failed", 1
         entry.error = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
@@ -125,36 +127,25 @@ def _run(config: DictConfig, place: str) -> float | None:
         return objective if objective is not None and math.isfinite(objective) else None
     print_line(live.news(record, entry), sys.stderr)
     if full:
-        return _stop("repeat the command once there is space", place)
-    if record.gives_up:
-        return _stop(f"sweep.max_failures={record.max_failures}", place)
+        stop_sweep("repeat the command once there is space", place)
+    elif record.gives_up:
+        stop_sweep(f"sweep.max_failures={record.max_failures}", place)
     return None
 
 
-def _stop(why: str, place: str) -> float | None:
-    """End the sweep, unless its launcher runs jobs in other processes, which cannot be stopped."""
-    if place == "here":
-        print_line(f"the sweep stops: {why}", sys.stderr)
-        raise SystemExit(1)
-    return None
-
-
-def _entry(record: SweepRecord, number: int, plain: dict[str, Any], words: Sequence[str]) -> Entry:
-    """Return the entry of a run; one is added if the sweeper chooses jobs as it goes."""
-    if number not in {entry.number for entry in record.entries}:
-        apart = [word for word in words if word.partition("=")[0] in record.keys]
-        entry = Entry(number, str(number), apart, list(words), config_hash(plain))
-        record.entries.append(entry)
-    return record.of(number)
+def stop_sweep(why: str, place: str = "here") -> None:
+    if place != "here":
+        return  # other processes cannot be stopped
+    print_line(f"the sweep stops: {why}", sys.stderr)
+    raise SystemExit(1)
 
 
 def _update_page(record: SweepRecord, sweep: Path) -> None:
-    """Write the page of a sweep that goes on, unless it is recent."""
     ended = sum(one.ended for one in record.entries)
     left, page = record.total - ended, sweep / files.PAGE
     age = time.time() - page.stat().st_mtime if page.exists() else math.inf
     if left and age > PAGE_SECONDS * ended:  # after the last run the sweep itself writes it
-        write_page(sweep, left)
+        written(sweep, left)
 
 
 def grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:

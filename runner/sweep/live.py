@@ -10,7 +10,6 @@ from runner.run_folder.status import Entry, SweepRecord, best
 
 
 def resumed(entries: Sequence[Entry]) -> str:
-    """Return how many runs are done already; empty if none is."""
     done = sum(entry.state == "finished" for entry in entries)
     left, verb = len(entries) - done, "is" if done == 1 else "are"
     rest = f"{left} to go" if left else "nothing to run"
@@ -18,17 +17,15 @@ def resumed(entries: Sequence[Entry]) -> str:
 
 
 def interruption(record: SweepRecord, search: bool) -> str:
-    """Return how many runs an interrupted sweep finished, and what the same command does."""
     done = sum(entry.state == "finished" for entry in record.entries)
     again = "starts the search afresh" if search else "runs the rest"
-    text = f"the sweep was interrupted after {done} of {plural(record.total, 'run')}"
-    text += f"; the same command {again}"
+    runs = plural(record.total, "run")
+    text = f"the sweep was interrupted after {done} of {runs}; the same command {again}"
     jobs = [entry.job for entry in record.entries if entry.job and not entry.ended]
     return f"{text}\n{in_slurm(jobs)}" if jobs else text
 
 
 def in_slurm(jobs: Collection[str]) -> str:
-    """Return which jobs Slurm still has, and how to end them."""
     goes = "a run goes" if len(jobs) == 1 else f"{len(jobs)} runs go"
     return f"{goes} on in Slurm; the same command waits for them (scancel {' '.join(jobs)})"
 
@@ -43,8 +40,6 @@ def news(record: SweepRecord, entry: Entry) -> str:
         parts[0] += f"   {entry.state}"
         if entry.objective is not None:
             parts.append(f"{record.objective} {rounded(entry.objective, 4)}")
-        if entry.seconds is not None:
-            parts.append(f"in {entry.seconds:.1f} s")
         return "   ".join(parts)
     leader = best(record.entries, record.maximizes)
     if leader is not None and leader.objective is not None:
@@ -58,7 +53,6 @@ def news(record: SweepRecord, entry: Entry) -> str:
 
 
 def table(record: SweepRecord) -> str:
-    """Return a table of all runs: their overrides, how they ended, and their results."""
     leader = best(record.entries, record.maximizes)
     rows = [("run", "", "state", record.objective, "clipped", "seconds", "error")]
     for entry in record.entries:
@@ -66,8 +60,8 @@ def table(record: SweepRecord) -> str:
         score += " (best)" if entry is leader else ""
         clipped = "" if entry.clip_ratio is None else percent(entry.clip_ratio)
         seconds = "" if entry.seconds is None else f"{entry.seconds:.1f}"
-        about = (entry.label, entry.state, score, clipped, seconds)
-        rows.append((str(entry.number), *about, (entry.error or "")[:80]))
+        error = (entry.error or "")[:80]
+        rows.append((str(entry.number), entry.label, entry.state, score, clipped, seconds, error))
     return columns(rows)
 
 

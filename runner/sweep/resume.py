@@ -13,10 +13,8 @@ from runner.config.problem import RequestError
 from runner.config.request import Request
 from runner.launch.resume import WORDS, named, newest, problems
 from runner.run_folder import files, keys
-from runner.run_folder.status import Entry, SweepRecord, elapsed, is_unfinished, objective_of
+from runner.run_folder.status import Entry, SweepRecord, is_unfinished, objective_of
 from runner.run_folder.strict_json import read_object
-
-_STATES = ("running", "finished", "failed", "interrupted")
 
 
 def plan_runs(request: Request) -> list[Entry]:
@@ -47,14 +45,11 @@ def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     folder = sweep / entry.folder
     status = read_object(folder / files.STATUS)
     state, code = status.get("state"), status.get("exit_code")
-    if status.get("config_hash") != entry.config_hash or state not in _STATES:
+    if status.get("config_hash") != entry.config_hash or state is None:
         return
-    entry.state = state
-    entry.exit_code = code if isinstance(code, int) else None
+    entry.state, entry.exit_code, entry.seconds = state, code, status.get(keys.WALL_SECONDS)
     error = str(status.get("error") or "").strip().splitlines()
     entry.error = error[-1] if error else None
-    seconds = elapsed(status)
-    entry.seconds = None if seconds is None else round(seconds, 3)
     if entry.state == "finished":
         summary = read_object(folder / files.SUMMARY)
         if not summary:

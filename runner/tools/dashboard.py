@@ -14,7 +14,6 @@ import wandb_workspaces.reports.v2.interface as wr
 import wandb_workspaces.workspaces as ws
 
 from runner.run_folder import keys
-from runner.telemetry.sinks.wandb_sink import SWEEP_JOB_TYPE
 
 STEP = keys.TRAIN_STEP  # the axis of every curve, set at each level: wandb's own step counts rows
 MODE, THRESHOLD, RATE, ACCUMULATION = map(
@@ -81,7 +80,7 @@ def _sections() -> list[ws.Section]:
 
 
 def _runs(group: str) -> ws.RunsetSettings:
-    """Show the runs that train, not those of sweeps, by sweep, mode and threshold."""
+    """Show runs by sweep, mode and threshold."""
     order = [ws.Metric("Group"), *map(_stored, (MODE, THRESHOLD)), ws.Metric("CreatedTimestamp")]
     columns = [
         "run:displayName",
@@ -89,9 +88,7 @@ def _runs(group: str) -> ws.RunsetSettings:
         *(f"config:{_stored(key).name}" for key in (MODE, THRESHOLD, RATE, ACCUMULATION)),
         *(f"summary:{key}" for key in (BEST_LOSS, BEST_ACCURACY, CLIPPED, f"{keys.GRAD_NORM}/p50")),
     ]
-    shown = f"Metric('JobType') != {_quoted(SWEEP_JOB_TYPE)}"
-    if group:
-        shown += f" and Metric('Group') == {_quoted(group)}"
+    shown = f"Metric('Group') == {_quoted(group)}" if group else ""
     rising = [ws.Ordering(key, ascending=True) for key in order]
     return ws.RunsetSettings(filters=shown, order=rising, pinned_columns=columns)
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from runner.cli.main import main
-from runner.launch.supervise import write_page
+from runner.report.page import written
 from runner.run_folder.status import Record
 from tests.filling import fill
 from tests.launch.ends import only_run, read, rows_of
@@ -92,14 +92,14 @@ def test_a_run_that_begins_on_a_full_disk_creates_nothing(run, disk):
 
 def test_a_page_and_a_summary_that_do_not_fit_are_named(disk, caplog):
     record = Record(disk)
-    record.begin({"seed": 0}, "0" * 16, None)
+    record.begin({"seed": 0}, None)
     fill(disk)
     record.write({"train/step": 1})
     with pytest.raises(OSError, match=f"the disk {disk} is full.*summary.json"):
         record.summary({"steps": 1})
     assert {file.name for file in disk.iterdir()} == {"config.yaml", "status.json", "filler"}
-    assert write_page(disk) is None
+    assert written(disk) is None
     [line] = caplog.messages
     assert "report.html could not be written" in line
     (disk / "filler").unlink()
-    assert write_page(disk) == disk / "report.html"
+    assert written(disk) == disk / "report.html"

@@ -58,7 +58,7 @@ def case(losses, *said, winner=None, **changes):
         case({0.1: [0.5], 1.0: [0.3]}, "lowest eval/loss: 0.3", "at most one seed"),
         case({0.1: [0.5], 1.0: [0.3], None: [0.4]}, "clip=norm 1", "against 0.4 without"),
         case({0.1: [0.5], None: [0.4]}, "No clipping gave the lowest", "0.4, against 0.5 with"),
-        case({0.5: [0.2, 0.3], 1.0: [0.2, 0.3]}, "norm 0.5 and clip=norm 1 share the lowest"),
+        case({0.5: [0.2, 0.3], 1.0: [0.2, 0.3]}, "norm 0.5, clip=norm 1 share the lowest"),
         case(CLEAR, "the highest eval/loss", winner="none", sweep=MAXIMIZE),
         case({1.0: [0.5], 2.0: [0.9]}, "clip=norm 2 gave the highest", sweep=ACCURACY),
         # The first setting lacks the seed on which both are bad.
@@ -81,11 +81,12 @@ def test_the_verdict(losses, said, winner, changes, tmp_path):
     assert not (winner and "Undecided" in text)
 
 
-LOWEST = "best threshold, 0.1, is the lowest tried: a lower one may do better (try 0.05 and 0.025)."
-HIGHEST = (
-    "best threshold, 2, is the highest tried: a higher one may do better (try 4 and clip=none)."
-)
-RATE = "best optimizer.lr, 0.5, is the highest tried: a higher one may do better (try 1 and 2)."
+LOWEST = "best clip.threshold, 0.1, is the lowest with a result: a lower one may do better"
+LOWEST += " (try 0.05 and 0.025)."
+HIGHEST = "best clip.threshold, 2, is the highest with a result: a higher one may do better"
+HIGHEST += " (try 4 and clip=none)."
+RATE = "best optimizer.lr, 0.5, is the highest with a result: a higher one may do better"
+RATE += " (try 1 and 2)."
 BOTH = [f"With optimizer.lr=0.5 the {LOWEST}", f"With clip.threshold=0.1 the {RATE}"]
 RATES = {(0.1, 0.02): [0.3], (0.1, 0.1): [0.2], (0.1, 0.5): [0.1]}
 

@@ -12,6 +12,7 @@ from datetime import datetime
 import pytest
 import yaml
 
+from runner.config.identity import config_hash
 from runner.config.problem import RequestError
 from runner.run_folder import status as module
 from runner.run_folder.status import Entry, Record, SweepRecord, changed, earlier_record
@@ -28,13 +29,13 @@ def read(folder, name="status.json"):
 def test_the_files_of_a_run_from_its_beginning_to_its_end(tmp_path):
     record = Record(tmp_path)
     assert not module.is_unfinished(tmp_path)
-    record.begin(CONFIG, "abc", "run1")
+    record.begin(CONFIG, "run1")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == CONFIG
     begun = read(tmp_path)
     assert (begun["state"], begun["ended"]) == ("running", None)
-    assert (begun["config_hash"], begun["wandb_run_id"]) == ("abc", "run1")
+    assert (begun["config_hash"], begun["wandb_run_id"]) == (config_hash(CONFIG), "run1")
     record.write({"train/step": 7})
-    record.end("finished", 0, None, None)
+    record.end("finished")
     assert module.is_unfinished(tmp_path)  # until its summary is there
     record.summary({"final": {"train/loss": math.nan}, "steps": 7})
     assert not module.is_unfinished(tmp_path)
@@ -47,7 +48,7 @@ def test_the_files_of_a_run_from_its_beginning_to_its_end(tmp_path):
     assert read(tmp_path, "summary.json") == {"final": {"train/loss": "NaN"}, "steps": 7}
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {"config.yaml", "status.json", "summary.json"}
-    record.end("failed", 1, "Traceback ...\nValueError: λ", 3)
+    record.end("failed", 1, "Traceback ...\nValueError: λ", rank=3)
     assert module.is_unfinished(tmp_path)
     assert (read(tmp_path)["rank"], read(tmp_path)["error"][-1]) == (3, "λ")
 
@@ -57,15 +58,14 @@ def test_progress_is_written_once_a_second_and_a_continued_run_adds_its_time(tmp
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     resumed = {"started": "2026-01-01T00:00:00+00:00", "step": 30, "resumed": [30], "wall_s": 100.0}
     record = Record(tmp_path)
-    record.begin(CONFIG, "abc", "run1", resumed)
+    record.begin(CONFIG, "run1", **resumed)
     assert read(tmp_path).items() >= resumed.items()
     for step, seconds, written in ((31, 0.7, 30), (32, 0.2, 30), (33, 0.2, 33)):
         now += seconds
         record.write({"train/step": step})
         assert read(tmp_path)["step"] == written
-    record.end("finished", 0, None, None)
+    record.end("finished")
     assert read(tmp_path)["wall_s"] == pytest.approx(101.1)
-    assert module.elapsed(read(tmp_path)) == pytest.approx(101.1)
 
 
 def test_a_reader_never_sees_half_a_file_and_a_failed_write_keeps_the_old_one(tmp_path):

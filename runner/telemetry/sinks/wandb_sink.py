@@ -10,7 +10,7 @@ import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from runner.run_folder.strict_json import Row, spelled
 if TYPE_CHECKING:
     from wandb import Run
 
-SWEEP_JOB_TYPE = "sweep"  # of the run of a sweep, which holds the charts of its page
 SERVER_SECONDS = 5.0  # that a server may take to accept a run, and at the end the rest of it
 
 log = logging.getLogger("runner.wandb")
@@ -86,17 +85,6 @@ class WandbSink:
             copy = dict(row)
             # Without ``step=``, which would keep the row open for later keys.
             self._queue.put(lambda run: run.log(copy))
-
-    def draw(self, figures: Mapping[str, Any]) -> None:
-        """Queue figures of plotly, in the form of JSON, by their keys."""
-
-        def logged(run: Run) -> None:
-            import wandb
-            from plotly.graph_objects import Figure
-
-            run.log({key: wandb.Plotly(Figure(one)) for key, one in figures.items()})
-
-        self._queue.put(logged)
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Send the end of the run and wait until it is recorded, ``timeout`` seconds at most."""

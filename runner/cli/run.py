@@ -37,14 +37,12 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(wanted: Request, words: Sequence[str]) -> int:
-    """Run a sweep, or the one job of a request, from its start or from a checkpoint."""
     for job in wanted.jobs:
         resume.require_one_machine(job.config)
     if wanted.sweep is not None:
         from runner.sweep.control import run_sweep
 
-        started = started_rank()
-        if started is not None and started.world_size > 1:
+        if (started := started_rank()) and started.world_size > 1:
             message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
             raise RequestError([Problem("-m", NOTHING, message)])
         return run_sweep(wanted, words, check_jobs)

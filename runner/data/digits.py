@@ -9,14 +9,13 @@ its ``train_test_split(stratify=...)``, to the sample.
 
 import gzip
 import math
-from importlib.util import find_spec
-from pathlib import Path
+from importlib.metadata import distribution
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runner.data.dataset import Data, DataUnavailable, TensorPairs
+from runner.data.dataset import Data, TensorPairs
 
 BRIGHTEST = 16.0
 """Largest pixel value: a pixel counts the set pixels, 0 to 16, of a 4x4 block of the scan."""
@@ -25,11 +24,8 @@ Integers = NDArray[np.int64]
 
 def digits(test_fraction: float, seed: int) -> Data:
     """Load digits 0 to 9: float32 images [N, 1, 8, 8] in [0, 1] and int64 targets [N]."""
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise DataUnavailable("the digits come with scikit-learn: pip install scikit-learn")
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    with gzip.open(file, "rt") as lines:
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    with gzip.open(str(file), "rt") as lines:
         table = np.loadtxt(lines, delimiter=",")
     images = torch.tensor(table[:, :-1] / BRIGHTEST, dtype=torch.float32).view(-1, 1, 8, 8)
     targets = table[:, -1].astype(np.int64)

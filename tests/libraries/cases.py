@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from runner.config.request import request
 from runner.data import Data
 
-STEPS, LR, MOMENTUM, LIMIT = 10, 0.005, 0.9, 0.25
+STEPS, LR, MOMENTUM, LIMIT = 5, 0.005, 0.9, 0.25
 COMMON = [
     *(f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}", "optimizer.weight_decay=0"),
     *("scheduler=constant", "clip=norm", f"clip.threshold={LIMIT}", "seed=3", "device=cpu"),

@@ -24,7 +24,7 @@ LINES = {
     ("checkpoint",): 497,
     ("clip",): 3429,
     ("optim",): 264,
-    ("data", "models"): 1846,
+    ("data", "models"): 1826,
     ("report",): 2155,
     ("run_folder",): 548,
     ("tools",): 1020,

@@ -161,52 +161,38 @@ def synthetic(
         raise ValueError(f"kind {kind!r} must be images, vectors or tokens")
     if min(samples, test_samples) < 1:
         raise ValueError(f"samples {samples} and test_samples {test_samples} must be at least 1")
-    generator, of_tokens = torch.Generator().manual_seed(seed), kind == "tokens"
-    make = _walks if of_tokens else _classes
-    inputs, targets = make(samples + test_samples, generator, **sizes)
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = _made(kind, samples + test_samples, generator, **sizes)
     train = TensorPairs(inputs[:samples], targets[:samples])
     test = TensorPairs(inputs[samples:], targets[samples:])
-    if of_tokens:
+    if kind == "tokens":
         return Data(train, test, "tokens", sizes["sequence_length"])
     return Data(train, test, "samples")
 
 
-def _classes(
+def _made(
+    kind: str,
     count: int,
     generator: torch.Generator,
-    shape: Sequence[int],
-    num_classes: int,
-    sequence_length: int = 0,
-    vocabulary: int = 0,
+    shape: Sequence[int] = (1,),
+    num_classes: int = 1,
+    sequence_length: int = 1,
+    vocabulary: int = 1,
     ignored_fraction: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs, float32 [count, *shape], and targets, int64 [count]."""
-    if ignored_fraction != 0 or min(*shape, num_classes) < 1:
+    """Return float32 [count, *shape] and int64 [count], or tokens and next ones [count, length]."""
+    fits = 0 <= ignored_fraction < 1 if kind == "tokens" else ignored_fraction == 0
+    if min(*shape, num_classes, sequence_length, vocabulary) < 1 or not fits:
         raise ValueError(
-            f"shape {list(shape)} and num_classes {num_classes} must be at least 1, and "
-            f"ignored_fraction {ignored_fraction} must be 0 without tokens"
+            f"shape {list(shape)}, num_classes {num_classes}, sequence_length {sequence_length} "
+            f"and vocabulary {vocabulary} must be at least 1, and ignored_fraction "
+            f"{ignored_fraction} at least 0 and below 1, or 0 without tokens"
         )
-    inputs = torch.randn(count, *shape, generator=generator)
-    flat = inputs.flatten(1)
-    teacher = torch.randn(flat.shape[1], num_classes, generator=generator)
-    return inputs, (flat @ teacher).argmax(dim=1)
-
-
-def _walks(
-    count: int,
-    generator: torch.Generator,
-    sequence_length: int,
-    vocabulary: int,
-    ignored_fraction: float = 0.0,
-    shape: Sequence[int] = (),
-    num_classes: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Return tokens and next tokens, int64 [count, length] each."""
-    if min(sequence_length, vocabulary) < 1 or not 0 <= ignored_fraction < 1:
-        raise ValueError(
-            f"sequence_length {sequence_length} and vocabulary {vocabulary} must be at least 1, "
-            f"ignored_fraction {ignored_fraction} at least 0 and below 1"
-        )
+    if kind != "tokens":
+        inputs = torch.randn(count, *shape, generator=generator)
+        flat = inputs.flatten(1)
+        teacher = torch.randn(flat.shape[1], num_classes, generator=generator)
+        return inputs, (flat @ teacher).argmax(dim=1)
     successors = torch.randint(vocabulary, (vocabulary, SUCCESSORS), generator=generator)
     turns = torch.randint(SUCCESSORS, (sequence_length, count), generator=generator)
     steps = [torch.randint(vocabulary, (count,), generator=generator)]

@@ -7,6 +7,7 @@ Sequence Learning, 2017, 1705.03122, section 3.5 (initialisation for gated units
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,17 +23,10 @@ class DigitsCNN(nn.Module):
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, width, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(width, 2 * width, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-        )
+        conv = partial(nn.Conv2d, kernel_size=3, padding=1)
+        layers = [conv(1, width), nn.ReLU(), conv(width, 2 * width), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [conv(2 * width, 2 * width), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+        self.features = nn.Sequential(*layers)
         self.head = nn.Linear(2 * width * 2 * 2, num_classes)
         for layer in self.features:
             if isinstance(layer, nn.Conv2d):

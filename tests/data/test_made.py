@@ -61,9 +61,8 @@ def test_the_seed_decides_every_kind_and_a_share_of_tokens_is_ignored():
     assert float(ignored.float().mean()) == pytest.approx(0.3, abs=0.02)
     for wrong in (
         *({"samples": 0}, {"test_samples": 0}, {"num_classes": 0}, {"shape": [3, 0, 5]}),
-        *({"kind": "sounds"}, {"ignored_fraction": 0.1}),
+        *({"kind": "sounds"}, {"ignored_fraction": 0.1}, {"vocabulary": 0}, {"sequence_length": 0}),
         *({"kind": "tokens", "ignored_fraction": value} for value in (1.0, -0.1)),
-        *({"kind": "tokens", name: 0} for name in ("vocabulary", "sequence_length")),
     ):
         with pytest.raises(ValueError, match=[*wrong][-1]):
             synthetic(**SIZES | wrong)

@@ -180,8 +180,7 @@ class OptimizerWrapper(StepOrder):
             return mode.clip(self.layout, stats)
         decision = mode.decide(self.layout, stats)
         plain = decision.parts is None and decision.scales is None and decision.finite is not False
-        # A factor multiplies some gradients alone.
-        if plain and decision.factor is None and self._groups.fold(decision.coef):
+        if plain and self._groups.fold(decision.coef):
             self._coef = decision.coef
             return decision
         return mode.apply(self.layout, decision)

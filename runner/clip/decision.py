@@ -34,7 +34,7 @@ class GradStats:
     """Measurements of a final gradient, the same on every rank.
 
     Attributes:
-        norm: ‖G‖ of the synchronised, unscaled, normalised gradient.
+        norm: ‖G‖ of the gradient.
         finite: whether ``norm`` is finite: a bool, or a 0-dimensional tensor where only the
             accelerator knows. Cleared for a step that a skip rule leaves out.
         powers: share of each gradient of this rank; None where it was not measured.
@@ -56,12 +56,7 @@ class GradStats:
     ) -> GradStats:
         """Measure the gradients of ``layout``: one small collective if it spans ranks.
 
-        Args:
-            layout: where the gradients are.
-            norm_type: p of the norm.
-            each: whether ``powers`` are wanted. An accelerator measures them in any case, and so
-                does a CPU where a gradient is not finite.
-            split: whether ``split`` is wanted.
+        With ``each`` there are ``powers``; as on an accelerator, and where ‖G‖ is not finite.
         """
         power, powers = powers_of(*layout.gradients(), norm_type, each or split)
         if not split:
@@ -86,20 +81,12 @@ class GradStats:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What this rank changes, in a mode that clips parts: elements, units or tensors.
+    """What this rank changes, in a mode that clips parts: elements, units or tensors."""
 
-    Attributes:
-        changed: number of parts on this rank that are above λ, each divided by its num_replicas.
-        total: number of parts on this rank, each divided by its num_replicas.
-        work: what the mode needs to change them.
-        power: this rank's share of ‖G‖^p after clipping, see :func:`runner.clip.norms.powers_of`;
-            None where the gradients have to be read again for it.
-    """
-
-    changed: Number
-    total: Number
-    work: Sequence[Any]
-    power: Number | None = None
+    changed: Number  # parts on this rank that are above λ, each divided by its num_replicas
+    total: Number  # parts on this rank, each divided by its num_replicas
+    work: Sequence[Any]  # what the mode needs to change them
+    power: Number | None = None  # share of ‖G‖^p after clipping; None: read the gradients again
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +95,7 @@ class Decision:
 
     All numbers are floats on a CPU and 0-dimensional tensors on an accelerator (a λ that does not
     change is a float there too). A decision without ``parts`` is complete: applying it multiplies
-    every gradient by ``coef``, some of them by ``factor``, or each by its own of ``scales``; a
+    every gradient by ``coef``, or each by its own of ``scales``; a
     fused optimizer step may multiply by ``coef`` instead. One with ``parts`` is completed by
     :meth:`ClipMode.apply`, because the norm after clipping and the counts of other ranks travel in
     one collective. Until then ``max_stat`` is that of this rank, and the four before it are NaN.
@@ -117,17 +104,15 @@ class Decision:
         norm: ‖G‖ before clipping.
         norm_clipped: ‖G‖ after clipping.
         coef: norm_clipped ÷ norm, 1 where nothing was clipped.
-        clipped: 1 if the step changed anything, else 0.
+        clipped: 1 if anything was changed, else 0.
         fraction: share clipped of what the mode clips: the step, the elements, or the units.
         max_stat: largest value that the mode compares with λ: ‖G‖, |g| of an element, or
             ‖G_u‖/max(‖W_u‖, ε) of a unit. A threshold below it would have clipped this step.
         threshold: λ in force, NaN where the mode has none.
         finite: see :class:`GradStats`. Where it is False, the step is skipped.
-        parts: what this rank has to change; None where ``coef``, ``factor`` or ``scales`` says all.
-        factor: what some gradients are multiplied by, where :meth:`Layout.leave_unscaled` leaves
-            others as they are; None where all are multiplied by ``coef``.
-        norm_scaled: norm of the gradients that ``factor`` multiplies, before clipping, which is
-            compared with λ. None where it is ``norm``.
+        parts: what this rank has to change; None where ``coef`` or ``scales`` says all.
+        norm_scaled: norm before clipping of the gradients that are multiplied, where
+            :meth:`Layout.leave_unscaled` names others, which is compared with λ; else None.
         scales: factor of each of ``layout.names``, [parameters], on the device of the layout and
             the same on every rank; None where all have the same one.
         inner: decisions of the modes inside of this one, where it has any.
@@ -147,7 +132,6 @@ class Decision:
     _: KW_ONLY
     finite: bool | Tensor = True
     parts: Parts | None = None
-    factor: Number | None = None
     norm_scaled: Number | None = None
     scales: Tensor | None = None
     inner: tuple[Inner, ...] = ()
@@ -200,14 +184,19 @@ class Decision:
         clipped = share.sign() if isinstance(share, Tensor) else 1.0
         return cls(norm, after, coef, clipped, share, max_stat, limit, total=total, **more)
 
-    def of_whole(self, norm: Number, split: Split, norm_type: float) -> Decision:
+    def of_whole(self, layout: Layout, norm: Number, split: Split, norm_type: float) -> Decision:
         """Return a decision on the gradients of ``split.scaled`` as one on the whole gradient."""
         if self.parts is not None:
             return replace(self, norm=norm)
         after = combine_norms([self.coef * split.scaled, split.rest], norm_type)
         after = transfer.where(self.coef != 1.0, after, norm)
-        whole = replace(self, norm=norm, norm_clipped=after, coef=transfer.ratio(after, norm))
-        return replace(whole, factor=self.coef, norm_scaled=split.scaled)
+        whole = replace(self, norm=norm, norm_clipped=after, norm_scaled=split.scaled)
+        if not isinstance(self.coef, Tensor) and self.coef == 1.0:
+            return whole
+        multiplied = [float(each.scaled) for each in layout.parameters.values()]
+        mask = transfer.on_device(multiplied, layout.device) > 0
+        scales = torch.where(mask, transfer.on_device([self.coef], layout.device), 1.0)
+        return replace(whole, coef=transfer.ratio(after, norm), scales=scales)
 
     def if_finite(self, finite: bool | Tensor) -> Decision:
         """Return this decision, or a skipped one if the device finds that it is not ``finite``."""
@@ -218,8 +207,6 @@ class Decision:
         skipped = dict(_IF_SKIPPED)
         if isinstance(self.threshold, Tensor):  # λ that moves is that of this step.
             skipped["threshold"] = _NAN
-        if self.factor is not None:
-            skipped["factor"] = _NAN
         chosen: dict[str, Any] = {
             name: transfer.where(finite, getattr(self, name), other)
             for name, other in skipped.items()

@@ -31,26 +31,15 @@ _INSIDE = {
 
 @dataclass
 class PlainClipper:
-    """Clips a model that was not boosted, and keeps what making its layout and modes costs."""
+    """Clips a model that was not boosted, and keeps its layout."""
 
     layout: Layout
     mark: list[Any] = field(default_factory=list)
-    _known: tuple[str, Any] = ("", None)
 
     def clip(self, mode: ClipMode) -> Decision:
         """Clip by ``mode``, which is bound to the layout."""
         self.layout.separate_gradients()
         return mode.clip(self.layout)
-
-    def mode(self, mode: ClipMode, key: str) -> ClipMode:
-        """Return the mode of ``key`` bound to the layout; one with a history is always new."""
-        if self._known[0] != key:
-            mode.bind(self.layout)
-            if mode.history or mode.limit_moves or mode.info.nested:
-                return mode
-            self._known = key, mode
-        known: ClipMode = self._known[1]
-        return known
 
 
 # For modules and parameters a weak reference to their clipper, or "none" if they have none.
@@ -107,10 +96,7 @@ def apply_gradient_clipping(
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     given = listed if isinstance(listed, nn.Module) else list(listed)
     clipper, mode = clipper_of(given), build(clipping_type, **options)
-    if isinstance(clipper, PlainClipper):
-        mode = clipper.mode(mode, f"{clipping_type} {sorted(options.items())}")
-    else:
-        mode.bind(clipper.layout)
+    mode.bind(clipper.layout)
     decision: Decision = clipper.clip(mode)
     return decision
 

@@ -1,9 +1,4 @@
-"""Where every gradient element of a model lives.
-
-Clipping does not depend on plugins. A plugin describes its model by a :class:`Layout`: for each
-parameter the shard on this rank, how the shard is divided into units, which ranks share a unit that
-a shard boundary cuts, and how many ranks hold the same elements. Modes use nothing else.
-"""
+"""Where every gradient element of a model lives; modes use nothing else of a plugin."""
 
 from __future__ import annotations
 
@@ -125,18 +120,10 @@ class Layout:
     ) -> Layout:
         """Return the layout that DTensor placements describe; a plain parameter is whole.
 
-        One collective: all ranks compare what they hold. If any element of the model is not counted
-        exactly once, there is a ``LayoutError``.
-
-        Args:
-            model: the modules on this rank, with sharded parameters.
-            group: all ranks that hold any part of it.
-            whole: number of elements of each parameter of the whole model, by name; by default
-                those of ``model``.
-            ranks: function that returns how many ranks hold a shard or a replica of a parameter,
-                by its name; by default all of ``group``.
-            renamed: name of a tied parameter, by the name of its copy.
-            heads: see :class:`Layout`; by default those of ``model``.
+        One collective of ``group``, all ranks that hold any part of ``model``: there is a
+        ``LayoutError`` if they do not count each of the ``whole`` model's elements, by name, once.
+        ``ranks`` of a name are those that hold a shard or a replica, by default all. ``renamed``
+        has the name of a tied parameter by that of its copy.
         """
         known, once = renamed or {}, dict[int, ParamShard]()
         for own, parameter, module in owned_parameters(model):
@@ -158,11 +145,10 @@ class Layout:
         return cls(ParamShard(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(parameters))
 
     def leave_unscaled(self, names: Collection[str]) -> None:
-        """Leave gradients out when a clipping mode multiplies all others by one coefficient.
+        """Leave gradients out when a mode multiplies all others by one coefficient.
 
-        For optimizers that divide by the norm of a whole matrix (Muon): a small coefficient pushes
-        it below the constant in their divisor. These gradients still count in ‖G‖. ``names`` are
-        the same on every rank.
+        Muon divides by the norm of a whole matrix: a small coefficient pushes it below the constant
+        in the divisor. They still count in ‖G‖. ``names`` are the same on every rank.
         """
         self.shards = [replace(s, scaled=s.scaled and s.name not in names) for s in self.shards]
         self.parameters = {
@@ -188,10 +174,7 @@ class Layout:
         return self.shards[0].param.device if self.shards else torch.device(self._elsewhere)
 
     def gradients(self) -> tuple[list[ParamShard], list[Tensor]]:
-        """Return the shards that have a gradient of at least one element, and these gradients.
-
-        A sparse gradient, or one that its ranks have not added up yet, is a ``TypeError``.
-        """
+        """Return the shards that have a gradient of at least one element, and these gradients."""
         # Each step reads them twice: loops without bytecode, where every shard has a gradient.
         shards, gradients = self.shards, local_gradients(self.shards)
         if NoneType in {*map(type, gradients)} or not all(map(Tensor.numel, gradients)):
@@ -205,10 +188,9 @@ class Layout:
 
     @torch.no_grad()
     def separate_gradients(self) -> bool:
-        """Give each gradient its own memory; return whether any shared it.
+        """Give each gradient its own memory, to clip none twice; return whether any shared it.
 
-        Autograd may give two parameters the same gradient tensor, as for
-        ``torch.stack([a, b]).sum(0)``. An in-place operation would then be applied twice.
+        Autograd may give two parameters one tensor, as for ``torch.stack([a, b]).sum(0)``.
         """
         seen, shared = set[int](), False
         for shard in self.shards:
@@ -244,11 +226,7 @@ class Layout:
         raise OptionError(option, f"clip.{option}={pattern} matches no parameter of: {some}")
 
     def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
-        """Return the shards of this layout with the units that a user names.
-
-        ``units`` are globs of names, of which the last match counts, with the dimensions of a
-        parameter that index outputs.
-        """
+        """Return the shards with the units that a user names: dimensions of outputs by globs."""
         chosen: dict[str, Units] = {}
         for pattern, given in units.items():
             outputs = (given,) if isinstance(given, int) else given

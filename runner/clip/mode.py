@@ -25,20 +25,12 @@ from runner.config.problem import or_list
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 TINY = 1e-30  # A coefficient below this one is applied in float64
 _DTYPE = attrgetter("dtype")
-_CLASSES = {
-    "adagc": "per_parameter.AdaGCClip",
-    "adaptive": "adaptive.AdaptiveClip",
-    "chain": "nested.ChainClip",
-    "groups": "nested.GroupsClip",
-    "none": "norm.NoClip",
-    "norm": "norm.NormClip",
-    "per_parameter": "per_parameter.PerParameterClip",
-    "percentile": "percentile.PercentileClip",
-    "schedule": "schedule.ScheduleClip",
-    "spike": "second_moment.SpikeClip",
-    "update": "second_moment.UpdateClip",
-    "value": "value.ValueClip",
-    "zscore": "zscore.ZScoreClip",
+# Modules of this room with several modes; each other one has the name of its mode.
+_MODULES = {
+    "none": "norm",
+    "adagc": "per_parameter",
+    **dict.fromkeys(("chain", "groups"), "nested"),
+    **dict.fromkeys(("spike", "update"), "second_moment"),
 }
 # Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.
 LOWEST, HIGHEST, PER_DECADE = -16, 12, 40
@@ -188,7 +180,7 @@ class ClipMode(Mode, ABC):
             assert split is not None
             own = replace(stats, norm=split.scaled, split=None, part=True)
             decision = self.decide_finite(layout, own)
-            decision = decision.of_whole(stats.norm, split, self.norm_type)
+            decision = decision.of_whole(layout, stats.norm, split, self.norm_type)
         if self.tally is not None:
             self.tally.end_step(stats.norm)
         if not isinstance(stats.finite, Tensor):
@@ -223,8 +215,7 @@ class ClipMode(Mode, ABC):
             return replace(decision, scales=None)
         if decision.parts is not None:
             return self.change_parts(layout, decision)
-        some = decision.factor is not None
-        scale(layout, decision.coef if decision.factor is None else decision.factor, some)
+        scale(layout, decision.coef)
         return decision
 
     def change_parts(self, layout: Layout, decision: Decision) -> Decision:
@@ -309,8 +300,9 @@ def build(mode: str | type[Mode], **options: Any) -> ClipMode:
     if isinstance(mode, str):
         if mode not in NAMES:
             raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
-        module, name = _CLASSES[mode].split(".")
-        kind = getattr(import_module(f"runner.clip.{module}"), name)
+        module = import_module(f"runner.clip.{_MODULES.get(mode, mode)}")
+        subclasses = MODES[mode].__subclasses__()
+        kind = next(one for one in subclasses if one.__module__ == module.__name__)
     known = [one.name for one in fields(kind) if one.init]
     if unknown := [name for name in options if name not in known]:
         raise ValueError(f"mode {mode} has no option {unknown[0]}: it has {', '.join(known)}")
@@ -325,13 +317,10 @@ def build(mode: str | type[Mode], **options: Any) -> ClipMode:
     return made
 
 
-def scale(layout: Layout, coef: Number, some: bool = False) -> None:
-    """Multiply gradients by ``coef``; with ``some`` without those of ``leave_unscaled``."""
+def scale(layout: Layout, coef: Number) -> None:
+    """Multiply all gradients by ``coef``."""
     if isinstance(coef, Tensor) or coef != 1.0:
-        shards, gradients = layout.gradients()
-        if some:
-            gradients = [g for shard, g in zip(shards, gradients, strict=True) if shard.scaled]
-        multiply(gradients, coef)
+        multiply(layout.gradients()[1], coef)
 
 
 def scale_each(layout: Layout, scales: Tensor) -> None:

@@ -190,13 +190,12 @@ class ChainClip(Chain, NestedMode):
 
 
 class _Group(NamedTuple):
-    """Parameters that are clipped together, their positions, and those of the scaled ones."""
+    """Parameters that are clipped together, and their positions."""
 
     name: str
     mode: ClipMode
     layout: Layout
     at: Tensor
-    scaled: Tensor
 
 
 @dataclass(eq=False)
@@ -224,9 +223,7 @@ class GroupsClip(ByGroups, NestedMode):
         if names:
             own = layout if len(names) == len(layout.names) else layout.restricted(names)
             bind(mode, own, f"groups.{name}")
-            scaled = [each for each in own.names if own.parameters[each].scaled]
-            at, some = layout.positions_of(own.names), layout.positions_of(scaled)
-            self._bound.append(_Group(name, mode, own, at, some))
+            self._bound.append(_Group(name, mode, own, layout.positions_of(own.names)))
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         if self._layout is not layout:
@@ -266,8 +263,6 @@ class GroupsClip(ByGroups, NestedMode):
         for group, decision in zip(self._bound, decisions, strict=True):
             if decision.scales is not None:
                 scales.index_copy_(0, group.at, decision.scales)
-            elif decision.factor is not None:
-                scales.index_fill_(0, group.scaled, decision.factor)
             else:
                 scales.index_fill_(0, group.at, decision.coef)
         return scales

@@ -29,7 +29,6 @@ _REPLICAS = attrgetter("num_replicas")
 
 ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that are summed in float64 together
-EXACT = 131_072  # most elements that are summed in float64, where that costs less than it saves
 # Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
 # Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
@@ -124,10 +123,7 @@ def powers_of(
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
     """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is."""
-    sizes = list(map(Tensor.numel, gradients))
-    if 0 < sum(sizes) <= EXACT:
-        return _float64_power(gathered(gradients), norm_type)
-    small = list(map(SMALL.__ge__, sizes))
+    small = list(map(SMALL.__ge__, map(Tensor.numel, gradients)))
     blocks = list(map(flatten, compress(gradients, map(not_, small))))
     if any(small):
         blocks.append(gathered(list(compress(gradients, small))))

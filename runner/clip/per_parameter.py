@@ -60,32 +60,27 @@ class TensorMode(ClipMode):
         tensors: TensorNorms = stats.work if own else self.measure(layout).work
         return tensors
 
-    def scale_tensors(
-        self,
-        layout: Layout,
-        norm: Number,
-        scales: Tensor,
-        after: TensorNorms,
-        compared: tuple[Tensor, Tensor, Tensor],
-        threshold: Number,
-    ) -> Decision:
-        """Decide to multiply each tensor by its own of ``scales``; its norm is then ``after``.
 
-        ``compared`` are the values of tensors or blocks that are compared with λ, which of them are
-        above it, and which have a gradient.
-        """
-        values, over, present = compared
-        if self.tally is not None and layout.counts_common:
-            self.tally.add(values.where(present, math.nan), 1.0)
-        share, total = share_of(over, present)
-        most = transfer.read(values.amax()) if values.numel() else 0.0
-        return Decision.of_share(norm, after.total, share, most, threshold, total, scales=scales)
+def decide_on_tensors(
+    mode: ClipMode,
+    layout: Layout,
+    norms: tuple[Number, Number],
+    compared: tuple[Tensor, Tensor, Tensor],
+    threshold: Number,
+    **more: Any,
+) -> Decision:
+    """Decide to limit some tensors; ``norms`` are ‖G‖ before and after.
 
-
-def share_of(over: Tensor, present: Tensor) -> tuple[Number, Number]:
-    """Return the share of what is ``present`` that is ``over``, 0 of nothing; and its number."""
+    ``compared`` are the values of tensors or blocks that are compared with λ, which of them are
+    above it, and which have a gradient.
+    """
+    values, over, present = compared
+    if mode.tally is not None and layout.counts_common:
+        mode.tally.add(values.where(present, math.nan), 1.0)
     total = present.sum(dtype=transfer.widest(over.device))
-    return transfer.read(over.sum() / total.clamp(min=1.0)), transfer.read(total)
+    share = transfer.read(over.sum() / total.clamp(min=1.0))
+    most = transfer.read(values.amax()) if values.numel() else 0.0
+    return Decision.of_share(*norms, share, most, threshold, transfer.read(total), **more)
 
 
 @dataclass(eq=False)
@@ -113,8 +108,8 @@ class PerParameterClip(PerParameter, TensorMode):
         over = norms > limit
         scales = torch.where(over, limit / norms, 1.0)
         each = scales if self._block is None else scales[self._block]
-        after, compared = tensors.scaled(each), (norms, over, present)
-        return self.scale_tensors(layout, stats.norm, each, after, compared, limit)
+        both, compared = (stats.norm, tensors.scaled(each).total), (norms, over, present)
+        return decide_on_tensors(self, layout, both, compared, limit, scales=each)
 
     def _parts(self, tensors: TensorNorms) -> tuple[Tensor, Tensor]:
         """Return the norm of each tensor or block, and whether it has a gradient."""
@@ -195,7 +190,8 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
             past["gamma"] = past["gamma"].index_copy(0, self._at, updated)
         compared = (torch.where(warm, math.nan, norms / gamma), over, present)
         limit = transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit)))
-        return self.scale_tensors(layout, stats.norm, scales, after, compared, limit)
+        both = stats.norm, after.total
+        return decide_on_tensors(self, layout, both, compared, limit, scales=scales)
 
     def of_part(self, layout: Layout) -> AdaGCClip:
         made = copy.copy(self)

@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, ParamShard, Parts, transfer
 from runner.clip.norms import combine, powers_of
-from runner.clip.per_parameter import share_of
+from runner.clip.per_parameter import decide_on_tensors
 from runner.clip.shard import local
 from runner.config.modes import Spike, Update
 
@@ -281,15 +281,11 @@ class UpdateClip(Update, OptimizerMode):
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         norm, limit = stats.norm, self.limit
         rms, present = stats.work or self.measure(layout).work
-        if self.tally is not None and layout.counts_common:
-            self.tally.add(rms.where(present, math.nan), 1.0)
         over = rms > limit * (1.0 + TIE)
         factors = torch.where(over, limit / rms, 1.0)
         every = transfer.numbers(factors)
-        most = transfer.read(rms.amax()) if rms.numel() else 0.0
         more = {"coef": transfer.read(factors.amin()), "update": every} if every else {}
-        share, total = share_of(over, present)
-        return Decision.of_share(norm, norm, share, most, limit, total, **more)
+        return decide_on_tensors(self, layout, (norm, norm), (rms, over, present), limit, **more)
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         return decision

@@ -35,8 +35,8 @@ class ParamShard:
         param: the parameter; only the local shard of a DTensor is used.
         units: how the local shard is divided into units.
         num_replicas: ranks of the layout's group that hold these same elements (replicas).
-        shard_groups: groups of ranks over which each unit of this shard is split, one for each mesh
-            axis that splits units. All ranks of these groups see the same number of units.
+        shard_groups: groups of ranks over which each unit is split, one for each mesh axis that
+            splits units. All ranks of these groups see the same number of units.
         scaled: whether a coefficient multiplies this gradient, see :meth:`Layout.leave_unscaled`.
     """
 

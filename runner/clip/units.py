@@ -8,7 +8,6 @@ them. Where none of these says so, the option ``units`` of the mode does.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,6 @@ _OUTPUTS_FIRST = (nn.modules.conv._ConvNd, nn.Bilinear, nn.MultiheadAttention)
 _SIZES = (("in_features", "out_features"), ("input_size", "output_size"))
 # Methods of timm's and transformers' models that return the output layer.
 _ASK = ("get_classifier", "get_output_embeddings")
-# First or last words in names of heads.
-_HEAD = {"head", "heads", "classif", "classifier", "logits", "aux"}
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -89,8 +86,16 @@ def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
         return None
     if n == 2 and is_conv1d and getattr(module, "nf", shape[1]) == shape[1]:
         return (1,)  # transformers' linear layer of GPT-2: [in, out].
-    if n == 3 and (stacked := _stacked_experts(module)) is not None:
-        return stacked
+    own = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    stacked = [tuple(each.shape) for each in own if isinstance(each, Tensor) and each.ndim == 3]
+    if n == 3 and len(stacked) == 2:
+        # transformers' experts, [experts, out, in] or [experts, in, out]: the first has the outputs
+        # of two projections, so its shape beside that of the second tells which.
+        (_, a, b), (_, c, d) = stacked
+        if (a, b) == (2 * d, c):
+            return (0, 1)
+        if (b, a) == (2 * c, d):
+            return (0, 2)
     for inward, outward in _SIZES if n in (2, 3) else ():
         inputs, outputs = getattr(module, inward, None), getattr(module, outward, None)
         if inputs != outputs and shape.count(outputs) == 1:
@@ -103,44 +108,24 @@ def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
     return None
 
 
-def _stacked_experts(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the dimensions that index outputs of weights [experts, ...]; None if unknown.
-
-    transformers stores [experts, out, in] (Mixtral, Qwen) or [experts, in, out]. ``gate_up_proj``
-    has the outputs of two projections, so its shape beside that of ``down_proj`` tells which.
-    """
-    own = dict(module.named_parameters(recurse=False))
-    gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
-    if gate_up is not None and down is not None and gate_up.ndim == down.ndim == 3:
-        (_, a, b), (_, c, d) = gate_up.shape, down.shape
-        if (a, b) == (2 * d, c):
-            return (0, 1)
-        if (b, a) == (2 * c, d):
-            return (0, 2)
-    known: dict[Any, tuple[int, ...]] = {True: (0, 2), False: (0, 1)}
-    return known.get(getattr(module, "is_transposed", None))
-
-
 def head_weights(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of the model's heads, in the order of its parameters.
 
     Brock et al. (section 4.1) do not clip the final linear layer. A model's ``get_classifier`` or
     ``get_output_embeddings`` tells it. Otherwise the head is the last linear layer, or the last
-    convolution if there is no linear layer or if its name is that of a head. Further heads are the
-    last layers of modules with such a name and the same number of outputs. A head that is tied to
-    an embedding has the name of the embedding, because the two are one parameter.
+    convolution of a model without one. A head that is tied to an embedding has the name of the
+    embedding, because the two are one parameter.
     """
     weights = {id(p) for layer in _heads(_unwrapped(model)) for p in _weights(layer)}
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) in weights)
 
 
 def _heads(model: nn.Module) -> list[Layer]:
-    for question in _ASK:
-        ask = getattr(model, question, None)
-        if callable(ask) and (answer := _modules_in(ask())):
-            # A model without classes answers with an Identity: it has no head.
-            return [layer for module in answer for layer in _last_layers(module)]
-    return _last_layers(model)
+    asks = (getattr(model, question, None) for question in _ASK)
+    answers = (_modules_in(ask()) for ask in asks if callable(ask))
+    # A model without classes answers with an Identity: it has no head.
+    modules = next(filter(None, answers), [model])
+    return [layer for module in modules for layer in _last_layer(module)]
 
 
 def _modules_in(answer: Any) -> list[nn.Module]:
@@ -162,34 +147,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _last_layers(model: nn.Module) -> list[Layer]:
-    """Return the output layer of ``model``, and those of its further heads."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer)}
-    if not layers:
-        return []
-    linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-    last = next(reversed(layers))
-    if linear and _head_of(last) is None:
-        last = linear[-1]
-    # Of several layers in one head the last one stays.
-    ends = {head: name for name in layers if (head := _head_of(name)) is not None}
-    width = {
-        n: one.out_features if isinstance(one, nn.Linear) else one.out_channels
-        for n, one in layers.items()
-    }
-    alike = [name for name in ends.values() if width[name] == width[last]]
-    return [layers[name] for name in dict.fromkeys([*alike, last])]
-
-
-def _head_of(name: str) -> str | None:
-    """Return the innermost module on the path ``name`` that has the name of a head, or None."""
-    path = name.split(".")
-    for depth in range(len(path), 0, -1):
-        # AuxLogits, aux1, head_dist, distillation_classifier.
-        parts = re.findall(r"[a-z]+|[A-Z][a-z]*", path[depth - 1])
-        if parts and {parts[0].lower(), parts[-1].lower()} & _HEAD:
-            return ".".join(path[:depth])
-    return None
+def _last_layer(model: nn.Module) -> list[Layer]:
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    linear: list[Layer] = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    return (linear or layers)[-1:]
 
 
 def _weights(layer: Layer) -> list[nn.Parameter]:

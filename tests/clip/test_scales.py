@@ -62,10 +62,9 @@ def test_the_norm_of_scaled_gradients_is_limited(scales, share, p, kept):
             assert float(decision.coef) == 1.0
             assert float(decision.norm_clipped) == float(decision.norm)
         if scales == "auto":
-            assert float(decision.factor) == pytest.approx(factor, rel=1e-12)
             assert float(decision.norm_scaled) == pytest.approx(part, rel=1e-12)
         else:
-            assert decision.factor is decision.norm_scaled is None
+            assert decision.norm_scaled is None
 
 
 @KEPT
@@ -97,12 +96,13 @@ def test_a_mode_with_a_history_decides_by_the_scaled_gradients(kept):
         layout = laid_out(scale)
         layout.shards[0].param.grad.mul_(1e3)  # the size of a matrix plays no part
         others = Layout(shard for shard in laid_out(scale).shards if shard.scaled)
-        whole = norm_of(gradients_of(layout).values())
+        whole, vector = (norm_of(gradients_of(layout, n).values()) for n in (SHAPES, {"vector"}))
         with on(kept):
             stats = GradStats.measured(total_norm(layout), None) if number > 1 else None
             decision, wanted = mode.clip(layout, stats), alone.clip(others)
         assert float(decision.norm) == pytest.approx(whole, rel=1e-12)
-        assert float(decision.factor) == pytest.approx(float(wanted.coef), rel=1e-12)
+        ratio = norm_of(gradients_of(layout, {"vector"}).values()) / vector
+        assert ratio == pytest.approx(float(wanted.coef), rel=1e-12)
         assert float(decision.threshold) == pytest.approx(float(wanted.threshold), rel=1e-12)
 
 
@@ -111,10 +111,10 @@ def test_a_mode_without_a_threshold_reports_what_one_would_limit():
     decision = build("none").clip(layout)
     part = norm_of(gradients_of(layout, SHAPES.keys() - MATRICES).values())
     assert decision.max_stat == decision.norm_scaled == pytest.approx(part, rel=1e-12)
-    assert (decision.coef, decision.clipped, decision.factor) == (1.0, 0.0, 1.0)
+    assert (decision.coef, decision.clipped, decision.scales) == (1.0, 0.0, None)
     assert layout.partly_scaled
     plain = Layout([ParamShard(s.name, s.param, s.units) for s in layout.shards])
     plain.leave_unscaled(set())
     assert not plain.partly_scaled
-    assert build("norm", threshold=0.5).clip(plain).factor is None
+    assert build("norm", threshold=0.5).clip(plain).norm_scaled is None
     assert norm_of([s.param.grad for s in plain.shards]) == pytest.approx(0.5, rel=1e-12)

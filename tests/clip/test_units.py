@@ -5,8 +5,6 @@ import timm
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
-from torchvision.models import get_model
-from torchvision.models.segmentation import deeplabv3_resnet50, lraspp_mobilenet_v3_large
 
 from runner import apply_gradient_clipping
 from runner.clip import GradStats, Layout, Units, build
@@ -38,14 +36,11 @@ class Owner(nn.Module):
 
 
 SHARDED = type("FSDPConv1D", (Conv1D,), {})
-E, H, I = 4, 6, 3  # noqa: E741
 FEATURES = {"in_features": 3, "out_features": 4}
 SIZES = {"input_size": 3, "output_size": 4}
 EXPERTS = [
-    ({"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)}, (2,)),
-    ({"gate_up_proj": (E, H, 2 * I), "down_proj": (E, I, H)}, (1,)),
-    ({"gate_up_proj": (E, 6, 6), "down_proj": (E, 6, 3)}, (2,)),
-    ({"gate_up_proj": (E, 6, 6), "down_proj": (E, 3, 6)}, (1,)),
+    ({"gate_up_proj": (4, 6, 6), "down_proj": (4, 6, 3)}, (2,)),
+    ({"gate_up_proj": (4, 6, 6), "down_proj": (4, 3, 6)}, (1,)),
 ]
 KINDS = [
     (nn.Linear(3, 4), "weight", (1,)),
@@ -56,12 +51,9 @@ KINDS = [
     (Owner(FEATURES, weight=(3, 4)), "weight", (0,)),
     (Owner(FEATURES, weight=(4, 3)), "weight", (1,)),
     (Owner({"in_features": 3, "out_features": 3}, weight=(3, 3)), "weight", (1,)),
-    (Owner(SIZES, weight=(E + 1, 4, 3)), "weight", (2,)),
-    (Owner(SIZES, weight=(E + 1, 3, 4)), "weight", (1,)),
+    (Owner(SIZES, weight=(5, 4, 3)), "weight", (2,)),
+    (Owner(SIZES, weight=(5, 3, 4)), "weight", (1,)),
     *((Owner(**shapes), name, dims) for shapes, dims in EXPERTS for name in shapes),
-    (Owner({"is_transposed": False}, up_proj=(E, I, H)), "up_proj", (2,)),
-    (Owner({"is_transposed": True}, up_proj=(E, H, I)), "up_proj", (1,)),
-    (Owner(**EXPERTS[1][0], gate_up_proj_bias=(E, 2 * I)), "gate_up_proj_bias", (1,)),
     (nn.Embedding(5, 3), "weight", (1,)),
     (nn.Bilinear(3, 4, 5), "weight", (1, 2)),
     (nn.MultiheadAttention(6, 2, add_bias_kv=True), "in_proj_weight", (1,)),
@@ -152,10 +144,8 @@ def test_an_unknown_owner_is_warned_about_once(caplog):
 
 TIMM = {
     "deit_tiny_distilled_patch16_224": ["head", "head_dist"],
-    "repvit_m1": ["head.head.l", "head.head_dist.l"],
     "crossvit_tiny_240": ["head.0", "head.1"],
 }
-NONE = {"weights": None, "weights_backbone": None}
 SHAPE = {"vocabulary": 10, "context": 4, "layers": 1, "heads": 2, "width": 10, "dropout": 0.0}
 
 
@@ -178,18 +168,6 @@ def distilled():
 
 MODELS = {
     **{name: (lambda name=name: timm.create_model(name), heads) for name, heads in TIMM.items()},
-    "inception": (
-        lambda: get_model("inception_v3", init_weights=False),
-        ["AuxLogits.fc", "fc"],
-    ),
-    "deeplab": (
-        lambda: deeplabv3_resnet50(aux_loss=True, **NONE),
-        ["classifier.4", "aux_classifier.4"],
-    ),
-    "lraspp": (
-        lambda: lraspp_mobilenet_v3_large(**NONE),
-        ["classifier.low_classifier", "classifier.high_classifier"],
-    ),
     "without classes": (lambda: timm.create_model("resnet18", num_classes=0), []),
     "wrapped": (
         lambda: nn.Sequential(nn.Identity(), Classifier(distilled())),
@@ -201,6 +179,7 @@ MODELS = {
     "named": (Transformers, ["lm_head"]),
     "encoder": (lambda: Transformers(encoder=True), ["body.1"]),
     "last": (lambda: nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Conv1d(3, 3, 1)), ["0"]),
+    "convolutions": (lambda: nn.Sequential(nn.Conv1d(3, 3, 1), nn.Conv1d(3, 3, 1)), ["1"]),
     "no layer": (lambda: nn.LayerNorm(3), []),
 }
 

@@ -29,7 +29,7 @@ _DTYPE = attrgetter("dtype")
 _MODULES = {
     "none": "norm",
     "adagc": "per_parameter",
-    **dict.fromkeys(("chain", "groups"), "nested"),
+    **dict.fromkeys(("chain", "groups", "schedule"), "nested"),
     **dict.fromkeys(("spike", "update"), "second_moment"),
 }
 # Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.

@@ -1,4 +1,4 @@
-"""Modes that hold other modes: ``chain`` and ``groups``.
+"""Modes that hold other modes: ``chain``, ``groups`` and ``schedule``.
 
 A chain is several modes in order, each of which clips what the one before has left. Where a link
 scales the gradient, or each tensor, the next one decides by scaled norms: gradients are read once,
@@ -27,7 +27,7 @@ from runner.clip.layout import OptionError
 from runner.clip.mode import scale, scale_each
 from runner.clip.norms import Powers, combine, combine_norms, powers_of
 from runner.clip.per_parameter import TensorNorms
-from runner.config.modes import ByGroups, Chain, Mode, inner_mode
+from runner.config.modes import ByGroups, Chain, Mode, Schedule, inner_mode
 from runner.config.problem import NOTHING
 
 REST = "rest"  # name of the parameters that no pattern matches
@@ -284,3 +284,71 @@ class GroupsClip(ByGroups, NestedMode):
         clipping = [named[g.name].clipped for g in self._bound if g.mode.info.clips is not None]
         share = sum(clipping, 0.0) / max(len(clipping), 1)
         return self.together(norm, after, named, scales=scales, fraction=share)
+
+
+@dataclass(eq=False)
+class ScheduleClip(Schedule, ClipMode):
+    """Set λ of another mode, ``inner``, for each step, and let it measure, decide and apply.
+
+    ``λ_t = threshold · warm-up factor(t) · decay(t)``, where t counts the steps that were decided,
+    from 0, also those that are skipped: the host knows their number. OLMo's warm-up is
+    ``warmup=constant`` (``grad_clip_warmup_steps`` in https://github.com/allenai/OLMo).
+    """
+
+    initial_history: ClassVar = {"step": 0}
+
+    inner: ClipMode = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.inner = made(self.of, self, threshold=self.threshold)
+        super().__post_init__()
+        self._set_limit()
+
+    def bind(self, layout: Layout) -> None:
+        bind(self.inner, layout, "of")
+
+    @property
+    def may_fold(self) -> bool:
+        return self.inner.may_fold
+
+    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+        self._set_limit()  # the mode may look for what is above λ
+        return self.inner.measure(layout, each)
+
+    def decide(self, layout: Layout, stats: GradStats) -> Decision:
+        self._set_limit()
+        self.history["step"] = self._step + 1
+        return self.inner.decide(layout, stats)
+
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        return self.inner.decide_finite(layout, stats)
+
+    def apply(self, layout: Layout, decision: Decision) -> Decision:
+        return self.inner.apply(layout, decision)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.inner.load_state_dict(state["inner"])
+
+    def _set_limit(self) -> None:
+        """Give the mode that clips λ of this step, and the tally that counts for this one."""
+        self.inner.tally = self.tally
+        self.inner.threshold = self.limit * self._factor(self._step)
+
+    @property
+    def _step(self) -> int:
+        return int(self.history["step"])
+
+    def _factor(self, step: int) -> float:
+        """Return λ ÷ threshold of a step."""
+        if step < self.warmup_steps:
+            share = step / self.warmup_steps if self.warmup == "linear" else 0.0
+            return self.warmup_factor + (1.0 - self.warmup_factor) * share
+        if self.decay == "constant" or self.steps is None:
+            return 1.0
+        share = min((step - self.warmup_steps) / self.steps, 1.0)
+        left = 1.0 - share if self.decay == "linear" else (1.0 + math.cos(math.pi * share)) / 2
+        return self.end_factor + (1.0 - self.end_factor) * left

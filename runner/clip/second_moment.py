@@ -159,24 +159,20 @@ class SpikeClip(Spike, OptimizerMode):
         p, work, changed = self.norm_type, list[tuple[Any, ...]](), cast(Number, 0.0)
         total, maxima, after = 0.0, list[Number](), list[Number]()
         for shard, gradient in zip(*layout.gradients(), strict=True):
-            weight = self.weight(shard)
+            if not (weight := self.weight(shard)):
+                continue  # another rank steps it
             if self._copies[shard.name]:
                 total += gradient.numel() * weight
-            moment = self.moment(shard)  # None where another rank steps it
-            value = None if moment is None else moment.value
-            ready = False if moment is None else moment.steps >= self.min_steps
-            if value is None or ready is False:
-                power = powers_of([shard], [gradient], p, True)[0]
-                power = power if math.isinf(p) else power * shard.num_replicas
-            else:
-                one = (gradient, value, ready)
-                power, above, largest = self._read(*one, weight)
-                changed = changed + above * weight
-                maxima.append(largest)
-                if isinstance(above, Tensor) or above:
-                    work.append(one)
-            if weight:
-                after.append(power if math.isinf(p) else power * weight)
+            moment, value, ready = self.moment(shard), gradient, cast(bool | Tensor, False)
+            if moment is not None and moment.value is not None:
+                value, ready = moment.value, moment.steps >= self.min_steps
+            one = gradient, value, ready
+            power, above, largest = self._read(*one, weight)
+            changed = changed + above * weight
+            maxima.append(largest)
+            after.append(power if math.isinf(p) else power * weight)
+            if isinstance(above, Tensor) or above:
+                work.append(one)
         whole = combine(after or [0.0], p) if math.isinf(p) else sum(after, 0.0)
         largest = combine(maxima or [0.0], math.inf)
         parts = Parts(changed, total, work, whole)
@@ -203,7 +199,7 @@ class SpikeClip(Spike, OptimizerMode):
             ratio, clamped = self._clamped(g, v, ready)
             size = clamped.abs().amax() if math.isinf(p) else (clamped.abs() ** p).sum()
             found.append(torch.stack([size, (ratio > self.limit).sum(), ratio.amax()]))
-            if self.tally is not None:
+            if self.tally is not None and ready is not False:
                 self.tally.add(ratio, weight)
         sizes, above, largest = torch.stack(found).T
         size = sizes.amax() if math.isinf(p) else sizes.sum()

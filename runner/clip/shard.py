@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch.distributed as dist
@@ -16,10 +15,6 @@ from runner.clip.units import Units, units_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-_GRADIENT = attrgetter("param.grad")
-# `placements` of a DTensor is Python, which each step would run for every gradient.
-_PLACEMENTS, _PARAM_PLACEMENTS = map(attrgetter, ("_spec.placements", "param._spec.placements"))
 
 
 class LayoutError(ValueError):
@@ -78,14 +73,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
     """Return the local shard of each gradient, None where there is none."""
-    found: list[Any] = list(map(_GRADIENT, shards))  # each step reads all of them
+    found: list[Any] = [shard.param.grad for shard in shards]
     spread = [(s, g) for s, g in zip(shards, found, strict=True) if hasattr(g, "_local_tensor")]
-    if not spread:
-        return found
-    # A gradient has the placements of its parameter, which are never partial, or those of its own.
     for shard, gradient in spread:
-        own = _PLACEMENTS(gradient)
-        if own != _PARAM_PLACEMENTS(shard) and any(each.is_partial() for each in own):
+        if any(each.is_partial() for each in gradient.placements):
             raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from runner import SkipRule
 from runner.booster import Booster, LossScale, Plugin, SinglePlugin
-from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
+from runner.booster.plugin import TensorParallelPlugin
 from runner.clip import Decision, build
 from runner.parallel.full_state_dict import gathered
 from tests.distributed.cases import PLUGINS as CASE_PLUGINS
@@ -32,7 +32,6 @@ NORM: Clip = ("norm", 0.05, 2.0)
 
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     **CASE_PLUGINS,
-    "data": HybridParallelPlugin,
     "some_split": lambda: TensorParallelPlugin(
         tp_plan={"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
     ),
@@ -55,16 +54,13 @@ class Loop:
         plugin: str | Plugin | None,
         model: nn.Module,
         scale: float | None = 1024.0,
-        nonfinite: Any = "skip",
         skip: SkipRule | None = None,
         optimizer: Callable[..., Any] = SGD,
     ) -> None:
         named = PLUGINS[plugin]() if isinstance(plugin, str) else plugin
         self.plugin: Plugin = SinglePlugin() if named is None else named
         loss_scale = None if scale is None else LossScale(scale)
-        self.booster = Booster(
-            plugin=self.plugin, loss_scale=loss_scale, nonfinite=nonfinite, skip=skip
-        )
+        self.booster = Booster(plugin=self.plugin, loss_scale=loss_scale, skip=skip)
         self.raw = model
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer(model.parameters()))
         self.layout = self.optimizer.layout

@@ -110,9 +110,7 @@ def trained(way, make):
         dist.all_reduce = send
         sent.clear()
         way(*theirs, nullcontext, step)
-        wrong += [
-            f"step {step}: {name} is not the average" for name in unlike_the_mean(model, alone)
-        ]
+        wrong += [f"step {step}: {name}" for name in unlike_the_mean(model, alone)]
         optimizer.zero_grad()
         alone.zero_grad()
     return wrong, early

@@ -31,10 +31,6 @@ ADAMW = "adamw_"
 """Prefix of the arguments of :func:`muon_with_adamw` that are AdamW's."""
 
 
-class NoHiddenMatrix(ValueError):
-    """A model that has nothing for Muon."""
-
-
 def muon_with_adamw(
     model: nn.Module,
     *,
@@ -58,7 +54,7 @@ def muon_with_adamw(
     hidden = set(hidden_matrices(model, heads, exclude or ()))
     named = dict(model.named_parameters())
     if not hidden:
-        raise NoHiddenMatrix(
+        raise ValueError(
             f"{type(model).__name__} has no hidden matrix, which Muon is for: its parameters are "
             "convolutions, embeddings, heads and vectors; use optimizer=adamw, or another model "
             "such as model=gpt data=text"
@@ -77,8 +73,7 @@ def hidden_matrices(
     names = [name for name, _ in model.named_parameters()]
     for pattern in exclude:
         if not fnmatch.filter(names, pattern):
-            some = ", ".join([*names[:3], "..."] if len(names) > 4 else names)
-            raise ValueError(f"exclude: {pattern} matches no parameter of: {some}")
+            raise ValueError(f"exclude: {pattern} matches no parameter")
     embeddings = {
         id(parameter)
         for module in model.modules()

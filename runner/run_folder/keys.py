@@ -29,7 +29,6 @@ CLIP_FRACTION = "clip/fraction"  # share clipped of what the mode clips: step, e
 CLIP_RATIO = "clip/ratio"
 CLIP_RATIO_TOTAL = "clip/ratio_total"  # share of all steps so far that clipping changed
 CLIP_PEAK = "clip/peak"  # distribution of the largest value compared with λ (summary only)
-CLIP_STREAK = "clip/longest_streak"  # most steps in a row that were clipped (summary only)
 UPDATE_RATIO = "update/ratio"  # norm of what a step added to the weights ÷ norm of the weights
 NOISE_SCALE = "noise/scale"  # batch size at which noise and gradient are equally large, in samples
 TIME_STEP = "time/step_s"

@@ -152,8 +152,6 @@ class Sums:
     skipped: int = 0  # as spikes
     clipped: float = 0.0
     fraction: float = 0.0
-    streak: int = 0
-    longest_streak: int = 0
     norm: float = 0.0
     norm_max: float = 0.0
     seconds: float = 0.0  # of the window alone
@@ -165,8 +163,6 @@ class Sums:
         self.skipped += bool(values.spike)
         self.clipped += clipped
         self.fraction += values.fraction
-        self.streak = self.streak + 1 if clipped else 0
-        self.longest_streak = max(self.longest_streak, self.streak)
         self.norm += norm
         self.norm_max = norm if math.isnan(norm) else max(self.norm_max, norm)  # NaN stays
 
@@ -253,7 +249,6 @@ class Meter:
             keys.CLIP_RATIO_TOTAL: total.clipped / steps,
             keys.CLIP_FRACTION: total.fraction / steps,
             **self._so_far(),
-            keys.CLIP_STREAK: total.longest_streak,
             "steps": total.steps,
             "samples": self.last.get(keys.TRAIN_SAMPLES, 0),
         }

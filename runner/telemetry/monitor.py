@@ -38,7 +38,6 @@ class GradientMonitor:
             such as ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, and sinks.
         interval: steps between rows. Means, maxima, ratios and times cover all steps in between.
         flush: steps between transfers to the host; by default 1 on the CPU of a single rank, or 50.
-        norm_type: p of the norms that :meth:`step` measures.
         what_if: thresholds of which the share of steps that they would have clipped is logged.
 
     Attributes:
@@ -57,10 +56,9 @@ class GradientMonitor:
         *to: To,
         interval: int = 1,
         flush: int | None = None,
-        norm_type: float = 2.0,
         what_if: Sequence[float] = (),
     ) -> None:
-        self._model, self._norm_type = model, norm_type
+        self._model = model
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         writes = self._world == 1 or dist.get_rank() == 0
         self._device = next(model.parameters()).device
@@ -163,7 +161,7 @@ class GradientMonitor:
             changed = (coef < 1) * 1.0
             coef = coef.clamp(max=1.0) if isinstance(coef, Tensor) else min(coef, 1.0)
             return Decision(before, before * coef, coef, changed, changed, before, threshold)
-        norm = GradStats.of(plain_clipper(self._model).layout, self._norm_type).norm
+        norm = GradStats.of(plain_clipper(self._model).layout).norm
         return Decision.untouched(norm, threshold, norm)
 
     def _mean(self, values: list[float]) -> list[float]:

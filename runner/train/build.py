@@ -212,16 +212,30 @@ def execute(
     recorded, file = None, None if folder is None else folder / files.CONFIG
     if file is not None and file.is_file():  # masked where it is secret
         recorded = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
-    callbacks = [*make_callbacks(config), *_savers(config, folder, recorded)]
+    callbacks, saved = make_callbacks(config), config.checkpoint
+    if folder is not None and (saved.keep or saved.save_final):
+        status = read_object(folder / files.STATUS)
+        about = {key: status.get(key) for key in ("config_hash", "wandb_run_id")}
+        saver = CheckpointSaver(
+            folder / files.CHECKPOINTS,
+            saved.interval,
+            keep=saved.keep,
+            best=config.sweep.objective if saved.keep_best else None,
+            maximizes=config.sweep.maximizes,
+            save_final=saved.save_final,
+            asynchronous=None if saved.asynchronous == "auto" else saved.asynchronous,
+            about={"config": recorded, "plugin": config.plugin.name, **about},
+        )
+        callbacks.append(saver)
     trainer = make_trainer(config, sinks, callbacks=callbacks)
     if trainer.plugin.rank == 0:
         samples = length_of(make_data(config.data).train)
-        about = f"{trainer.device}, {plural(trainer.plugin.world_size, 'rank')} "
+        line = f"{trainer.device}, {plural(trainer.plugin.world_size, 'rank')} "
         counted = "a stream" if samples is None else f"{samples:,} samples"
-        about += f"(plugin={config.plugin.name}), {counted}, "
-        about += f"{trainer.parameters:,} parameters, {folder or 'no record'}"
-        log.info("training: %s", about)
-        print_line(f"clip-runner: {about}", sys.stderr)
+        line += f"(plugin={config.plugin.name}), {counted}, "
+        line += f"{trainer.parameters:,} parameters, {folder or 'no record'}"
+        log.info("training: %s", line)
+        print_line(f"clip-runner: {line}", sys.stderr)
     if resume is not None:
         keep = _changed(manifest_of(resume).get("config"), recorded)
         if branching(config.resume.source) and folder and not resume.is_relative_to(folder):
@@ -275,27 +289,6 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
         own.add("mode")
     thresholds = ("clip.threshold", "clip.links", "clip.groups")
     return own | ({"threshold"} if any(key.startswith(thresholds) for key in changed) else set())
-
-
-def _savers(
-    config: RunConfig, folder: Path | None, recorded: dict[str, Any] | None
-) -> list[CheckpointSaver]:
-    section = config.checkpoint
-    if folder is None or not (section.keep or section.save_final):
-        return []
-    status = read_object(folder / files.STATUS)
-    about = {key: status.get(key) for key in ("config_hash", "wandb_run_id")}
-    saver = CheckpointSaver(
-        folder / files.CHECKPOINTS,
-        section.interval,
-        keep=section.keep,
-        best=config.sweep.objective if section.keep_best else None,
-        maximizes=config.sweep.maximizes,
-        save_final=section.save_final,
-        asynchronous=None if section.asynchronous == "auto" else section.asynchronous,
-        about={"config": recorded, "plugin": config.plugin.name, **about},
-    )
-    return [saver]
 
 
 def make_trainer(

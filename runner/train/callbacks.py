@@ -28,10 +28,6 @@ log = logging.getLogger(__name__)
 MOST_SAMPLES = 16  # sample indices in a message; the log has all of them
 
 
-class CallbackError(RuntimeError):
-    """A callback raised an exception; the message names the callback and its method."""
-
-
 HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 """What a callback may have; one is enough. The first argument is the :class:`runner.Trainer`.
 
@@ -67,11 +63,7 @@ class Callbacks:
     def call(self, hook: str, *args: Any) -> None:
         having = [name for name, each in self._named.items() if hasattr(each, hook)]
         for name in having:
-            try:
-                getattr(self._named[name], hook)(*args)
-            except Exception as error:
-                why = " ".join(f"{type(error).__name__}: {error}".split())
-                raise CallbackError(f"callback {name} failed in {hook}: {why}") from error
+            getattr(self._named[name], hook)(*args)
         # Microbatches are no place to end, and too many for a collective each.
         if not having or hook == "on_microbatch" or self.ended is not None:
             return

@@ -29,12 +29,12 @@ from runner.train.state import Window, Windows, has_no_sample, held_out
 from runner.train.stop import beat
 
 SAME_SAMPLES = (
-    "all {} data-parallel ranks read the same first batch, so every sample counts that many times: "
-    "use plugin.prepare_dataloader, a DistributedSampler, or a stream of this rank's samples alone"
+    "all {} data-parallel ranks read the same first batch: use plugin.prepare_dataloader, a "
+    "DistributedSampler, or a stream of this rank's samples alone"
 )
 OTHER_SAMPLES = (
-    "the stream yields other samples on each rank, and every rank keeps its part of them, so that "
-    "samples are lost: set shards_itself = True in its class if it divides itself over ranks"
+    "the stream yields other samples on each rank, so that those which a rank does not keep are "
+    "lost: set shards_itself = True in its class if it divides itself over ranks"
 )
 NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
 ENDED = (

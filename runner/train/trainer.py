@@ -245,7 +245,6 @@ class Trainer:
                 ``error``, or too many steps in a row were skipped.
             Stopped: a rank was asked to stop; on every rank, after the checkpoint.
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
-            CallbackError: a callback raised an exception.
         """
         state, callbacks, shown = self.state, self.callbacks, self._terminal()
         state.meter.sinks = [*self._log.sinks, *shown]

@@ -7,7 +7,7 @@ from torch.optim import AdamW, Muon
 
 from runner.clip.units import head_weights
 from runner.models.gpt import GPT
-from runner.optim.muon import NoHiddenMatrix, hidden_matrices, muon_with_adamw
+from runner.optim.muon import hidden_matrices, muon_with_adamw
 
 SHAPE = {"vocabulary": 17, "context": 8, "layers": 2, "heads": 2, "width": 8, "dropout": 0.0}
 INNER = [f"attention.{name}" for name in ("query", "key", "value", "out")] + ["mlp.up", "mlp.down"]
@@ -44,9 +44,9 @@ def test_hidden_matrices_are_those_of_inner_layers():
     assert found == {"recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "router.weight"}
     assert "classifier.weight" in set(hidden_matrices(model))  # without heads it is a matrix
     assert set(hidden_matrices(model, heads, ["router.*"])) == found - {"router.weight"}
-    with pytest.raises(ValueError, match=r"exclude: ruoter\.\* matches no parameter of: class_emb"):
+    with pytest.raises(ValueError, match=r"exclude: ruoter\.\* matches no parameter"):
         list(hidden_matrices(model, (), ["ruoter.*"]))
-    with pytest.raises(NoHiddenMatrix, match="Sequential has no hidden matrix"):
+    with pytest.raises(ValueError, match="Sequential has no hidden matrix"):
         muon_with_adamw(nn.Sequential(nn.Linear(4, 2)), heads=["0.weight"])
     [muon] = muon_with_adamw(nn.Sequential(nn.Linear(3, 3, bias=False)))
     assert type(muon) is Muon

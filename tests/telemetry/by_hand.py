@@ -59,7 +59,7 @@ def noise(firsts, items, samples, norm):
 
 
 def train(model, steps, clip, rate):
-    """Train a copy of a float64 model by SGD; return the measurements of each step, and of the run.
+    """Train a copy of a float64 model by SGD; return the measurements of each step.
 
     ``steps`` are microbatches by step and rank.
     """
@@ -70,8 +70,7 @@ def train(model, steps, clip, rate):
         each = [[cell(model, batch) for batch in batches] for batches in ranks]
         items, before = mean([*itertools.chain.from_iterable(each)])
         after = clip(before)
-        changed = any(bool((after[name] != before[name]).any()) for name in after)
-        row: dict[str, float] = {"clipped": float(changed), "norm": math.sqrt(square_of(before))}
+        row = {"norm": math.sqrt(square_of(before))}
         samples = sum(len(inputs) for batches in ranks for inputs, _ in batches)
         if len(each[0]) > 1:
             noises.append(noise([own[0] for own in each], items, samples, row["norm"]))
@@ -88,6 +87,4 @@ def train(model, steps, clip, rate):
             if weights[k].any():  # a bias that starts at zero has no ratio
                 row[f"update/ratio/{k}"] = float(each.norm() / weights[k].norm())
         rows.append(row)
-    clipped = [row["clipped"] for row in rows]
-    runs = [len(list(run)) for was, run in itertools.groupby(clipped) if was]
-    return rows, {"clip/longest_streak": max(runs, default=0)}
+    return rows

@@ -76,6 +76,12 @@ def loss_of(model, batch, criterion):
     return criterion(model(batch[0].to(get_current_device())), batch[1])
 
 
+def warmed_up(optimizer, total):
+    from transformers import get_linear_schedule_with_warmup
+
+    return get_linear_schedule_with_warmup(optimizer, total // PLANNED, total)
+
+
 @torch.no_grad()
 def evaluate(model, loader):
     """Return the sum of the losses of all batches, and their number."""
@@ -99,12 +105,10 @@ def train(name, plugin, at, epochs, resume=0):
     model = build_model(name).to(get_current_device())
     optimizer = torch.optim.AdamW(groups_of(model), lr=RATE, eps=EPS, fused=True)
     total = len(train_loader) * PLANNED
-    if name == "resnet":
-        scheduler = CosineAnnealingLR(optimizer, total_steps=total)
+    if name == "bert":
+        scheduler = warmed_up(optimizer, total)
     else:
-        from transformers import get_linear_schedule_with_warmup
-
-        scheduler = get_linear_schedule_with_warmup(optimizer, total // PLANNED, total)
+        scheduler = CosineAnnealingLR(optimizer, total_steps=total)
     model, optimizer, criterion, train_loader, scheduler = booster.boost(
         model, optimizer, nn.CrossEntropyLoss(), train_loader, lr_scheduler=scheduler
     )

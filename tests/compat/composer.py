@@ -1,7 +1,4 @@
-"""Two scripts in one, in the style of Composer's examples of gradient clipping.
-
-Written for Composer they differ in their import lines.
-"""
+"""Two scripts in one, in the style of Composer's examples: only their import lines differ."""
 
 import torch
 import torch.nn.functional as F
@@ -16,38 +13,32 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
 
 
-def training_loop(model, train_loader, clipping_type, clipping_threshold):
+torch.manual_seed(0)
+inputs = torch.randn(128, 20)
+dataset = TensorDataset(inputs, (inputs @ torch.randn(20, 4)).argmax(-1))
+for kind, threshold in [("norm", 0.1), ("value", 0.01), ("adaptive", 0.01)]:
+    model = network()
     opt = torch.optim.Adam(model.parameters())
     for epoch in range(2):
-        for X, y in train_loader:
+        for X, y in DataLoader(dataset, 16):
             loss = F.cross_entropy(model(X), y)
             loss.backward()
             cf.apply_gradient_clipping(
-                model.parameters(),
-                clipping_type=clipping_type,
-                clipping_threshold=clipping_threshold,
+                model.parameters(), clipping_type=kind, clipping_threshold=threshold
             )
             opt.step()
             opt.zero_grad()
-        print(f"{clipping_type} epoch {epoch}: {loss.item():.4f}")
+        print(f"{kind} epoch {epoch}: {loss.item():.4f}")
 
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    inputs = torch.randn(128, 20)
-    dataset = TensorDataset(inputs, (inputs @ torch.randn(20, 4)).argmax(-1))
-    for kind, threshold in [("norm", 0.1), ("value", 0.01), ("adaptive", 0.01)]:
-        training_loop(network(), DataLoader(dataset, 16), kind, threshold)
-
-    model = ComposerClassifier(module=network(), num_classes=4)
-    trainer = Trainer(
-        model=model,
-        train_dataloader=DataLoader(dataset, batch_size=16, shuffle=True),
-        eval_dataloader=DataLoader(dataset, batch_size=16),
-        optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
-        max_duration="5ep",
-        algorithms=[GradientClipping(clipping_type="norm", clipping_threshold=0.1)],
-    )
-    summary = trainer.fit()
-    print(f"accuracy {summary['final']['eval/accuracy']:.3f}")
-    print(f"clipped {summary['clip/ratio_total']:.3f}")
+model = ComposerClassifier(module=network(), num_classes=4)
+trainer = Trainer(
+    model=model,
+    train_dataloader=DataLoader(dataset, batch_size=16, shuffle=True),
+    eval_dataloader=DataLoader(dataset, batch_size=16),
+    optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
+    max_duration="5ep",
+    algorithms=[GradientClipping(clipping_type="norm", clipping_threshold=0.1)],
+)
+summary = trainer.fit()
+print(f"accuracy {summary['final']['eval/accuracy']:.3f}")
+print(f"clipped {summary['clip/ratio_total']:.3f}")

@@ -1,13 +1,11 @@
 """Scripts written for Colossal-AI and for Composer run with their import lines changed."""
 
-import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from runner.booster import SinglePlugin
 from tests.compat import colossal as script
@@ -27,13 +25,6 @@ def test_composer():
     assert 0 < float(re.search(r"clipped ([\d.]+)", said)[1]) <= 1
 
 
-def factor_of(name, step, total):
-    if name == "resnet":
-        return (1 + math.cos(math.pi * step / total)) / 2
-    warm_up = total // script.PLANNED
-    return step / warm_up if step < warm_up else (total - step) / (total - warm_up)
-
-
 def parts_of(batch):
     if isinstance(batch, dict):
         held = {name: tensor.chunk(2) for name, tensor in batch.items()}
@@ -50,7 +41,10 @@ def by_plain_torch(name, half):
     samples, _ = script.datasets(name)
     loader = SinglePlugin().prepare_dataloader(samples, script.BATCH, shuffle=True, drop_last=True)
     total = len(loader) * script.PLANNED
-    scheduler = LambdaLR(optimizer, lambda step: factor_of(name, step, total))
+    if name == "bert":
+        scheduler = script.warmed_up(optimizer, total)
+    else:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     scaler = torch.amp.GradScaler("cpu", enabled=half)
     for _ in range(EPOCHS):
         for batch in loader:

@@ -218,7 +218,7 @@ def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
     assert not waits.found
     assert options["sinks"][0].rows[-1]["noise/scale"] == pytest.approx(60 / (60 * 0.25), rel=0.05)
     with pytest.raises(ValueError, match="noise_scale needs two or more microbatches"):
-        trainer_of(nn.Linear(60, 1), loader, **options | {"accumulation_steps": 1})
+        trainer_of(nn.Linear(60, 1), loader, measurements=options["measurements"])
     decision = Decision(1e200, 1.0, 1e-200, 1.0, 1.0, max_stat=1e200, threshold=1.0)
     huge = step(1, decision)._replace(first=(1.0, 0.25, 32))
     assert huge.estimates(huge.on_host(huge.numbers())[0]) == (-math.inf, math.inf)

@@ -148,6 +148,8 @@ class WandbSink:
             "disable_git": True,
             "disable_code": True,
             "x_disable_stats": not any(Path("/dev").glob("nvidia[0-9]*")),
+            # A client that is killed loses a second of the record instead of fifteen.
+            "x_transaction_log_flush_interval": 1.0,
         }
         known = wandb.Settings.model_fields  # those with x_ come and go
         settings = {key: value for key, value in wanted.items() if key in known}

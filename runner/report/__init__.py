@@ -6,18 +6,20 @@ In a notebook, `figures` returns the charts of the page and `frame` a table of t
     figures("outputs/sweeps/mine")["eval-loss"]
 """
 
+from pathlib import Path
 from typing import Any
 
+from runner.report.findings import find
 from runner.report.page import write
 from runner.report.run import NoRunError, Run, read, read_run
 from runner.report.table import FORMATS, frame
 
-__all__ = ["FORMATS", "NoRunError", "Run", "frame", "read", "read_run", "write"]
+__all__ = ["FORMATS", "NoRunError", "Run", "figures", "frame", "read", "read_run", "write"]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "figures":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from runner.report.charts import figures  # imports plotly, which readers need not wait for
+def figures(folder: Path | str) -> dict[str, Any]:
+    """Return the charts of the page by name, such as ``eval-loss``, as figures of plotly."""
+    from runner.report.charts import sections  # imports plotly, which readers need not wait for
 
-    return figures
+    found = find(read(Path(folder)))
+    return {one.key: one.figure for charts in sections(found).values() for one in charts}

@@ -6,27 +6,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import plotly.graph_objects as go
 
 from runner.config.modes import ModeInfo
 from runner.report import draw
 from runner.report.draw import Chart, Facet, Trace
-from runner.report.findings import Findings, Group, find
+from runner.report.findings import Findings, Group
 from runner.report.look import rounded
-from runner.report.run import EMPTY, Floats, Run, Series, read
+from runner.report.run import EMPTY, Floats, Run, Series
 from runner.report.thresholds import metric_charts, scaled_note, threshold_charts
-from runner.run_folder import files, keys
+from runner.run_folder import keys
 
-_HEADROOM = 4.0  # where the axis ends above the start, though a run diverges by many decades
 _DECADES = 5.0  # factor above which values get a logarithmic axis
 _DOTS = 30  # most points of a curve that are dots
 _COMPARED = 20  # most curves that are read off at once
 _COLUMNS, _ROWS, _RUNS = 160, 64, 6  # of a map at most, and most maps
-Sections = list[tuple[str, list[Chart], str | None]]  # heading, charts, what is left out
 
 
 @dataclass(frozen=True)
@@ -41,39 +37,29 @@ class Curves:
     kind: Literal["points", "steps", "share"] = "points"
     percent: bool = False
     log: bool | None = None
-    cut: Callable[[list[Floats]], list[Floats]] = list
+    late: bool = False  # the axis leaves out what begins far from the end
 
 
-def figures(folder: Path | str) -> dict[str, go.Figure]:
-    """Return the charts of the page by name, such as ``eval-loss``, as figures of plotly."""
-    found = find(read(Path(folder)))
-    return {one.key: one.figure for _, charts, _ in sections(found) for one in charts}
-
-
-def sections(found: Findings) -> Sections:
-    """Return the charts of the page in order, without sections that have none."""
-    maps, left = heat_maps(found)
-    every: Sections = [
-        ("Metric", [*metric_charts(found)], None),
-        ("Loss", [*_loss(found.groups)], None),
-        ("Gradient norm and clipping", [*_clipping(found.groups)], None),
-        ("Choosing a threshold", [*threshold_charts(found)], None),
-        ("By parameter", maps, left),
-    ]
-    return [section for section in every if section[1]]
+def sections(found: Findings) -> dict[str, list[Chart]]:
+    """Return the charts of the page by heading, without sections that have none."""
+    every = {
+        "Metric": [*metric_charts(found)],
+        "Loss": [*_loss(found.groups)],
+        "Gradient norm and clipping": [*_clipping(found.groups)],
+        "Choosing a threshold": [*threshold_charts(found)],
+        "By parameter": heat_maps(found),
+    }
+    return {title: charts for title, charts in every.items() if charts}
 
 
 def _loss(groups: Sequence[Group]) -> Iterator[Chart]:
-    held, low = "Measured on held-out data.", _below_ceiling
-    title, name = "Evaluation loss", "evaluation loss"
-    yield from _draw(Curves("eval-loss", title, name, keys.EVAL_LOSS, held, cut=low), groups)
-    shares: dict[str, Any] = {"percent": True, "log": False, "cut": _late}
-    key = keys.EVAL_ACCURACY
-    yield from _draw(Curves("eval-accuracy", "Accuracy", "accuracy", key, held, **shares), groups)
+    held, title, name = "Measured on held-out data.", "Evaluation loss", "evaluation loss"
+    yield from _draw(Curves("eval-loss", title, name, keys.EVAL_LOSS, held), groups)
+    of: dict[str, Any] = {"of": keys.EVAL_ACCURACY, "percent": True, "log": False, "late": True}
+    yield from _draw(Curves("eval-accuracy", "Accuracy", "accuracy", note=held, **of), groups)
     note = "Bold: mean over the steps around. Faint: every step, thinned so that spikes stay."
     title, name = "Training loss", "training loss"
-    what = Curves("loss", title, name, keys.TRAIN_LOSS, note, "steps", cut=low)
-    yield from _draw(what, groups)
+    yield from _draw(Curves("loss", title, name, keys.TRAIN_LOSS, note, "steps"), groups)
 
 
 def _clipping(groups: Sequence[Group]) -> Iterator[Chart]:
@@ -134,7 +120,7 @@ def _draw(
     log = draw.spans(values, _DECADES) if what.log is None and not share else log
     traces = [one for of_run in found for one in _curves(*of_run, what, log, buckets)]
     traces.sort(key=lambda one: one.get("hoverinfo") != "skip")  # bold curves are drawn last
-    values = what.cut(values)
+    values = [one[len(one) // 4 :] for one in values] if what.late else values
     if facet:
         own = facet.own if _in_norms(facet.info) else []
         traces += [one for group in own for one in _levels(group, last)]
@@ -163,7 +149,6 @@ def _named(group: Group, run: Run) -> str:
 def _curves(
     group: Group, run: Run, one: Series, what: Curves, log: bool, buckets: int
 ) -> Iterator[Trace]:
-    """Yield the mean of a series over ranges of steps, and the series itself behind it."""
     xs, ys = draw.thinned(one, buckets)
     of = partial(draw.line, group, name=_named(group, run), run=run.number)
     if what.kind == "steps":
@@ -177,7 +162,7 @@ def _curves(
 
 
 def _levels(group: Group, last: float) -> Iterator[Trace]:
-    """Yield the threshold of a setting as a dashed line; one that moves as a curve for each run."""
+    """Yield the threshold of a setting as a dashed line or, if it moves, curves."""
     stroke = {"width": 1.3, "dash": "6px,4px"}
     name = f"threshold of {group.label}"
     moved = [(run, one) for run in group.runs if len(one := moving(run))]
@@ -205,20 +190,7 @@ def _before_lost(run: Run, one: Series) -> Floats:
     return Series(one.steps[before], one.values[before]).finite
 
 
-def _below_ceiling(values: list[Floats]) -> list[Floats]:
-    """Return the values without those that lie far above the start of every run."""
-    starts = [float(np.median(v[: max(1, min(10, len(v) // 20))])) for v in values if len(v)]
-    top = _HEADROOM * max(starts, default=np.inf)
-    return [v[v <= top] if top > 0 else v for v in values]
-
-
-def _late(values: list[Floats]) -> list[Floats]:
-    """Return the values without the first quarter, which would flatten the others."""
-    return [v[len(v) // 4 :] for v in values]
-
-
-def heat_maps(found: Findings) -> tuple[list[Chart], str | None]:
-    """Return maps of the first runs that recorded layers, and a note on the others."""
+def heat_maps(found: Findings) -> list[Chart]:
     # The first seed of each setting comes before the second of any.
     turns = zip_longest(*(group.runs for group in found.groups))
     recorded = [
@@ -230,10 +202,7 @@ def heat_maps(found: Findings) -> tuple[list[Chart], str | None]:
     tables = [_table(run.layers) for _, run in recorded[:_RUNS]]
     ends = draw.limits([logs for *_, logs in tables], False)
     each = zip(recorded, tables, strict=False)
-    maps = [_map(group, run, *table, ends) for (group, run), table in each]
-    left = len(recorded) - len(maps)
-    note = f"{left} more runs recorded layers; their norms are in {files.ROWS}."
-    return maps, note if left else None
+    return [_map(group, run, *table, ends) for (group, run), table in each]
 
 
 def _map(

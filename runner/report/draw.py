@@ -128,7 +128,6 @@ def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
 
 
 def scales(values: Sequence[Floats | Sequence[float]], log: bool) -> tuple[dict[str, Any], str]:
-    """Return the ends of both kinds of axis, and the kind to begin with."""
     ends = {"linear": limits(values, False)}
     if log or (_every(values) > 0).any():
         ends["log"] = limits(values, True)
@@ -145,7 +144,6 @@ def spans(values: Iterable[ArrayLike], factor: float) -> bool:
 
 
 def floats(values: ArrayLike) -> NDArray[np.float32]:
-    """Return values as they travel in the page, NaN where not finite."""
     array = np.asarray(values, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(np.abs(array) < 3e38, array, np.nan).astype(np.float32)

@@ -23,7 +23,7 @@ from runner.run_folder.strict_json import number
 
 ABSENT = "–"
 CLIP = ("clip.mode", "clip.threshold")
-# Sections that decide where a run is stored and shown, not what it computes.
+# What decides where a run is stored and shown, not what it computes
 _ASIDE = ("hydra.", "tracker.", "sweep.", "report.", "log.", "launch.", "checkpoint.")
 _COLUMNS = 8  # most of configuration keys; the others are named below the table
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
@@ -58,10 +58,6 @@ class Group:
     @property
     def threshold(self) -> float | None:
         return self.runs[0].threshold
-
-    @property
-    def numbers(self) -> list[str]:
-        return [run.number for run in self.runs]
 
 
 def differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -138,7 +134,8 @@ def label(run: Run, columns: Iterable[str]) -> str:
 def named(groups: Iterable[Group], text: str) -> Group | None:
     """Return the setting that ``text`` names: by its label, or by the number of one of its runs."""
     for group in groups:
-        if text.replace("-", "−") == group.label.replace("-", "−") or text in group.numbers:
+        names = (group.label.replace("-", "−"), *(run.number for run in group.runs))
+        if text.replace("-", "−") in names:
             return group
     return None
 
@@ -163,7 +160,6 @@ def _words(run: Run) -> str:
 
 
 def _setting(run: Run) -> str:
-    """Return what all runs of a setting have in common: everything but the seed."""
     return _value({k: v for k, v in run.config.items() if k != "seed" and not k.startswith(_ASIDE)})
 
 
@@ -210,7 +206,6 @@ def _best(run: Run, key: str, higher: bool, final: float | None) -> float | None
 
 
 def _last(run: Run, record: object, key: str) -> float | None:
-    """Return the number of a record if it has one, else the last one of the rows."""
     value = number(record.get(key)) if isinstance(record, Mapping) else None
     rows = run.of(key).values
     return float(rows[-1]) if value is None and len(rows) else value

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
 from runner.config import notation
 
+plural = partial(notation.plural, form=",")
 SMOOTHING = 0.05  # curves are means over this share of a run until a reader chooses another one
 
 # By Smith and van der Walt, matplotlib, CC0; without its bright end on paper, its dark end at night
@@ -40,10 +42,6 @@ def percent(share: float | None) -> str:
     if share is None or not math.isfinite(share):
         return rounded(share)
     return notation.percent(share).replace(" ", "\u00a0")
-
-
-def plural(count: int, noun: str) -> str:
-    return notation.plural(count, noun, ",")
 
 
 def viridis(at: float) -> str:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from runner.config.folders import disk_full
 from runner.report.findings import choice, find
 from runner.report.look import SMOOTHING, on_dark, plural
-from runner.report.run import Run, SweepRuns, command_of, from_here, read
+from runner.report.run import Run, SweepRuns, command_of, read
 from runner.report.table import headings, rows_of
 from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
@@ -68,7 +68,7 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
         best_group=found.best if len(found.groups) > 1 else None,
         sections=sections(found),
         smoothing=f"{100 * SMOOTHING:g}",
-        again=command_of(["report", from_here(sweep.folder)]),
+        again=command_of(["report", sweep.folder]),
         facts=_facts(sweep.runs),
         shared=_shared(sweep.runs),
         links=lambda run: _links(sweep, run),
@@ -83,7 +83,6 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Return a policy that allows the page its own scripts, style and pictures only."""
     digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in scripts)
     named = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
     return (
@@ -113,7 +112,6 @@ def _shared(runs: Sequence[Run]) -> list[str]:
 
 
 def _links(sweep: SweepRuns, run: Run) -> list[tuple[str, str]]:
-    """Return the files of a run with their addresses; a page does not link to itself."""
     if run.folder is None:
         return []
     base = "" if sweep.single else f"{quote(run.folder.name)}/"

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,13 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (files.STATUS, files.ROWS))
 
 
-def read_run(folder: Path) -> Run:
-    """Read the folder of a run, of which any file may be missing or incomplete."""
+def read_run(folder: Path, entry: Entry | None = None) -> Run:
+    """Read a run's folder, of which any file may be missing, with what its sweep has recorded."""
     status = read_object(folder / files.STATUS)
+    if entry is not None and not status:  # it ended before it wrote anything
+        status = {"state": entry.state, "error": entry.error}
     composed = folder / files.HYDRA / files.CONFIG
-    overrides = read_yaml(folder / files.OVERRIDES)
+    overrides, words = read_yaml(folder / files.OVERRIDES), entry.words if entry else ()
     series = read_series(folder / files.ROWS)
     config = flat(read_yaml(folder / files.CONFIG)) or flat(read_yaml(composed))
     return Run(
@@ -162,7 +164,7 @@ def read_run(folder: Path) -> Run:
         state=state_of(status),
         error=str(status["error"]) if status.get("error") else None,
         config=config if status or overrides else _clipping(series) | config,
-        overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
+        overrides=tuple(map(str, overrides if isinstance(overrides, list) else words)),
         series=series,
         summary=read_object(folder / files.SUMMARY),
         status=status,
@@ -252,12 +254,9 @@ class SweepRuns:
     def command_with(self, seeds: Sequence[int]) -> str:
         """Return the command that runs the sweep with these seeds and keeps the runs it has."""
         kept = [word for word in self.words if not word.startswith(("seed=", "sweep.name="))]
-        several = len(seeds) > 8 and seeds == [*range(len(seeds))]
-        seeded = f"seed={f'range({len(seeds)})' if several else ','.join(map(str, seeds))}"
-        if not kept:
-            return seeded
+        seeded = f"seed={','.join(map(str, seeds))}"
         swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
-        return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"])
+        return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"]) if kept else seeded
 
     def command_of(self, run: Run) -> str:
         return command_of([*self.flags, *run.overrides])
@@ -290,7 +289,7 @@ def read_sweep(folder: Path) -> SweepRuns:
     with suppress(OSError, ValueError):  # a damaged record is like none
         record = SweepRecord.find(folder)
     planned = {str(entry.number): entry for entry in record.entries} if record else {}
-    runs = [_read(one, planned.pop(one.name, None)) for one in found]
+    runs = [read_run(one, planned.pop(one.name, None)) for one in found]
     for entry in planned.values():
         state = entry.state if entry.state in ("failed", "interrupted") else "not started"
         words = tuple(entry.words)
@@ -307,28 +306,12 @@ def command_of(overrides: Iterable[object]) -> str:
     return shlex.join(["python", "-m", "runner", *map(str, overrides)])
 
 
-def from_here(folder: Path) -> Path:
-    """Return a folder as a command here names it."""
-    here = Path.cwd()
-    return folder.relative_to(here) if folder.is_relative_to(here) else folder
-
-
-def _read(folder: Path, entry: Entry | None) -> Run:
-    """Read a run of a sweep, with what the sweep recorded where its own record is incomplete."""
-    run = read_run(folder)
-    if entry is not None and not run.overrides:
-        run = replace(run, overrides=tuple(entry.words))
-    if entry is not None and run.state == "unknown":  # it ended before it wrote anything
-        run = replace(run, state=entry.state, error=entry.error)
-    return run
-
-
 def _flags(composed: Any) -> tuple[str, ...]:
-    """Return the flag that says where Hydra read a folder of the user's, from what it wrote."""
+    """Return the flag for a folder of the user's that Hydra read, from what it wrote."""
     try:
         sources = composed["hydra"]["runtime"]["config_sources"]
         paths = {one["provider"]: Path(one["path"]) for one in sources if one["schema"] == "file"}
     except (KeyError, TypeError):
         return ()
     added = paths.get("command-line")
-    return ("--config-dir", str(from_here(added))) if added else ()
+    return ("--config-dir", str(added)) if added else ()

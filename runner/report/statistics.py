@@ -11,7 +11,6 @@ method counts K - 1.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -68,33 +67,28 @@ def _difference(one: Scores, other: Scores, level: float) -> Difference:
     pairs = np.array([one[seed] - other[seed] for seed in one if seed in other])
     if not len(pairs):
         return Difference(fmean(one.values()) - fmean(other.values()), 0)
-    found, root = Difference(float(pairs.mean()), len(pairs)), math.sqrt(len(pairs))
-    return found if found.seeds == 1 else _tested(found, float(pairs.std(ddof=1)) / root, level)
-
-
-def _tested(one: Difference, error: float, level: float) -> Difference:
+    found = Difference(float(pairs.mean()), len(pairs))
+    if found.seeds == 1:
+        return found
     from scipy import special  # imported only for a page that compares several seeds
 
-    def limit(freedom: float) -> float:
-        return float(special.stdtrit(freedom, (1 + level) / 2))
+    error, freedom = float(pairs.std(ddof=1)) / math.sqrt(found.seeds), found.seeds - 1
+
+    def limit(seeds: int) -> float:
+        return float(special.stdtrit(seeds - 1, (1 + level) / 2))
 
     def smallest(seeds: int) -> float:
-        errors = special.nctdtrinc(seeds - 1, 1 - POWER, limit(seeds - 1))
-        return float(errors) * error * math.sqrt(one.seeds / seeds)
+        errors = special.nctdtrinc(seeds - 1, 1 - POWER, limit(seeds))
+        return float(errors) * error * math.sqrt(found.seeds / seeds)
 
-    half, size = limit(one.seeds - 1) * error, abs(one.value)
-    more = range(one.seeds + 1, MOST_SEEDS + 1)
-    enough = (
-        bisect_left(more, True, key=lambda seeds: smallest(seeds) <= size)
-        if 0 < size <= half
-        else len(more)
-    )
+    half, size = limit(found.seeds) * error, abs(found.value)
+    more = range(found.seeds + 1, MOST_SEEDS + 1) if 0 < size <= half else ()
     distance = size / error if error else math.inf if size else 0.0
     return replace(
-        one,
-        low=one.value - half,
-        high=one.value + half,
-        p=2 * float(special.stdtr(one.seeds - 1, -distance)),
-        visible=smallest(one.seeds),
-        needed=more[enough] if enough < len(more) else None,
+        found,
+        low=found.value - half,
+        high=found.value + half,
+        p=2 * float(special.stdtr(freedom, -distance)),
+        visible=smallest(found.seeds),
+        needed=next((seeds for seeds in more if smallest(seeds) <= size), None),
     )

@@ -32,8 +32,6 @@ _LONG = 32  # texts above it may be broken over lines
 
 
 class Column(NamedTuple):
-    """One column: key, heading, meaning, and how a value is formatted."""
-
     key: str
     title: str
     hint: str
@@ -41,19 +39,15 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Text, the value that it is sorted by, style, and what the pointer shows."""
-
     text: str
-    value: str = ""
+    value: str = ""  # by which it is sorted
     style: str = ""
     hint: str = ""
 
 
 class Row(NamedTuple):
-    """One row: of a run, or the mean of a setting."""
-
     name: str
-    run: Run | None
+    run: Run | None  # None: the mean of a setting
     cells: list[Cell]
 
 
@@ -140,7 +134,6 @@ def _mean(found: Findings, group: Group, column: Column) -> Cell:
 
 
 def _compared(found: Findings, group: Group, run: Run | None) -> list[Cell]:
-    """Return difference and p of a setting, or the difference of one of its runs by its seed."""
     other = found.compared_with
     if not found.comparisons or other is None:
         return []
@@ -160,7 +153,6 @@ def _compared(found: Findings, group: Group, run: Run | None) -> list[Cell]:
 
 
 def difference(one: Difference) -> str:
-    """Return a difference with its interval, such as ``+0.02 [+0.01, +0.03]``."""
     if one.low is None or one.high is None:
         return signed(one.value)
     return f"{signed(one.value)} [{signed(one.low)}, {signed(one.high)}]"

@@ -52,10 +52,9 @@ def _metric_chart(
     marks = {x: f"{rounded(x)} {who}" for x, who in facet.info.published if ends[0] < x < ends[1]}
     if marks:
         note += f"▾ Published settings, of other models and losses: {'; '.join(marks.values())}. "
-        style: Trace = {"symbol": "triangle-down", "size": 9, "color": NEUTRAL}
-        about: Trace = {"hovertext": [*marks.values()], "hoverinfo": "text", "name": "published"}
-        about |= {"mode": "markers", "marker": style, "yaxis": "y2", "cliponaxis": False}
-        traces.append(draw.trace(None, None, [*marks], [1.0] * len(marks), **about))
+        style: Trace = {"marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL}}
+        style |= {"hovertext": [*marks.values()], "hoverinfo": "text", "mode": "markers"}
+        traces.append(draw.trace(None, None, [*marks], [1.0] * len(marks), yaxis="y2", **style))
     scales, kind = draw.scales([every], draw.spans([every], 30))
     return draw.chart(
         f"metric-{facet.mode}",

@@ -14,7 +14,7 @@ from runner.report.findings import DIVERGED, Findings, Group, choice
 from runner.report.look import percent, plural, rounded, signed
 from runner.report.run import Run
 from runner.report.statistics import MOST_SEEDS, Difference
-from runner.run_folder.keys import CLIP_FRACTION, CLIP_RATIO_TOTAL
+from runner.run_folder.keys import CLIP_FRACTION
 from runner.run_folder.strict_json import number
 
 THRESHOLD, RATE = "clip.threshold", "optimizer.lr"
@@ -69,11 +69,10 @@ def _of_one(found: Findings, run: Run) -> str:
 
 
 def _clipped(found: Findings, group: Group) -> str:
-    ratio, share = (found.average(group, key) for key in (CLIP_RATIO_TOTAL, CLIP_FRACTION))
-    if not group.clips or ratio is None:
-        return "."
-    parts = f" ({percent(share)} of the {group.info.parts} on average)" if share is not None else ""
-    return f"; it clipped {percent(ratio)} of its steps{parts}."
+    share, parts = found.average(group, CLIP_FRACTION), group.info.parts
+    if share is None:
+        share, parts = found.ratio(group), "steps"
+    return f"; it clipped {percent(share)} of its {parts}." if group.clips and share else "."
 
 
 def _name(group: Group) -> str:
@@ -167,7 +166,6 @@ def _value(group: Group, key: str) -> float | None:
 
 
 def _seeds(found: Findings) -> Iterator[Remark]:
-    """Yield how many seeds would decide, with the command that runs them."""
     known = [(group.label, found.rivals.get(group.index)) for group in found.ranked[1:]]
     single = [label for label, one in known if one and one.low is None]
     # The sweeper of a search would take the seed for one more thing to choose.
@@ -192,7 +190,6 @@ def _with_seeds(found: Findings, count: int) -> str:
 
 
 def _states(found: Findings) -> Iterator[Remark]:
-    """Yield remarks on an unknown baseline, and on runs that were lost or have not ended."""
     runs = found.sweep.runs
     if found.unknown is not None:
         labels = first_few([group.label for group in found.groups], 8)

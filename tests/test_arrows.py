@@ -12,7 +12,7 @@ ROOT = Path(runner.__file__).parent
 ARROWS = {
     "cli": "sweep tools bench report launch",
     "sweep": "launch run_folder report",
-    "launch": "train telemetry run_folder report",
+    "launch": "train telemetry run_folder",
     "tools": "train telemetry",
     "bench": "launch train",
     "train": "checkpoint booster telemetry optim data models",

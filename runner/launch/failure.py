@@ -93,7 +93,6 @@ def begin(folder: Path, rank: int, seconds: float) -> None:
 
 
 def report(folder: Path, rank: int, error: BaseException) -> None:
-    """Write how a rank ended, but for one that was asked to stop."""
     lost = may_be_lost_peer(error)
     if lost or not stopped_by(error):
         _write(file_of(folder, rank), error="" if lost else described(error))

@@ -51,7 +51,6 @@ class Job:
 
 
 def local_main(job: Job) -> dict[str, Any]:
-    """Train as a rank that torch's elastic agent started."""
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None

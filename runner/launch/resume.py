@@ -34,7 +34,6 @@ class Start:
     warnings: tuple[str, ...] = ()
 
     def status(self, last_step: int) -> dict[str, Any]:
-        """Return the entries of the run's status that differ from those of a new run."""
         if self.checkpoint is None:
             return {}
         if not self.former:
@@ -83,7 +82,6 @@ def require_one_machine(config: RunConfig) -> None:
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
-    """Return a start from the newest whole checkpoint of a run, or from its first step."""
     damaged, place = list[str](), run / files.CHECKPOINTS
     for checkpoint in checkpoints.found(place if place.is_dir() else run):
         try:
@@ -146,7 +144,6 @@ def named(source: str) -> Start:
 
 
 def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
-    """Return a problem for each key in which a run differs from a checkpoint."""
     from runner.train import build
 
     manifest, forced = checkpoints.manifest_of(checkpoint), config.resume.force

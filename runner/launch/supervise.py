@@ -95,10 +95,9 @@ def prepare(*configs: RunConfig) -> None:
 
 
 def _ensure_running() -> None:
-    """Start the server; no signal reaches it and its children, until these unblock them."""
     multiprocessing.set_forkserver_preload([*PRELOADED])
     resource_tracker.ensure_running()  # it would unblock some of them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKING)  # children unblock them
     try:
         forkserver.ensure_running()
     finally:
@@ -106,7 +105,6 @@ def _ensure_running() -> None:
 
 
 def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
-    """Start the ranks of a run, show the rows of the first one, and wait for all."""
     stop.requested()  # from here on a signal is noted, and passed on to the ranks
     ended, file = threading.Event(), job.folder / files.ROWS
     rows = follow(file, ended, start=file.stat().st_size if file.exists() else 0)

@@ -8,8 +8,7 @@ from runner.booster.plugin import PLUGINS
 from runner.cli.main import main
 from runner.cli.measure import FILE
 from tests.process import python
-from tests.verify import faulty_plugins
-from tests.verify.requests import IMAGES, TOKENS, net
+from tests.verify.requests import IMAGES, TOKENS, SeesReplicasThatAreNotThere, net
 
 
 def written(outputs):
@@ -46,8 +45,7 @@ def test_ranks_that_torchrun_started_are_one_process(outputs):
 def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
     outputs, capsys, monkeypatch
 ):
-    faulty = faulty_plugins.SeesReplicasThatAreNotThere
-    monkeypatch.setitem(PLUGINS, "ddp", faulty)
+    monkeypatch.setitem(PLUGINS, "ddp", SeesReplicasThatAreNotThere)
     words = [*TOKENS, "plugin=ddp", "plugin.nproc=1", "clip=norm", "clip.threshold=0.1"]
     assert main(["verify", *words]) == 1
     out = capsys.readouterr().out

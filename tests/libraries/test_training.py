@@ -1,4 +1,7 @@
-"""Models of torchvision, timm and transformers train as under plain PyTorch, without a wrapper."""
+"""Models of torchvision, timm and transformers train as under plain PyTorch, without a wrapper.
+
+Everything is in float64, so that rounding cannot explain a difference.
+"""
 
 from itertools import chain
 
@@ -6,14 +9,118 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
 
 from runner.config.problem import RequestError
+from runner.config.request import request
 from runner.config.schema import parse
+from runner.data import Data
 from runner.train import build
 from runner.train.build import make_trainer
 from runner.train.preflight import check
-from tests.libraries.cases import LIMIT, LR, MOMENTUM, STEPS, plain_of
 from tests.ranks import run_ranks
+
+STEPS, LR, MOMENTUM, LIMIT = 5, 0.005, 0.9, 0.25
+COMMON = [
+    *(f"optimizer.lr={LR}", f"optimizer.momentum={MOMENTUM}", "optimizer.weight_decay=0"),
+    *("scheduler=constant", "clip=norm", f"clip.threshold={LIMIT}", "seed=3", "device=cpu"),
+    *(f"train.max_duration={STEPS}ba", "tracker=none"),
+]
+TRANSFORMER = "hidden_size:16,intermediate_size:24,num_hidden_layers:2,num_attention_heads:2"
+DECODER = f"{TRANSFORMER},num_key_value_heads:2,vocab_size:32"
+MODELS = {
+    "resnet18": ("images", "torchvision.models.resnet18 +model.num_classes=10"),
+    "vit_tiny": (
+        "images",
+        "timm.create_model +model.model_name=vit_tiny_patch16_224 +model.img_size=32 "
+        "+model.num_classes=10 +model.depth=2",
+    ),
+    "llama": ("tokens", f"LlamaForCausalLM LlamaConfig,{DECODER}"),
+    "qwen3": (
+        "tokens",
+        f"Qwen3ForCausalLM Qwen3Config,{DECODER},head_dim:8,tie_word_embeddings:true",
+    ),
+    "mixtral": (
+        "tokens",
+        f"MixtralForCausalLM MixtralConfig,{DECODER},num_local_experts:4,"
+        "experts_implementation:eager",
+    ),
+    "gpt2": (
+        "tokens",
+        "GPT2LMHeadModel GPT2Config,vocab_size:32,n_embd:16,n_layer:2,n_head:2,n_positions:16,"
+        "resid_pdrop:0,embd_pdrop:0,attn_pdrop:0,bos_token_id:0,eos_token_id:0",
+    ),
+    "bert": (
+        "sentences",
+        f"BertForSequenceClassification BertConfig,{TRANSFORMER},vocab_size:32,num_labels:3,"
+        "hidden_dropout_prob:0,attention_probs_dropout_prob:0",
+    ),
+}
+"""Data, and target with arguments; of transformers the class and its configuration."""
+
+
+def plain_of(name, plugin, *more):
+    """The configuration of a run on two ranks, to hand to ranks."""
+    data, words = MODELS[name]
+    target, *arguments = words.split()
+    if data != "images":
+        target = f"transformers.{target}"
+        arguments = [f"+model.config={{_target_:transformers.{arguments[0]}}}"]
+    parts = 2 if plugin in ("ddp", "fsdp", "zero") else 1
+    asked = [f"plugin={plugin}", "plugin.nproc=2", f"data.batch_size={8 // parts}"]
+    asked += [
+        f"model._target_={target}",
+        *arguments,
+        f"data._target_={__name__}.{data}",
+    ]
+    [job] = request([*COMMON, *asked, *more]).jobs
+    return job.plain
+
+
+class Recorded(Dataset):
+    """Samples in memory (``tensors``, by name or in a tuple) that records which were read."""
+
+    def __init__(self, tensors):
+        self.tensors, self.read = tensors, []
+
+    def __len__(self):
+        return len(next(iter(tree_leaves(self.tensors))))
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.batch(index)
+
+    def batch(self, indices):
+        """The samples of these indices, unrecorded."""
+        return tree_map(lambda tensor: tensor[indices], self.tensors)
+
+
+def _integers(below, *shape):
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(1))
+
+
+def images():
+    """Pairs of random images [3, 32, 32] and random classes."""
+    drawn = torch.Generator().manual_seed(1)
+    inputs = torch.randn(40, 3, 32, 32, generator=drawn, dtype=torch.float64)
+    data = Recorded((inputs, _integers(10, 40)))
+    return Data(data, data, "samples")
+
+
+def tokens():
+    """Dictionaries of random tokens [8] and labels, of which some are ignored."""
+    inputs = _integers(32, 40, 8)
+    labels = inputs.masked_fill(_integers(10, 40, 8) < 3, -100)
+    data = Recorded({"input_ids": inputs, "labels": labels})
+    return Data(data, data, "tokens")
+
+
+def sentences():
+    """Dictionaries of random tokens [8] and one of three random classes."""
+    data = Recorded({"input_ids": _integers(32, 40, 8), "labels": _integers(3, 40)})
+    return Data(data, data, "samples")
+
 
 CASES = [
     *(("resnet18", "ddp"), ("vit_tiny", "fsdp"), ("bert", "zero"), ("mixtral", "ddp")),

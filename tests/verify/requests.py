@@ -1,13 +1,19 @@
-"""Small requests, and their verification on ranks."""
+"""Small requests, their verification on ranks, and plugins with the faults of clipping by hand."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+
+from runner.booster import PipelineParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster.plugin import ParallelModel
+from runner.clip import Layout
 from runner.config.request import request
 from runner.config.schema import parse
 from runner.tools.verify import execute
 from runner.train import build
-from tests.verify import faulty_plugins
 
 TOKENS = [
     *("data=synthetic", "data.kind=tokens", "data.sequence_length=12", "data.vocabulary=32"),
@@ -31,6 +37,43 @@ def plain_of(*words):
 
 def verify(plain, faulty=None):
     """What a rank returns."""
-    plugin = getattr(faulty_plugins, faulty) if faulty else None
+    plugin = globals()[faulty] if faulty else None
     with patch.object(build, "make_plugin", lambda _: plugin()) if plugin else nullcontext():
         return execute(parse(plain))
+
+
+class CountsReplicasTwice(TorchDDPPlugin):  # Adds up what all hold alike
+    def configure(self, model):
+        spread = super().configure(model)
+        return replace(spread, layout=Layout(spread.layout.shards, dist.group.WORLD))
+
+
+class SeesReplicasThatAreNotThere(TorchDDPPlugin):  # Divides by two what is held once
+    def configure(self, model):
+        spread = super().configure(model)
+        shards = [replace(shard, num_replicas=2) for shard in spread.layout.shards]
+        return replace(spread, layout=Layout(shards, dist.group.WORLD))
+
+
+class ForgetsToReduce(TorchDDPPlugin):  # Every rank steps by the gradient of its own samples
+    def configure(self, model):
+        return ParallelModel(Layout.of_model(model))
+
+
+class ClipsByStage(PipelineParallelPlugin):  # By the norm of each stage's own gradients
+    def configure(self, model):
+        spread = super().configure(model)
+        return replace(spread, layout=Layout(spread.layout.shards))
+
+
+class ZerosForUnusedParameters(TorchFSDPPlugin):  # Of no rank, in place of None
+    def configure(self, model):
+        spread = super().configure(model)
+
+        def sync_grads():
+            spread.sync_grads()
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+        return replace(spread, sync_grads=sync_grads)

@@ -68,6 +68,7 @@ class UnitIndex:
         self, shards: Sequence[ParamShard], present: Sequence[bool], left_out: Sequence[bool]
     ) -> None:
         self.present, known = list(present), list[tuple[bool, bool, int, int, int]]()
+        self._device = shards[0].param.device if shards else torch.device("cpu")
         for number, shard in enumerate(shards):
             out, weight = left_out[number], shard.weight
             if present[number] or (shard.shard_groups and not out):
@@ -90,7 +91,7 @@ class UnitIndex:
         cut = self._each_unit(lambda place: float(bool(place.shard.shard_groups)))
         self._present, self._cut = here[: self.units] > 0, cut[: self.units] > 0
         found: dict[dist.ProcessGroup, list[Tensor]] = {}
-        positions = torch.arange(self.units, device=cut.device)
+        positions = torch.arange(self.units, device=self._device)
         # Ranks that share units have them in the order of the layout.
         for place in sorted(self.clipped, key=lambda place: place.number):
             for group in place.shard.shard_groups:
@@ -99,9 +100,8 @@ class UnitIndex:
 
     def _each_unit(self, value: Callable[[Place], float]) -> Tensor:
         """Return the value of its place for each unit."""
-        device = self.places[0].shard.param.device if self.places else torch.device("cpu")
-        sizes = transfer.on_device([place.units for place in self.places], device).long()
-        values = transfer.on_device(list(map(value, self.places)), device)
+        sizes = transfer.on_device([place.units for place in self.places], self._device).long()
+        values = transfer.on_device(list(map(value, self.places)), self._device)
         # Told the size of the result, an accelerator is not waited for.
         size = self.places[-1].stop if self.places else 0
         return torch.repeat_interleave(values, sizes, output_size=size)
@@ -123,8 +123,8 @@ class UnitIndex:
         return torch.cat(found)
 
     def _norms_together(self, tensors: list[Any]) -> Tensor:
-        if not transfer.can_read(self._share.device):
-            wide = transfer.widest(self._share.device)
+        if not transfer.can_read(self._device):
+            wide = transfer.widest(self._device)
             return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=wide))
         lengths = torch.tensor(list(map(Tensor.numel, tensors)))
         squares = gathered(tensors).double().square_()

@@ -196,23 +196,6 @@ def test_an_accelerator_decides_the_same_and_a_resume_changes_no_bit(name, optio
             assert other[1:] == pytest.approx(one[1:], rel=rel, abs=0, nan_ok=True)
 
 
-@EACH
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_step_that_is_not_finite_leaves_the_history_as_it_was(name, options, on_device):
-    if name == "schedule":
-        name, options = "schedule", {"threshold": 0.8, "warmup_steps": 0, "of": "zscore"}
-    norms = SEQUENCES["usual"][:40]
-    mode, plain = build(name, **options), build(name, **options)
-    clipped(plain, norms, on_device)
-    clipped(mode, [*norms[:30], NAN, INF, *norms[30:], NAN], on_device)
-    one, other = mode.state_dict(), plain.state_dict()
-    if name == "schedule":
-        one, other = one["inner"], other["inner"]
-    assert one["history"].keys() == other["history"].keys()
-    for key, value in one["history"].items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["history"][key])), key
-
-
 def test_mean_and_variance_keep_their_digits():
     norms = [1e9 + step % 2 for step in range(25)]
     mode = build("zscore", threshold=2.5)

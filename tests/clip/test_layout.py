@@ -193,16 +193,6 @@ def test_a_cut_unit_counts_whole_where_one_rank_has_no_gradient_for_it(kept):
         assert outcome == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["rows", "columns", "vector", "copied", "bias"])
-def test_one_clipped_part_is_counted_once(name):
-    """Of all elements and units: one element, one row, one vector."""
-    made = whole(scale=1e-3)
-    made[name].grad.flatten()[0] = 1e3
-    for mode, of in (("value", 12 + 18 + 5 + 6 + 3), ("adaptive", 4 + 3 + 1 + 2 + 1)):
-        for outcome, _ in on_two(made, mode):
-            assert outcome[3:5] == (1.0, 1 / of)
-
-
 @KEPT
 def test_a_vector_that_no_rank_has_a_gradient_of_is_no_unit(kept):
     gone = {"absent": ("vector",), "ranks_without": (0, 1), "threshold": 1e-6}

@@ -68,27 +68,6 @@ def test_the_norm_of_scaled_gradients_is_limited(scales, share, p, kept):
 
 
 @KEPT
-@pytest.mark.parametrize("bad", ["matrix", "vector"])
-@pytest.mark.parametrize("p", [2.0, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing(bad, p, kept):
-    layout = laid_out()
-    gradients_of(layout)[bad].view(-1)[1] = math.nan
-    mode = build("norm", threshold=0.01, norm_type=p)
-    with on(kept):
-        stats = mode.measure(layout)
-        decision = mode.decide(layout, stats)
-        assert stats.powers.not_finite() == [bad]
-        shares = dict(zip((s.name for s in stats.powers.shards), stats.powers.each, strict=True))
-        for name, gradient in gradients_of(layout, SHAPES.keys() - {bad}).items():
-            size = norm_of([gradient], p)
-            assert float(shares[name]) == pytest.approx(size if p == math.inf else size**p)
-    assert not bool(decision.finite)
-    assert {shard.name for shard in stats.powers.shards} == set(SHAPES)
-    assert math.isnan(float(decision.norm))
-    assert float(decision.clipped) == 0.0
-
-
-@KEPT
 def test_a_mode_with_a_history_decides_by_the_scaled_gradients(kept):
     """As if there were no others, whether or not it measures which part they are of ‖G‖."""
     mode, alone = (build("percentile", threshold=50.0, min_steps=1) for _ in range(2))

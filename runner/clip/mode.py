@@ -27,7 +27,7 @@ TINY = 1e-30  # A coefficient below this one is applied in float64
 _DTYPE = attrgetter("dtype")
 # Modules of this room with several modes; each other one has the name of its mode.
 _MODULES = {
-    "none": "norm",
+    **dict.fromkeys(("none", "percentile", "zscore"), "norm"),
     "adagc": "per_parameter",
     **dict.fromkeys(("chain", "groups", "schedule"), "nested"),
     **dict.fromkeys(("spike", "update"), "second_moment"),

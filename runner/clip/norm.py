@@ -1,10 +1,16 @@
-"""Modes ``norm`` and ``none``: G ← G · min(1, λ/‖G‖), with one ‖G‖ over the whole model; and G ← G.
+"""Modes that multiply the whole gradient by one coefficient: ``norm``, ``percentile``, ``zscore``.
 
-Pascanu, Mikolov and Bengio 2013 (arXiv 1211.5063, algorithm 1).
+``G ← G · min(1, λ/‖G‖)``, with one ‖G‖ over the whole model (Pascanu, Mikolov and Bengio 2013,
+arXiv 1211.5063, algorithm 1). λ may follow from the norms so far; ``none`` has none.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
 from torch import Tensor
 
 from runner.clip import transfer
@@ -12,7 +18,7 @@ from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
 from runner.clip.transfer import Number
-from runner.config.modes import Norm, Unclipped
+from runner.config.modes import Norm, Percentile, Unclipped, ZScore
 
 
 def limit_norm(
@@ -55,3 +61,96 @@ class NoClip(Unclipped, ClipMode):
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         return decision
+
+
+@dataclass(eq=False)
+class PercentileClip(Percentile, ClipMode):  # type: ignore[misc]
+    """Scale the whole gradient so that its norm is at most a percentile of the norms so far.
+
+    ``λ_t = percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated. AutoClip (Seetharaman et al.
+    2020, arXiv 2007.14469) takes unclipped norms of all steps, this one included, and clips from
+    the first one on. A percentile of 0, which would stop the training, clips nothing. The history holds ``norms``, in the order of the steps, with inf where there is none;
+    each step sorts them.
+    """
+
+    def decide(self, layout: Layout, stats: GradStats) -> Decision:
+        """Make room for one more norm, and decide."""
+        norms = self._past.get("norms", torch.empty(0))
+        norms = norms.to(layout.device, transfer.widest(layout.device))
+        # Only the device may know whether the step is finite: an inf that stays is no norm.
+        room = 1 if self.window is None else self.window - len(norms)
+        self._past["norms"] = torch.cat([norms.new_full((room,), math.inf), norms])
+        return super().decide(layout, stats)
+
+    @torch.no_grad()
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        norm, before = transfer.on_device([stats.norm], layout.device), self._past["norms"][1:]
+        rising = torch.cat([before, norm]).sort().values
+        held = (rising < math.inf).sum(dtype=norm.dtype).view(1)
+        at = (held - 1.0) * (self.limit / 100.0)
+        low = at.floor()
+        below, above = rising[low.long()], rising[torch.minimum(low + 1.0, held - 1.0).long()]
+        limit = torch.lerp(below, above, at - low)  # as NumPy interpolates
+        clips = (held >= self.min_steps) & (limit > 0)
+        limit = torch.where(clips, limit, math.inf)
+        kept = torch.minimum(norm, limit) if self.keeps_clipped else norm
+        self._past["norms"] = torch.cat([before, kept])
+        in_force = transfer.read(torch.where(clips, limit, math.nan)[0])
+        return limit_norm(stats.norm, transfer.read(limit[0]), threshold=in_force)
+
+    def state_dict(self) -> dict[str, Any]:
+        past = {name: norms[norms < math.inf] for name, norms in self._past.items()}
+        return super().state_dict() | ({"history": past} if past else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state; of more norms than the window has, the latest."""
+        super().load_state_dict(state)
+        if self.window is not None and "norms" in self._past:
+            self._past["norms"] = self._past["norms"][-self.window :]
+
+
+@dataclass(eq=False)
+class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
+    """Scale down a gradient whose norm lies far above a running mean.
+
+    ZClip (Kumar, Owen, Chowdhury and Güra 2025, arXiv 2504.02507). With μ and σ of the steps
+    before, a norm is clipped if ``z = (‖G‖ - μ)/(σ + ε)`` is above the threshold ``z*``. It becomes
+
+    * rule ``adaptive_scaling``: ``μ + z*·σ / (z/z*)``, nearer to μ the larger the norm is;
+    * rule ``mean``: ``μ``;
+    * rule ``percentile``: ``μ + z*·σ``, which is the limit too, without ε.
+
+    μ and σ² are mean and population variance of the first finite steps (``warmup_steps``), which
+    are not clipped. Then they move by ``μ ← α·μ + (1-α)·n`` and ``σ² ← α·σ² + (1-α)·(n-μ)²``, where
+    n is the norm after clipping (``history=clipped``, as published) or before (``raw``). Where
+    σ ≤ ε·μ the norms are on a plateau, so that any change would have a huge z: nothing is clipped.
+    """
+
+    initial_history: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
+
+    @torch.no_grad()
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        past = self._past
+        count, mean, variance = past["count"], past["mean"], past["variance"]
+        norm, z = stats.norm, self.limit
+        begins, deviation = count < self.warmup_steps, variance**0.5
+        unlimited = begins | (deviation <= self.eps * mean)
+        eps = 0.0 if self.rule == "percentile" else self.eps
+        limit = transfer.where(unlimited, math.inf, mean + z * (deviation + eps))
+        above = norm > limit
+        to = limit
+        if self.rule == "mean":
+            to = mean
+        elif self.rule == "adaptive_scaling":
+            excess = transfer.where(above, norm - mean, 1.0)
+            to = mean + z * z * deviation * (deviation + eps) / excess
+        kept = transfer.where(above, to, norm) if self.keeps_clipped else norm
+        # One form of both: a running variance weighs the last square by one (1 - weight) more.
+        weight = transfer.where(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
+        change = kept - mean
+        square = transfer.where(begins, 1.0, 1.0 - weight) * change * change
+        past["count"] = count + 1.0
+        past["mean"] = mean + weight * change
+        past["variance"] = (1.0 - weight) * (variance + weight * square)
+        in_force = transfer.where(unlimited, math.nan, limit)
+        return limit_norm(norm, limit, threshold=in_force, to=to)

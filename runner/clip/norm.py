@@ -69,8 +69,8 @@ class PercentileClip(Percentile, ClipMode):  # type: ignore[misc]
 
     ``λ_t = percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated. AutoClip (Seetharaman et al.
     2020, arXiv 2007.14469) takes unclipped norms of all steps, this one included, and clips from
-    the first one on. A percentile of 0, which would stop the training, clips nothing. The history holds ``norms``, in the order of the steps, with inf where there is none;
-    each step sorts them.
+    the first one on. A percentile of 0, which would stop the training, clips nothing. The history
+    holds ``norms``, in the order of the steps, with inf where there is none; each step sorts them.
     """
 
     def decide(self, layout: Layout, stats: GradStats) -> Decision:

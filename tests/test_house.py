@@ -22,7 +22,7 @@ LINES = {
     ("booster",): 2692,
     ("parallel",): 2065,
     ("checkpoint",): 497,
-    ("clip",): 3289,
+    ("clip",): 3267,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2080,

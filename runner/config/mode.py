@@ -98,8 +98,6 @@ class Mode:
         """Return why the mode cannot clip a tensor before other gradients are final."""
         if cls.info.by_tensor:
             return ""
-        if cls.info.nested:
-            return f"clips by the modes in clip.{cls.info.nested}, after the backward pass"
         return "needs the whole gradient, which is known after the backward pass"
 
 

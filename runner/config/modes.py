@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from runner.config import section as t
 from runner.config.mode import Mode, ModeInfo, load, model_of, option
@@ -218,11 +218,9 @@ class Schedule(Mode):
 
     @classmethod
     def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        kind, own = inner_mode(options["of"], threshold=1.0)
+        kind, _ = inner_mode(options["of"], threshold=options["threshold"])
         if kind == "schedule":
             yield "of", "has no threshold of its own that a schedule could set"
-        for one in errors_of(MODES.get(kind, kind), {**own, "threshold": options["threshold"]}):
-            yield "threshold", one["msg"]
         if options["decay"] != "constant" and options["steps"] is None:
             yield "steps", f"clip.decay={options['decay']} needs the number of its steps"
 
@@ -286,15 +284,6 @@ def class_of(given: Mapping[str, Any]) -> type[Mode]:
         raise refusal([("_target_", str(error), target)]) from error
 
 
-def errors_of(described: type[Mode], options: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Return what is wrong with the options of a mode, as pydantic says it."""
-    try:
-        model_of(described).model_validate(options)
-    except ValidationError as error:
-        return error.errors(include_url=False)
-    return []
-
-
 def check_options(described: type[Mode], options: Mapping[str, Any]) -> None:
     """Raise a ValueError that names what is wrong with the options of a mode."""
     read(model_of(described), to_jsonable_python(options))  # tuples are lists there
@@ -316,9 +305,12 @@ def inner_mode(given: Any, **outer: Any) -> tuple[Any, dict[str, Any]]:
     found = [(name, "is set around this mode", own[name]) for name in own if name in outer]
     if described.info.needs_optimizer:
         found.append(("mode", "limits what the optimizer does: no mode can hold it", kind))
-    errors = errors_of(described, {"threshold": described.threshold, **own, **outer})
-    for one in problems_of(errors, model_of(described).model_fields, own):
-        found.append((one.key, one.message, one.value))
+    model, options = model_of(described), {"threshold": described.threshold, **own, **outer}
+    try:
+        model.model_validate(options)
+    except ValidationError as error:
+        named = problems_of(error.errors(), model.model_fields, options)
+        found += ((one.key, one.message, one.value) for one in named)
     if found:
         raise refusal(found)
     return kind if given.get("_target_") is None else described, own

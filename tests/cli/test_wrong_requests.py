@@ -79,7 +79,10 @@ COMBINATIONS = [
         (f"clip.when=backward {words}", ["(1 problem)", *parts])
         for words, parts in [
             ("clip=norm", ["clip.when=", "needs the whole gradient", "use step", "per_parameter"]),
-            ("clip=chain clip.links=[{mode:value,threshold:1.0}]", ["clip.when=", "clip.links"]),
+            (
+                "clip=chain clip.links=[{mode:value,threshold:1.0}]",
+                ["clip.when=", "whole gradient"],
+            ),
             ("clip=per_parameter clip.by=block", ["clip.when=", "use clip.by=tensor"]),
             ("clip=value plugin=fsdp plugin.nproc=2", ["clip.when=", "plugin=fsdp makes"]),
             ("clip=value precision=fp16", ["precision=", "an overflow leaves out a whole step"]),

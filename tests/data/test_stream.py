@@ -186,17 +186,14 @@ def training(kind, workers, *callbacks):
 @pytest.mark.parametrize(
     ("kind", "workers"), [(Plain, 0), (Plain, 2), (Stated, 0), (StatedShards, 2)]
 )
-def test_a_run_on_a_stream_continues_with_the_same_bits(kind, workers, tmp_path, caplog):
+def test_a_run_on_a_stream_continues_with_the_same_bits(kind, workers, tmp_path):
     whole = training(kind, workers, CheckpointSaver(tmp_path, "1ba", keep=20))
     whole.fit()
     for step in (3, 11):
         path, second = tmp_path / f"step_{step:09d}", training(kind, workers)
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            second.load(path)
-            second.fit()
+        second.load(path)
+        second.fit()
         assert all(map(torch.equal, second.model.parameters(), whole.model.parameters())), step
-        assert ("are read again and left out" in caplog.text) == (kind is Plain)
     if kind is StatedShards:
         with pytest.raises(ValueError, match=r"1 ranks x 2 workers, here over 1 ranks x 1 workers"):
             training(kind, 1).load(path)

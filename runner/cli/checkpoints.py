@@ -35,7 +35,7 @@ def evaluate(words: Sequence[str]) -> int:
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's configuration")
     add("--config-dir", "-cd", type=folder, metavar="FOLDER", help="options of your own")
     asked = parser.parse_intermixed_args(words)
-    run = _folder_of_run(asked.run)
+    run = asked.run
     from runner.cli.arguments import check_jobs, on_ranks
     from runner.config.jobs import recorded
     from runner.launch.failure import Failure
@@ -79,8 +79,7 @@ def export(words: Sequence[str]) -> int:
     add("--output", type=Path, metavar="FILE", help="file to write (RUN/model.safetensors)")
     add("--force", action="store_true", help="replace FILE if it exists")
     asked = parser.parse_args(words)
-    run = _folder_of_run(asked.run)
-    file: Path = asked.output or run / "model.safetensors"
+    run, file = asked.run, asked.output or asked.run / "model.safetensors"
     message = "" if file.parent.is_dir() and not file.is_dir() else "must name a file in a folder"
     if message or (file.exists() and not asked.force):
         message = message or "exists; --force replaces it"
@@ -105,27 +104,25 @@ def export(words: Sequence[str]) -> int:
 def _parser(command: Callable[..., int]) -> argparse.ArgumentParser:
     parser = command_parser(command)
     about = "checkpoint (final, or last if the run has no final weights)"
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("run", type=_run, metavar="RUN", help="folder of a run")
     parser.add_argument("--checkpoint", metavar="STEP|best|last|final", help=about)
     return parser
 
 
-def _folder_of_run(given: Path) -> Path:
-    if not given.is_dir():
-        raise RequestError([Problem("RUN", str(given), "there is no such folder")])
-    if (given / files.SWEEP).exists():
-        message = f"is a sweep; name one of its runs, such as {given / '0'}"
-        raise RequestError([Problem("RUN", str(given), message)])
-    return given.absolute()
+def _run(text: str) -> Path:
+    run = Path(text).absolute()
+    message = "" if run.is_dir() else "there is no such folder"
+    if (run / files.SWEEP).exists():
+        message = f"is a sweep; name one of its runs, such as {Path(text) / '0'}"
+    if message:
+        raise RequestError([Problem("RUN", text, message)])
+    return run
 
 
 def _chosen(run: Path, name: str | None) -> tuple[Path, dict[str, Any]]:
     """Return a whole checkpoint of a run and its manifest."""
     from runner.checkpoint.folder import NoCheckpoint, choose
 
-    if name not in (None, "best", "last", files.FINAL) and not name.isdecimal():
-        message = f"must be a number of optimizer steps, best, last or {files.FINAL}"
-        raise RequestError([Problem("--checkpoint", name, message)])
     try:
         section = read_yaml(run / files.CONFIG)["sweep"] if name == "best" else {}
         objective, direction = str(section.get("objective")), section.get("direction")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from runner.cli.arguments import check_jobs, checked, read
 from runner.config.environment import joins, started_rank
@@ -25,8 +25,8 @@ def run(words: Sequence[str]) -> int:
     if args.help:
         print(help_text(overrides, own, args.multirun))
     elif args.cfg:
-        made = request(overrides, config_dir=own).made
-        print(composed_text(made.config, args.cfg, args.package, args.resolve), end="")
+        wanted = request(overrides, config_dir=own)
+        print(composed_text(wanted, args.cfg, args.package, args.resolve), end="")
     elif args.info:
         answer([f"--info={args.info}"], request(overrides, config_dir=own).made.choices, own)
     elif args.hydra_help or args.shell_completion:
@@ -62,13 +62,13 @@ def _run(wanted: Request, words: Sequence[str]) -> int:
         if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
             start = resume.decide(job.config, job.plain, folder)
 
-        def work(folder: Path) -> int:
+        def work(_: Any) -> int:
             write_composition(folder / files.HYDRA)
             asked = masked_words(job.words)
             failed = supervise.run(job.config, job.plain, folder, asked, start=start, page=written)
             return failed.exit_code if failed else 0
 
-        return wanted.run(work, folder)
+        return int(wanted.run(work, folder))
 
 
 def plan(words: Sequence[str]) -> int:

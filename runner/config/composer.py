@@ -9,6 +9,7 @@ place of its option: the arguments that the section had are removed.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import secrets
@@ -101,14 +102,19 @@ class Composer:
         self.extra = extra
         self.recipes = files_of(extra)
         self._files = object() if extra else None  # those of conf/ stay as they are
-        self._options: dict[str, list[str]] = {}
+        self._options = {"": [], "recipe": ["none", *self.recipes]}
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this Hydra the global one, which resolvers ask, as long as the block runs."""
+        """Make this Hydra the global one, which resolvers ask, as long as the block runs.
+
+        Then log files that Hydra has opened are closed, and the caller's logging is restored.
+        """
         _register()
         GlobalHydra.instance().clear()
         _SearchPath.extra = self.extra
+        root = logging.getLogger()
+        handlers, level = [*root.handlers], root.level
         try:
             with initialize_config_dir(str(find("conf")), job_name="runner", version_base="1.3"):
                 yield
@@ -116,19 +122,20 @@ class Composer:
             _SearchPath.extra = None
             GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = None
+            for handler in {*root.handlers} - {*handlers}:
+                handler.close()
+            root.handlers[:] = handlers
+            root.setLevel(level)
 
     @property
     def loader(self) -> ConfigLoader:
         return GlobalHydra.instance().config_loader()
 
     def options(self, group: str) -> list[str]:
-        if group == "recipe":
-            return ["none", *self.recipes]
         if group not in self._options:
             self._options[group] = []
             with suppress(OSError, HydraException):  # such as a name that is too long for a file
-                found = self.loader.get_group_options(group, ObjectType.CONFIG) if group else []
-                self._options[group] = found
+                self._options[group] = self.loader.get_group_options(group, ObjectType.CONFIG)
         return self._options[group]
 
     def read(self, words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
@@ -323,6 +330,8 @@ def _set(one: Override, config: DictConfig, takes_any: bool) -> list[Problem]:
         problems = []
         for leaf, content in asked:
             if not any(f"{name}.".startswith(f"{leaf}.") for name in there):
+                if takes_any:
+                    return []  # it is removed with the option
                 problem = unknown_key(leaf, {*owned_keys({section: plain}), *there}, content)
                 text = f"; a further argument of its _target_ is +{leaf}=VALUE"
                 told = problem.message + text * (section in OPEN and "." in leaf)

@@ -41,13 +41,13 @@ from runner.config.schema import SHORT, RunConfig, examine
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
 
-LAUNCHERS: Mapping[str, tuple[Where, str]] = {
-    "BasicLauncher": ("here", ""),
-    "JoblibLauncher": ("beside", "joblib"),
-    "LocalLauncher": ("beside", "submitit"),
-    "SlurmLauncher": ("elsewhere", "submitit"),
+LAUNCHERS: Mapping[str, Where] = {
+    "BasicLauncher": "here",
+    "JoblibLauncher": "beside",
+    "LocalLauncher": "beside",
+    "SlurmLauncher": "elsewhere",
 }
-"""Launchers by the last part of their ``_target_``: where runs run, and the extra they need."""
+"""Where the runs of a launcher run, by the last part of its ``_target_``."""
 
 _UNSET = "=unset"  # value in a list of ``sweep.zip`` that leaves its key out of the job
 
@@ -80,11 +80,6 @@ class Sweep:
     trials: int | None  # runs that a sweeper chooses as it goes; None if the jobs are listed
     lists: Mapping[str, str]  # overrides that list values, by their keys
     where: Where
-
-
-def where(target: object) -> Where:
-    """Return where the runs of a launcher run, by its ``_target_``."""
-    return LAUNCHERS[str(target).rpartition(".")[2]][0]
 
 
 def job_of(made: Composed, folder: Path, number: int | None = None) -> Job:
@@ -225,10 +220,8 @@ def placed(master: DictConfig, jobs: Sequence[Job], lists: Mapping[str, str]) ->
     settings = sorted([*typed, *lists.values()] if search else [])
     identity = digest([sorted(job.hash for job in jobs), settings])
     recipes = {job.config.recipe for job in jobs}
-    recipe, keys = (
-        recipes.pop() if len(recipes) == 1 else "none",
-        (key.lstrip("+") for key in lists),
-    )
+    recipe = recipes.pop() if len(recipes) == 1 else "none"
+    keys = (key.lstrip("+") for key in lists)
     master.sweep.name = section.name or sweep_name(recipe, keys, identity)
     folder = destination(master, "sweep")
     master.hydra.sweep.dir = str(folder).replace("${", "\\${")
@@ -236,7 +229,7 @@ def placed(master: DictConfig, jobs: Sequence[Job], lists: Mapping[str, str]) ->
     if search and section.maximizes:
         master.hydra.sweeper.direction = "maximize"
     trials = int(setting(master, "hydra.sweeper.n_trials") or 0) if search else None
-    place = where(setting(master, "hydra.launcher._target_"))
+    place = LAUNCHERS[setting(master, "hydra.launcher._target_").rpartition(".")[2]]
     return Sweep(master.sweep.name, folder, identity, trials, lists, place)
 
 
@@ -250,14 +243,14 @@ def setting(master: DictConfig, key: str) -> Any:
 
 def launcher_problems(master: DictConfig) -> Iterator[Problem]:
     """Yield what is wrong with the launcher of a sweep, and the names of its folders."""
-    name = str(setting(master, "hydra.launcher._target_")).rpartition(".")[2]
-    choice = master.hydra.runtime.choices.get("hydra/launcher")
-    extra = LAUNCHERS.get(name, ("", ""))[1]
-    if name not in LAUNCHERS:
-        text = f"{name} is not known here, and could not continue a sweep"
+    target = str(setting(master, "hydra.launcher._target_")).split(".")
+    choice = str(master.hydra.runtime.choices.get("hydra/launcher"))
+    if target[-1] not in LAUNCHERS:
+        text = f"{target[-1]} is not known here, and could not continue a sweep"
         yield Problem("hydra/launcher", choice, text)
-    elif extra and find_spec(f"hydra_plugins.hydra_{extra}_launcher") is None:
-        yield Problem("hydra/launcher", choice, f"needs pip install 'clip-runner[{extra}]'")
+    elif find_spec(".".join(target[:2])) is None:
+        text = f"needs pip install 'clip-runner[{choice.partition('_')[0]}]'"
+        yield Problem("hydra/launcher", choice, text)
     subdir = OmegaConf.to_container(master.hydra.sweep)["subdir"]  # type: ignore[index, call-overload]
     if subdir != "${hydra.job.num}":
         text = "cannot be chosen: the runs of a sweep lie in its folder by their numbers"

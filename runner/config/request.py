@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import copy
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import Any, TypeVar
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -18,16 +19,15 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, run_job
 from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import jobs, recipes
-from runner.config.composer import OPEN, Composed, Composer, refer_to
+from runner.config.composer import OPEN, Composed, Composer, reason, refer_to
 from runner.config.folders import CONFIG_NAME, find, outputs
 from runner.config.jobs import Job, Sweep
 from runner.config.problem import Problem, RequestError, leaves, shown
 from runner.config.schema import SHORT, RunConfig, owned_keys
-
-T = TypeVar("T")
 
 _LISTED = "a list of values is a sweep: add -m; one value goes in brackets, [a,b], or in quotes"
 
@@ -48,23 +48,15 @@ class Request:
     folder: Path
     sweep: Sweep | None = None
 
-    def run(self, work: Callable[[Path], T], folder: Path) -> T:
-        """Call ``work`` with the folder of the run, in which Hydra has set up logging."""
+    def run(self, work: Callable[[DictConfig], Any], folder: Path) -> Any:
+        """Return what ``work`` returns; Hydra makes ``folder`` and sets up logging before."""
         config = self.made.config
         config.hydra.mode = RunMode.RUN
         config.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
         config.hydra.run.dir = str(folder).replace("${", "\\${")
-        with self.composer.active(), _logging_restored():
+        with self.composer.active():
             context = HydraContext(self.composer, Callback())  # type: ignore[arg-type]
-            ended = run_job(
-                lambda _: work(Path(config.hydra.runtime.output_dir)),
-                config,
-                "hydra.run.dir",
-                None,
-                context,
-            )
-            returned: T = ended.return_value
-            return returned
+            return run_job(work, config, "hydra.run.dir", None, context).return_value
 
     def launch(
         self,
@@ -79,7 +71,7 @@ class Request:
         """
         assert self.sweep is not None
         config = self.made.config
-        with self.composer.active(), _logging_restored():
+        with self.composer.active():
             refer_to(config)
             configure_log(config.hydra.hydra_logging, config.hydra.verbose)
             file.write_text(jobs.as_yaml(jobs.unresolved_composition(config)), encoding="utf-8")
@@ -154,20 +146,6 @@ def _noted(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-@contextmanager
-def _logging_restored() -> Iterator[None]:
-    """Close the log files that Hydra opens, and restore the caller's logging."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        yield
-    finally:
-        for handler in set(root.handlers) - set(handlers):
-            handler.close()
-        root.handlers[:] = handlers
-        root.setLevel(level)
-
-
 # -- answers to the flags that print and run nothing
 
 
@@ -194,25 +172,39 @@ def help_text(given: Sequence[str], config_dir: Path | None = None, multirun: bo
         return Template(config.hydra.help.template).safe_substitute(parts)
 
 
-def composed_text(config: DictConfig, part: str, package: str | None, resolve: bool) -> str:
+def composed_text(wanted: Request, part: str, package: str, resolve: bool) -> str:
     """Return the answer to ``--cfg``: the part job, hydra or all of a configuration."""
-    kept = {"job": {*config} - {"hydra"}, "hydra": {"hydra"}, "all": {*config}}[part]
-    node = OmegaConf.masked_copy(config, [str(key) for key in config if key in kept])
-    node = OmegaConf.select(node, package) if package else node
-    return OmegaConf.to_yaml(node, resolve=resolve) if OmegaConf.is_config(node) else f"{node}"
+    config = wanted.made.config
+    left_out = {"job": ["hydra"], "hydra": {*config} - {"hydra"}, "all": []}[part]
+    with wanted.composer.active():
+        refer_to(config)
+        node = copy.deepcopy(config)
+        with open_dict(node):
+            for key in left_out:
+                del node[key]
+        try:
+            node = OmegaConf.select(node, package) if package else node
+            return (
+                OmegaConf.to_yaml(node, resolve=resolve)
+                if OmegaConf.is_config(node)
+                else f"{node}\n"
+            )
+        except OmegaConfBaseException as error:
+            raise RequestError([Problem("--cfg", part, reason(error))]) from None
 
 
 def answer(flags: Sequence[str], words: Sequence[str], config_dir: Path | None) -> None:
     """Print what Hydra answers to flags of its own, such as ``--info``."""
     main = hydra.main(version_base="1.3", config_path=str(find("conf")), config_name=CONFIG_NAME)
-    argv = sys.argv
-    with Composer(config_dir).active(), _logging_restored():
-        GlobalHydra.instance().clear()
-        sys.argv = ["clip-runner", *flags, *words]
-        try:
+    argv, printed = sys.argv, io.StringIO()
+    try:
+        with Composer(config_dir).active(), redirect_stdout(printed):
+            GlobalHydra.instance().clear()
+            sys.argv = ["clip-runner", *flags, *words]
             main(print)()
-        finally:
-            sys.argv = argv
+    finally:  # Hydra exits after some answers
+        sys.argv = argv
+        print(printed.getvalue(), end="")
 
 
 def _keys(config: DictConfig, sections: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from runner.config.environment import slurm_job
 from runner.config.folders import disk_full
 from runner.config.identity import config_hash, masked_words
-from runner.config.jobs import resolved_and_recorded, where, write_composition
+from runner.config.jobs import LAUNCHERS, resolved_and_recorded, write_composition
 from runner.config.schema import parse
 from runner.launch import signals
 from runner.report.page import written
@@ -34,7 +34,7 @@ PAGE_SECONDS = 0.1  # shortest time between two pages of a sweep, for each of it
 
 def run_job(config: DictConfig) -> float | None:
     """Run one job of a sweep; Hydra's launcher calls this, possibly in another process."""
-    place = where(HydraConfig.get().launcher._target_)
+    place = LAUNCHERS[HydraConfig.get().launcher._target_.rpartition(".")[2]]
     if place != "here":
         _prepare_process(place == "beside")
     try:

@@ -96,7 +96,7 @@ WRONG = [
     ("evaluate {run} data.batch=4", "unknown key; did you mean data.batch_size?"),
     ("evaluate {run} data.seed=1,2", "must be one value"),
     ("evaluate {run} recipe=gpt", "the run is trained already"),
-    ("evaluate {run} --checkpoint newest", "must be a number of optimizer steps"),
+    ("evaluate {run} --checkpoint newest", "has no checkpoint newest  (there are:"),
     ("evaluate {run} data=digits", "does not take a sample of"),
 ]
 

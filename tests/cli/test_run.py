@@ -138,7 +138,7 @@ def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monke
     assert main(["--cfg", "job", "clip=adaptive"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["clip"]["mode"] == "adaptive"
     for words, part in {
-        "--cfg job -p clip": "threshold",
+        "--cfg job -p tracker --resolve tracker.group=${hydra:job.name}": "group: runner",
         "--info defaults": "clip/norm",
         "-m clip.threshold=1,2 --help": "clip.threshold=1.0",
         "--hydra-help": "--multirun",

@@ -27,7 +27,7 @@ def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
 
 def test_a_target_replaces_the_arguments_of_its_option():
     words = ["model._target_=mine.Net", "model.width=64", "data._target_=mine.points"]
-    for more in ([], ["+data.samples=20"], ["data.samples=20"]):
+    for more in ([], ["~model.num_classes", "+data.samples=20"], ["data.samples=20"]):
         job = one(*words, *more).config
         assert job.model.mapping() == {"_target_": "mine.Net", "width": 64}
         assert job.data.arguments == ({"samples": 20} if more else {})

@@ -1,7 +1,6 @@
 """A stand-in for the wandb service on the loopback interface, with faults on demand.
 
-It answers what the real client sends for a run (GraphQL and the file stream), and keeps what
-arrived. It proves nothing about the real service's own rules.
+It answers what the real client sends for a run (GraphQL and the file stream), and keeps it.
 """
 
 import gzip
@@ -36,12 +35,7 @@ class ArrivedRun:
 
 
 class LoopbackWandb:
-    """The server.
-
-    Args:
-        fault: None, an HTTP status such as 401 or 500, or "hang" (accept, never answer).
-        only: the fault hits only paths that contain this text.
-    """
+    """A fault, an HTTP status or "hang" (never answer), hits paths that contain ``only``."""
 
     def __init__(self, fault=None, *, only=""):
         self.fault, self.only = fault, only

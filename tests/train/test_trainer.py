@@ -15,7 +15,7 @@ from runner.booster import NonFiniteGradient
 from runner.config.notation import Duration
 from runner.config.problem import Stopped
 from runner.train.callbacks import Probe
-from runner.train.state import Progress, Windows, total_steps
+from runner.train.state import Progress, total_steps
 from tests.distributed.training import Rows
 from tests.trainers import trainer_of
 
@@ -53,18 +53,6 @@ def test_total_steps_agree_with_counting(duration, expected):
         at = at.after(1, samples, 10 * samples, end_of_epoch=k == 2)
     assert at.step == expected
     assert total_steps(Duration.parse("10tok"), 77, 32, None) is None
-
-
-def test_windows_and_intervals():
-    def windows(loader, steps):
-        return [(w.first, "".join(w.batches), w.last) for w in Windows(loader, steps).epoch(0)]
-
-    assert windows("abcde", 2) == [(0, "ab", False), (2, "cd", False), (4, "e", True)]
-    assert windows("abcd", 2) == [(0, "ab", False), (2, "cd", True)]
-    assert windows([], 2) == []
-    interval, at = Duration.parse("10sp"), Progress(samples=8)
-    assert at.after(1, 4, 0, False).completed(interval, at)
-    assert not at.completed(interval, Progress())
 
 
 @pytest.mark.parametrize(("duration", "steps"), [("1ep", 5), ("7ba", 7), ("17sp", 3), ("48sp", 6)])

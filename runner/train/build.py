@@ -58,9 +58,6 @@ from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Traine
 
 log = logging.getLogger(__name__)
 
-_OF_SCHEDULE = ("scheduler.", "train.max_duration", "data.", "accumulation.")
-"""Keys on which the schedule of the learning rate depends."""
-
 T = TypeVar("T")
 
 
@@ -280,7 +277,8 @@ def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     own = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
     own |= {key.removeprefix("adamw_") for key in own}  # those of AdamW beside Muon
-    if any(key.startswith(_OF_SCHEDULE) for key in changed):
+    of_schedule = ("scheduler.", "train.max_duration", "data.", "accumulation.")
+    if any(key.startswith(of_schedule) for key in changed):
         own.add("lr")
     measured = {"clip.mode", "clip._target_", "clip.window"}
     if now.get("clip.mode") != "schedule":  # its history is a step, which goes on

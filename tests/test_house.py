@@ -18,7 +18,7 @@ LINES = {
     ("launch",): 1100,
     ("sweep",): 577,
     ("telemetry",): 1309,
-    ("train",): 2014,
+    ("train",): 2012,
     ("booster",): 2692,
     ("parallel",): 2065,
     ("checkpoint",): 497,

@@ -2,13 +2,17 @@
 
 import ast
 import re
+import traceback
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import runner
+from runner.cli.main import main
+from runner.clip.norm import NormClip
 from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
@@ -105,6 +109,24 @@ def test_no_room_has_a_circle_and_few_arrows_lead_between_rooms():
             arrows |= {(room, other) for other in rooms - {room}}
         [*TopologicalSorter(needs).static_order()]  # raises CycleError
     assert len(arrows) <= 61
+
+
+class Seen(NormClip):
+    """Clips by the norm, and notes through which files of the house it was called."""
+
+    files: ClassVar[set[Path]] = set()
+
+    def apply(self, *arguments):
+        called = (Path(frame.filename) for frame in traceback.extract_stack())
+        self.files.update(path for path in called if path.is_relative_to(HOUSE))
+        return super().apply(*arguments)
+
+
+@pytest.mark.usefixtures("outputs")
+def test_the_way_of_a_threshold_is_short():
+    words = ["clip._target_=tests.test_house.Seen", "clip.threshold=0.25", "optimizer=rmsprop"]
+    assert main([*words, "device=cpu", "train.max_duration=1ba", "tracker=none"]) == 0
+    assert 9 < len(Seen.files) < 12  # and norm.py and mode.py of clip, which this class calls
 
 
 def private_names(file):

@@ -1,10 +1,10 @@
 """Change the code in one place at a time, and count the changes that the tests notice.
 
-    python -m tests.mutants --count 60 --seed 1
+    python -m tests.mutants --count 60 --seed 1 [--start 30]
 
-Works on a copy of the checkout. Tests of the changed file's folder run first, then the others of
-the gate, until one fails. A run that hangs counts as noticed. Prints each change with the test that
-noticed it, and the number of those that were.
+Works on a clone of what is committed. Tests of the changed file's folder run first, then the others
+of the gate, until one fails. A run that hangs counts as noticed. Prints each change with the test
+that noticed it, and the number of those that were.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import ast
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -83,6 +82,7 @@ def is_noticed(copy: Path, room: str) -> tuple[bool, str]:
     order = sorted(FIRST, key=lambda name: (name != room, FIRST.index(name)))
     folders = [f"tests/{name}" for name in order if (copy / "tests" / name).is_dir()]
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+    pytest += ["-n", "2", "--dist", "loadgroup"]
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     for chosen in ([folders[0]], folders[1:], ["tests", *(f"--ignore={name}" for name in folders)]):
         try:
@@ -109,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="leave out this many of the changes")
     asked = parser.parse_args()
     sites = []
     for path in sorted(path for pattern in CHANGED for path in ROOT.glob(pattern)):
@@ -118,9 +119,9 @@ def main() -> None:
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        left_out = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", "mutants")
-        shutil.copytree(ROOT, copy, ignore=left_out)
-        for path, source, node, new in random.Random(asked.seed).sample(sites, asked.count):
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
+        chosen = random.Random(asked.seed).sample(sites, asked.count)[asked.start :]
+        for path, source, node, new in chosen:
             place = path.relative_to(ROOT)
             (copy / place).write_text(replaced(source, node, new))
             begun = time.monotonic()
@@ -131,7 +132,7 @@ def main() -> None:
             said = f"noticed by {by}" if found else "NOT NOTICED"
             where = f"{place}:{node.lineno}"  # type: ignore[attr-defined]
             print(f"{time.monotonic() - begun:5.0f} s {where}: {change}: {said}", flush=True)
-    print(f"{noticed} of {asked.count} noticed")
+    print(f"{noticed} of {len(chosen)} noticed")
 
 
 if __name__ == "__main__":

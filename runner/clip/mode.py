@@ -35,7 +35,6 @@ _MODULES = {
 # Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.
 LOWEST, HIGHEST, PER_DECADE = -16, 12, 40
 BINS = (HIGHEST - LOWEST) * PER_DECADE
-CHUNK = 2**24  # elements that a float32 bin can count one by one
 
 
 class Tally:
@@ -56,9 +55,8 @@ class Tally:
         wide = transfer.widest(values.device)
         if self._step is None:
             self._step = torch.zeros(BINS + 1, dtype=wide, device=values.device)
-        for chunk in torch.split(values.detach().reshape(-1), CHUNK):
-            logs = chunk.float().log10() if chunk.dtype.itemsize < 4 else chunk.log10()
-            self._step[:-1] += torch.histc(logs, BINS, LOWEST, HIGHEST).to(wide) * weight
+        logs = values.detach().to(wide).log10()  # a float32 bin would not count beyond 2^24
+        self._step[:-1] += torch.histc(logs, BINS, LOWEST, HIGHEST) * weight
         self._step[-1] += (values == values).sum().to(wide) * weight
 
     def end_step(self, norm: Number) -> None:

@@ -28,7 +28,7 @@ TENSORS = {
     "transposed filters, channels last": ((40, 32, 3, 3), (1,), LAST),
     "experts": ((3, 50, 70), (0, 2), None),
     "many experts": ((40, 5, 70), (0, 2), None),
-    "wide": ((2, 50_000), (1,), None),
+    "wide": ((2, 150_000), (1,), None),
     "small columns": ((6, 8), (1,), None),
     "elements": ((100, 100), (0, 1), None),
     "a few elements": ((30,), (0,), None),
@@ -109,19 +109,8 @@ def test_units_of_every_size_and_format(dtype, threshold):
     assert outcome.norm_clipped == pytest.approx(norm_of(wanted.values()), rel=3e-7)
 
 
-def test_a_unit_without_clipping_keeps_its_bits():
-    """Few units of a large tensor are written alone."""
-    model = Tensors()
-    model["rows"].grad[7] *= 100
-    before = model["rows"].grad.clone()
-    clipped(model, "adaptive", 50.0, **OPTIONS)
-    changed = (model["rows"].grad != before).any(1).nonzero().flatten().tolist()
-    # The zero weight of row 3 counts as 1e-3.
-    assert changed == [3, 7]
-
-
 @pytest.mark.parametrize("mode", ["adaptive", "value"])
-@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1e18, 1e25])
+@pytest.mark.parametrize("scale", [1e-25, 1e-18, 1.0, 1e18, 1e25])
 def test_sizes_whose_squares_leave_float32(mode, scale):
     """Value clips half of the elements; the weights of adaptive clipping are as small or large."""
     model = Tensors(scale=scale)
@@ -135,6 +124,10 @@ def test_sizes_whose_squares_leave_float32(mode, scale):
     outcome = clipped(model, mode, threshold, **options)
     assert outcome.norm == pytest.approx(norm_of(before), rel=1e-6)
     assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=1e-6)
+    if mode == "value":
+        assert outcome.max_stat == max(float(g.abs().max()) for g in before)
+        above = sum(int((g.abs() > float(torch.tensor(threshold))).sum()) for g in before)
+        assert outcome.fraction == above / sum(g.numel() for g in before)
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad.double(), gradient, rtol=2e-6, atol=0)
 
@@ -155,26 +148,3 @@ def test_elements_next_to_the_threshold_are_counted_exactly():
             assert outcome.fraction == 0.25
             assert outcome.max_stat == above.item()
             assert parameter.grad.tolist() == [at, -at, below.item(), -at]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_elements_of_every_size_and_format(dtype):
-    model = Tensors(dtype)
-    wide = filled((900, 1_400), 7).to(dtype)
-    model.strided = nn.Parameter(torch.zeros(900, 700, dtype=dtype))
-    model.strided.grad = wide[:, ::2]  # No view of it is contiguous.
-    model.large = nn.Parameter(torch.zeros(1_100, 700, dtype=dtype))
-    model.large.grad = filled((700, 1_100), 8).to(dtype).t()
-    threshold = 0.75
-    before = [p.grad.double().clone() for p in model.parameters()]
-    untouched = wide[:, 1::2].clone()
-    outcome = clipped(model, "value", threshold)
-    wanted = [g.clamp(-threshold, threshold) for g in before]
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        assert torch.equal(parameter.grad.double(), gradient)
-    assert torch.equal(wide[:, 1::2], untouched)
-    above = sum(int((g.abs() > threshold).sum()) for g in before)
-    assert outcome.fraction == above / sum(g.numel() for g in before)
-    assert outcome.max_stat == max(float(g.abs().max()) for g in before)
-    assert outcome.norm == pytest.approx(norm_of(before), rel=3e-7)
-    assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=3e-7)

@@ -137,18 +137,11 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
             tail = block[n * ROW :].view(1, -1)
             norms.append(torch.linalg.vector_norm(tail, norm_type, 1, dtype=torch.float64))
     each = torch.cat(norms).double()
-    power = float(torch.dot(each, each) if norm_type == 2.0 else (each**norm_type).sum())
+    power = float((each**norm_type).sum())
     if VANISHES < power < OVERFLOWS or not any(map(largest, blocks)):
         return power
-    parts = (part for block in blocks for part in torch.split(block, BLOCK))
-    return sum(_float64_power(part, norm_type) for part in parts)
-
-
-def _float64_power(block: Tensor, norm_type: float) -> float:
-    wide = block.double()
-    if norm_type == 2.0:
-        return torch.dot(wide, wide).item()
-    return float(torch.linalg.vector_norm(wide, norm_type) ** norm_type)
+    parts = (part.double() for block in blocks for part in torch.split(block, BLOCK))
+    return sum(float((part.abs() ** norm_type).sum()) for part in parts)
 
 
 def largest(tensor: Tensor) -> float:

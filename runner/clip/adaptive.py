@@ -82,6 +82,8 @@ class UnitIndex:
             for (out, _, number, kept, units), stop in zip(sorted(known), stops, strict=True)
         ]
         self.together = self.places[: sum(not alone for _, alone, *_ in known)]
+        lengths = [place.shard.weight.numel() for place in self.together]
+        self._lengths = transfer.on_device(lengths, torch.device("cpu")).long()
         self.clipped = [place for place in self.places if not place.left_out]
         self.units = self.clipped[-1].stop if self.clipped else 0
         self.weights = {place.weight for place in self.clipped}
@@ -126,9 +128,8 @@ class UnitIndex:
         if not transfer.can_read(self._device):
             wide = transfer.widest(self._device)
             return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=wide))
-        lengths = torch.tensor(list(map(Tensor.numel, tensors)))
         squares = gathered(tensors).double().square_()
-        sums: Tensor = torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True)
+        sums: Tensor = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
         return sums.sqrt_()
 
     def power(self, norms: Tensor) -> transfer.Number:
@@ -261,13 +262,15 @@ class AdaptiveClip(Adaptive, ClipMode):
         if self._layout is not layout:
             self.bind(layout)
         shards, found = layout.gradients()
-        held = dict(zip(map(id, shards), found, strict=True))
-        # A shard without elements here may have them on other ranks.
-        empty = {shard.name for shard in layout.shards if 0 in layout.parameters[shard.name].shape}
-        gradients = [
-            held.get(id(shard), None if shard.name in empty else shard.gradient)
-            for shard in layout.shards
-        ]
+        gradients: list[Tensor | None] = [*found]
+        if len(shards) < len(layout.shards):
+            # A shard without elements here may have them on other ranks.
+            held = dict(zip(map(id, shards), found, strict=True))
+            whole = [layout.parameters[shard.name].shape for shard in layout.shards]
+            gradients = [
+                held.get(id(shard), None if 0 in shape else shard.gradient)
+                for shard, shape in zip(layout.shards, whole, strict=True)
+            ]
         present = [gradient is not None for gradient in gradients]
         if self._index is None or self._index.present != present:
             left_out = [shard.name in self._excluded for shard in self._shards]

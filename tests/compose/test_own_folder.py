@@ -101,9 +101,6 @@ def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
     ):
         config = job(own, *words)
         assert (config.clip.mode, config.clip.threshold) == ("value", threshold)
-
-
-def test_a_target_of_an_experiment_takes_the_place_of_the_option_and_its_arguments(own):
     config = job(own, "+experiment=own", "model.depth=2", "data.samples=9")
     assert config.model.mapping() == {"_target_": "own.Net", "width": 32, "depth": 2}
     assert config.data.arguments == {"samples": 9}

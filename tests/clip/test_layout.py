@@ -146,10 +146,9 @@ def on_two(made, mode, *args, kept=False, absent=(), ranks_without=(1,), **optio
         return Ranks(2).run(body)
 
 
-def in_one(made, mode, norm_type=2.0):
+def one_layout(made):
     units = {name: Units((0,)) if p.ndim == 1 else ROWS for name, p in made.items()}
-    layout = Layout([ParamShard(name, p, units[name]) for name, p in made.items()])
-    return clipped(layout, mode, norm_type)
+    return Layout([ParamShard(name, p, units[name]) for name, p in made.items()])
 
 
 def assert_same(ranks, wanted):
@@ -174,7 +173,7 @@ def test_two_ranks_clip_like_one(mode, norm_type, kept):
     """Also where nothing is clipped, and the coefficient is exactly 1."""
     for scale in (1.0, 1e-3):
         ranks = on_two(whole(scale=scale), mode, norm_type, kept=kept)
-        wanted = in_one(whole(scale=scale), mode, norm_type)
+        wanted = clipped(one_layout(whole(scale=scale)), mode, norm_type)
         assert wanted[0][3] == float(mode != "none" and scale == 1.0)
         assert_same(ranks, wanted)
         if not wanted[0][3]:
@@ -187,7 +186,7 @@ def test_a_cut_unit_counts_whole_where_one_rank_has_no_gradient_for_it(kept):
     made = whole()
     made["columns"].grad[:, 4:] = 0.0
     ranks = on_two(made, "adaptive", kept=kept, absent=("columns",))
-    wanted, _ = in_one(made, "adaptive")
+    wanted, _ = clipped(one_layout(made), "adaptive")
     assert 0.0 < wanted[4] < 1.0
     for outcome, _ in ranks:
         assert outcome == pytest.approx(wanted, rel=1e-12)

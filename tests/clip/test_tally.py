@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from runner.clip import GradStats, Layout, apply_gradient_clipping, build
-from runner.clip.mode import HIGHEST, LOWEST, PER_DECADE, Tally
+from runner.clip.mode import HIGHEST, LOWEST, Tally
 from runner.tools.calibrate import Histogram
 from tests.clip.reference import on, unwaited
-from tests.distributed.cases import Case, trainer
-from tests.ranks import run_ranks
+from tests.clip.test_layout import Ranks, one_layout, shards, whole
 
 MODES = {"value": 0.02, "adaptive": 0.05}
 
@@ -69,24 +68,18 @@ def test_first_steps_and_steps_that_are_not_finite_are_left_out():
     assert Tally().gather(Layout([])) == ([0.0] * len(bins), 0.0)
 
 
-def counted(plugin: str | None, mode: str) -> tuple[list[float], float]:
-    made = trainer(Case("tied", mode, steps=3), plugin)
-    tally = made.state.mode.tally = Tally(skip=1)
-    made.fit()
-    return tally.gather(made.optimizer.layout)
+def tally_of(layout: Layout, mode: str) -> tuple[list[float], float]:
+    clipper = build(mode, threshold=1e30, **({"exclude": ()} if mode == "adaptive" else {}))
+    clipper.bind(layout)
+    clipper.tally = Tally()
+    clipper.clip(layout)
+    return clipper.tally.gather(layout)
 
 
-def everything(plugins: tuple[str, ...]) -> dict[tuple[str, str], tuple[list[float], float]]:
-    return {(plugin, mode): counted(plugin, mode) for plugin in plugins for mode in MODES}
-
-
-def test_ranks_count_what_one_process_counts():
-    # Gradients that are zero but for rounding lie anywhere below.
-    first = (-12 - LOWEST) * PER_DECADE
-    alone = {mode: counted(None, mode) for mode in MODES}
-    for found in run_ranks(everything, 2, ("fsdp", "tensor", "1f1b")):
-        for (plugin, mode), (counts, total) in found.items():
-            wanted, all_of_it = alone[mode]
-            assert total == pytest.approx(all_of_it, rel=1e-12), (plugin, mode)
-            assert counts[first:] == pytest.approx(wanted[first:], abs=1e-6), (plugin, mode)
-            assert sum(counts[first:]) > 0.5 * total
+@pytest.mark.parametrize("mode", [*MODES, "per_parameter"])
+def test_ranks_count_what_one_process_counts(mode):
+    counts, total = tally_of(one_layout(whole()), mode)
+    for found in Ranks(2).run(lambda ranks: tally_of(Layout(shards(whole(), ranks), ranks), mode)):
+        assert found[0] == pytest.approx(counts, abs=1e-12)
+        assert found[1] == pytest.approx(total, rel=1e-12)
+    assert sum(counts) == pytest.approx(total)

@@ -98,8 +98,6 @@ class ClipMode(Mode, ABC):
 
     def __post_init__(self) -> None:
         self.keeps_clipped = vars(self).get("history") == "clipped"
-        if self.threshold is not None and not self.threshold > 0:
-            raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
         if not self.norm_type >= 1:
             raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
         if self.scales not in ("auto", "all"):

@@ -26,7 +26,7 @@ LINES = {
     ("booster",): 2692,
     ("parallel",): 2065,
     ("checkpoint",): 497,
-    ("clip",): 3261,
+    ("clip",): 3259,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2080,

@@ -1,13 +1,10 @@
 """The batches that a training loop reads, and how one goes to a model.
 
-* ``(inputs, targets)`` goes to the model as ``model(inputs)``, ``(x1, x2, targets)`` as
-  ``model(x1, x2)``: the last entry of a tuple or list of any length holds the targets. Inputs that
-  are a mapping go as keyword arguments.
-* A dictionary (any mapping) goes as keyword arguments, ``model(**batch)``. Its targets are the
-  entry ``labels``, ``targets``, ``target``, ``label`` or ``y``. The model gets them too where its
-  ``forward`` takes them and no criterion is given, so that it can return a loss. A ``forward`` with
-  a parameter called ``batch`` gets the dictionary itself.
-* A dataclass is a dictionary of its fields.
+* ``(x1, x2, targets)`` goes to the model as ``model(x1, x2)``: the last entry of a tuple or list
+  holds the targets. A mapping as the only input goes as keyword arguments.
+* A dictionary (any mapping, or a dataclass) goes as keyword arguments, ``model(**batch)``. The
+  model gets its targets (:data:`TARGETS`) too where ``forward`` takes them and no criterion is
+  given, so that it can return a loss. A ``forward`` with a parameter ``batch`` gets it whole.
 * A model with a method ``loss(outputs, batch)`` gets every batch whole, as ``model(batch)``.
 """
 

@@ -23,16 +23,7 @@ from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe, unknown
 from runner.booster.plugin.base import ParallelModel, Plugin, SinglePlugin, dtype_of
 from runner.booster.step_order import LossScale, Nonfinite
-from runner.booster.wrapper import (
-    BoostedParameters,
-    ModelWrapper,
-    compiled_in_place,
-    names_of,
-    refuse_backward,
-    require_new,
-    require_trainable,
-    wrappers,
-)
+from runner.booster.wrapper import BoostedParameters, ModelWrapper, checked, no_backward, wrappers
 from runner.clip.functional import register
 from runner.clip.skip import SkipRule
 from runner.parallel.collectives import on_any_rank, raise_first
@@ -110,11 +101,9 @@ class Booster(saved.CheckpointIO):
             ValueError: the model was boosted before, the criterion has parameters, or an optimizer
                 holds a parameter of another module, has stepped already, or would take other steps.
         """
-        model, plugin = compiled_in_place(model), self.plugin
-        alone = isinstance(plugin, SinglePlugin)
-        require_new(model, rewrappable=alone)
-        require_trainable(model, criterion, dense="" if alone else type(plugin).__name__)
-        given, names = dict(model.named_parameters()), names_of(model)
+        plugin, alone = self.plugin, isinstance(self.plugin, SinglePlugin)
+        model, names = checked(model, criterion, "" if alone else type(plugin).__name__)
+        given = dict(model.named_parameters())
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         known = {id(parameter): name for name, parameter in given.items()}
         where = "Give boost (or Trainer) a model that owns it, or leave it out of the optimizer"
@@ -130,13 +119,12 @@ class Booster(saved.CheckpointIO):
             made.layout.leave_unscaled(unscaled)
             wrapper.boosted = BoostedParameters(model, made.renamed, alone)
             options = self.loss_scale, self.nonfinite, copy.deepcopy(self.skip)
-            final = wrapper.boosted.require_final
-            boosted = wrapper.optimizer = OptimizerWrapper(
-                optimizers, made, plugin, *options, final
+            ours = OptimizerWrapper(
+                optimizers, made, plugin, *options, wrapper.boosted.require_final
             )
-            wrapper.watch = boosted.watch
+            boosted, wrapper.optimizer, wrapper.watch = ours, ours, ours.watch
         elif made.sync_grads is not nothing:
-            wrapper.watch = partial(refuse_backward, model)
+            wrapper.watch = partial(no_backward, model)
         if made.pipeline is not None:
             made.pipeline.autocast(self.dtype)
         wrappers[model] = ref(wrapper)

@@ -46,9 +46,8 @@ class WindowLoss:
     or what its method ``loss_items(targets)`` returns. Nothing divides ``reduction="sum"``.
 
     Without a criterion, the loss is the model's ``loss(outputs, batch)``, or a mean in its outputs,
-    as those of transformers have, whose items are the labels that are not ignored (without the
-    first of each sequence where the model shifts them), or what the model's ``loss_items(batch)``
-    returns; otherwise the cross entropy over the last dimension of the outputs.
+    as of transformers, whose items are the labels that are not ignored and not shifted away, or
+    its ``loss_items(batch)``; else the cross entropy over the last dimension of the outputs.
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion | None = None) -> None:
@@ -230,10 +229,7 @@ def _cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def returned_loss(outputs: Any) -> Tensor | None:
-    """Return the loss in the outputs of a model, if there is one: a tensor without dimensions.
-
-    It is the attribute or entry ``loss``, the only such tensor of a tuple, or the output itself.
-    """
+    """Return the loss in outputs: their ``loss``, the only one of a tuple, or the output itself."""
     several = outputs if isinstance(outputs, tuple | list) else [outputs]
     losses: list[Tensor] = [*filter(_is_loss, several)] or [*filter(_is_loss, [_part(outputs)])]
     return losses[0] if len(losses) == 1 else None

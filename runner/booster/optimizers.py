@@ -153,11 +153,7 @@ class BoostedGroups:
         return True
 
     def fold(self, coef: Number) -> bool:
-        """Return whether fused kernels multiply all gradients by ``coef`` as they step.
-
-        This saves a read and a write of all gradients, which hooks before the step have to see
-        clipped.
-        """
+        """Return whether fused kernels multiply all gradients by ``coef``, seen by no hook."""
         fits = isinstance(coef, Tensor) or coef * LARGEST_SCALE >= 1.0
         return (
             fits

@@ -100,7 +100,7 @@ def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def refuse_backward(model: nn.Module, output: Tensor) -> None:
+def no_backward(model: nn.Module, output: Tensor) -> None:
     """Refuse a backward pass into a model that was boosted without an optimizer."""
 
     def refuse(gradient: Tensor) -> None:
@@ -178,28 +178,22 @@ class BoostedParameters:
         self._trained = trained
 
 
-def names_of(model: nn.Module) -> dict[str, str]:
-    """Return each name in the state dict of ``model``, with the first name of its tensor."""
-    first: dict[int, str] = {}
-    named = model.state_dict(keep_vars=True).items()
-    return {name: first.setdefault(id(t), name) for name, t in named if isinstance(t, Tensor)}
+def checked(model: nn.Module, criterion: Any, plugin: str) -> tuple[nn.Module, dict[str, str]]:
+    """Refuse a model that cannot be boosted; ``plugin``: name of one over ranks, else empty.
 
-
-def require_new(model: nn.Module, *, rewrappable: bool) -> None:
-    """Refuse to boost a model twice; ``rewrappable``: unless its wrapper is gone."""
-    if rewrappable and model in wrappers:
+    Returns it, compiled in place where :func:`torch.compile` wrapped it, and each name in its state
+    dict with the first name of its tensor.
+    """
+    model = _compiled_in_place(model)
+    if not plugin and model in wrappers:  # A notebook makes a new Trainer of the same model.
         gc.collect()  # A Trainer and its wrapper refer to each other.
         if wrappers[model]() is None:
-            return
+            del wrappers[model]
     if model in wrappers or isinstance(model, ModelWrapper):
         raise ValueError(
             f"this {type(model).__name__} is boosted already: boost a model once, with all its "
             "optimizers, booster.boost(model, [first, second], ...), or build the model anew"
         )
-
-
-def require_trainable(model: nn.Module, criterion: Any, *, dense: str) -> None:
-    """Refuse complex parameters, a criterion's, and under a plugin ``dense`` sparse gradients."""
     named = dict(model.named_parameters())
     if found := [name for name, parameter in named.items() if parameter.is_complex()]:
         raise TypeError(f"{found[0]} is complex: clipping is defined on real parameters")
@@ -210,15 +204,20 @@ def require_trainable(model: nn.Module, criterion: Any, *, dense: str) -> None:
             f"the criterion has parameters ({first_few(found)}), which are no part of the model: "
             "give them to the model, whose method loss(outputs, batch) may compute the loss"
         )
-    for name, module in model.named_modules() if dense else ():
-        if getattr(module, "sparse", False) is True:
+    for name, module in model.named_modules() if plugin else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
-                f"{name or type(module).__name__} has sparse gradients, which {dense} cannot "
+                f"{name or type(module).__name__} has sparse gradients, which {plugin} cannot "
                 "synchronise: build the layer with sparse=False"
             )
+    first: dict[int, str] = {}
+    tensors = model.state_dict(keep_vars=True).items()
+    return model, {
+        name: first.setdefault(id(t), name) for name, t in tensors if isinstance(t, Tensor)
+    }
 
 
-def compiled_in_place(model: nn.Module) -> nn.Module:
+def _compiled_in_place(model: nn.Module) -> nn.Module:
     """Compile in place what :func:`torch.compile` wrapped, which adds ``_orig_mod.`` to names."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

@@ -73,8 +73,6 @@ LIMITS = {"norm": 0.05, "norm of all": 0.05, "value": 0.004, "adaptive": 0.02, "
 
 
 class Block(nn.Module):
-    """A linear layer and what follows it."""
-
     def __init__(self, before, after):
         super().__init__()
         self.linear, self.then, self.recomputes = nn.Linear(before, after), nn.Tanh(), False
@@ -92,8 +90,6 @@ class Block(nn.Module):
 
 
 class Branches(nn.Module):
-    """One of two layers, by the batch."""
-
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -104,8 +100,6 @@ class Branches(nn.Module):
 
 
 class Turns(nn.Module):
-    """Two layers used in turn, which are sharded each by itself."""
-
     def __init__(self):
         super().__init__()
         self.either, self.turn = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), 0
@@ -187,8 +181,6 @@ INPUTS = {
 
 
 class Learned(nn.Module):
-    """A criterion with a parameter."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.7, dtype=torch.float64))
@@ -198,8 +190,6 @@ class Learned(nn.Module):
 
 
 class Stated:
-    """A mean that divides by something else than samples, with its divisor."""
-
     def __call__(self, outputs, targets):
         return weighted(outputs, targets)
 
@@ -208,8 +198,6 @@ class Stated:
 
 
 class Ignoring(nn.CrossEntropyLoss):
-    """A mean over the targets that are not -100, whose number it states."""
-
     def loss_items(self, targets):
         return float((targets >= 0).sum())
 
@@ -254,35 +242,20 @@ def nothing(*_):
 
 @dataclass(frozen=True)
 class Condition:
-    """What a script does.
+    """What a script does; ``refused`` and ``tolerances`` are for names of plugins."""
 
-    Attributes:
-        build: changes the model before it is boosted, or returns another one.
-        change: called before each step with its number, the model and the optimizer.
-        after: called between the backward pass and clipping.
-        optimizer: makes the optimizer, or a list of several.
-        criterion: the loss.
-        passes: calls the backward passes of (model, inputs, targets, share of the loss, backward).
-        refused: for names of plugins a pattern of the message.
-        tolerances: for names of plugins the largest error of a weight, and the largest relative
-            error of a norm; 1e-12 for others.
-        mode: clipping mode; in turn by default.
-        steps: number of optimizer steps.
-        options: further settings; ``chunks``: what the model does depends on the samples of each
-            microbatch of a pipeline.
-    """
-
-    build: Any = nothing
-    change: Any = nothing
-    after: Any = nothing
-    optimizer: Any = sgd
+    build: Any = nothing  # changes the model before it is boosted, or returns another one
+    change: Any = nothing  # called before each step with its number, the model and the optimizer
+    after: Any = nothing  # called between the backward pass and clipping
+    optimizer: Any = sgd  # makes the optimizer, or a list of several
     criterion: Any = mean_square
-    passes: Any = None
-    refused: dict[tuple[str, ...], str] = field(default_factory=dict)
+    passes: Any = None  # backward passes of (model, inputs, targets, share of the loss, backward)
+    refused: dict[tuple[str, ...], str] = field(default_factory=dict)  # pattern of the message
+    # Largest error of a weight, and relative one of a norm; 1e-12 for others.
     tolerances: dict[tuple[str, ...], float] = field(default_factory=dict)
-    mode: str = ""
+    mode: str = ""  # in turn by default
     steps: int = 6
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # chunks: it matters how a pipeline splits a batch
 
     def message(self, name):
         """The pattern of the refusal under a plugin; None if it is not refused."""

@@ -1,12 +1,11 @@
 """A small network for tests that compare a loop of one's own under a plugin with plain PyTorch."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner.booster import Booster, Plugin, SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
+from runner.booster import Plugin, SinglePlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
@@ -61,20 +60,3 @@ def clip(model: nn.Module, max_norm: float) -> float:
 def part(plugin: Plugin, whole: Tensor) -> Tensor:
     """The samples of a batch that this rank reads."""
     return whole.chunk(plugin.data_size)[plugin.data_rank]
-
-
-def backward(
-    booster: Booster, model: Any, optimizer: Any, step: int, dtype: torch.dtype = torch.float64
-) -> None:
-    """Forward and backward pass of this rank's part of a batch."""
-    inputs, targets = (part(booster.plugin, whole).to(dtype) for whole in batch(step))
-    if model.pipeline is not None:
-        booster.execute_pipeline(iter([(inputs, targets)]), model, mean_square, optimizer)
-    else:
-        booster.backward(mean_square(model(inputs), targets), optimizer)
-
-
-def off(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor, by L2 norms."""
-    assert got.keys() == wanted.keys()
-    return max(float((got[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)

@@ -250,22 +250,33 @@ def by_trainer(plugin, cases):
     return found
 
 
-def compare(plugin, kinds, tolerance=1e-9):
-    ranks, turn = PLUGINS[plugin].ranks, [*PLUGINS].index(plugin)
-    cases = [(kind, (1, 3)[(turn + number) % 2]) for number, kind in enumerate(kinds)]
-    everywhere = (
-        run_ranks(by_trainer, ranks, plugin, cases) if ranks > 1 else [by_trainer(plugin, cases)]
-    )
+def cases(plugin, kinds):
+    """Kinds of batches, each in one or in three microbatches."""
+    turn = [*PLUGINS].index(plugin)
+    return [(kind, (1, 3)[(turn + number) % 2]) for number, kind in enumerate(kinds)]
+
+
+def by_trainers(asked):
+    return {plugin: by_trainer(plugin, cases(plugin, kinds)) for plugin, kinds in asked.items()}
+
+
+def everywhere(ranks, asked):
+    """What all ranks find; they import what they need once for all plugins."""
+    here = {name: kinds for name, kinds in asked.items() if PLUGINS[name].ranks == ranks}
+    return run_ranks(by_trainers, ranks, here, timeout=380) if ranks > 1 else [by_trainers(here)]
+
+
+def compare(plugin, kinds, found, tolerance=1e-9):
     near = partial(pytest.approx, rel=tolerance)
-    for number, (kind, _) in enumerate(cases):
+    for number, kind in enumerate(kinds):
         wanted, steps, loss, accuracy = reference(kind, "moe" if plugin == "moe" else "single")
-        weights, _ = everywhere[0][number]
+        weights, _ = found[0][plugin][number]
         for name, tensor in wanted.items():
             torch.testing.assert_close(
                 weights[name], tensor.detach(), rtol=tolerance, atol=tolerance / 100, msg=kind
             )
-        for results in everywhere:
-            rows = results[number][1]
+        for results in found:
+            rows = results[plugin][number][1]
             assert len(rows) == STEPS
             for row, (step_loss, norm, clipped) in zip(rows, steps, strict=True):
                 assert row["train/loss"] == near(step_loss), kind
@@ -275,18 +286,29 @@ def compare(plugin, kinds, tolerance=1e-9):
             assert accuracy is None or rows[-1]["eval/accuracy"] == accuracy, kind
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_steps_with_any_loss_are_those_of_torch(plugin):
-    """All under one plugin of each kind of loop; two under others, which change no loss."""
-    first = [*PLUGINS].index(plugin) % 4
-    whole = plugin in ("single", "ddp", "pipeline")
-    compare(plugin, CRITERIA if whole else [*CRITERIA][first : first + 2])
+ALL = tuple(CRITERIA)
+ASKED = {plugin: ALL[at % 4 : at % 4 + 2] for at, plugin in enumerate(PLUGINS)}
+ASKED |= dict.fromkeys(("single", "ddp", "pipeline"), ALL)
+"""All losses under one plugin of each kind of loop; two under others, which change no loss."""
 
 
-@pytest.mark.parametrize("plugin", ["single", "ddp", "fsdp"])
-def test_steps_on_batches_of_any_structure_are_those_of_torch(plugin):
-    compare(plugin, STRUCTURES)
-    if plugin != "fsdp":
-        pytest.importorskip("transformers")
-        # Their causal loss is computed in float32.
-        compare(plugin, ("bert_tags", "gpt2"), 1e-5)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_steps_with_any_loss_are_those_of_torch(ranks):
+    found = everywhere(ranks, ASKED)
+    for plugin in found[0]:
+        compare(plugin, ASKED[plugin], found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_on_batches_of_any_structure_are_those_of_torch(ranks):
+    found = everywhere(ranks, dict.fromkeys(("single", "ddp", "fsdp"), STRUCTURES))
+    for plugin in found[0]:
+        compare(plugin, STRUCTURES, found)
+
+
+@pytest.mark.parametrize("plugin", ["single", "ddp"])
+def test_steps_of_transformers_are_those_of_torch(plugin):
+    pytest.importorskip("transformers")
+    kinds = ("bert_tags", "gpt2")
+    # Their causal loss is computed in float32.
+    compare(plugin, kinds, everywhere(PLUGINS[plugin].ranks, {plugin: kinds}), 1e-5)

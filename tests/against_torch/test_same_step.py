@@ -7,7 +7,7 @@ on all ranks with each other, bit for bit.
 
 import re
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from math import isfinite
 
@@ -260,13 +260,21 @@ def exact_muon():
         torch.Tensor.bfloat16 = before
 
 
-def table(name):
+def table(*names):
     found = {}
-    for title in CONDITIONS if name in PLUGINS else SOME:
-        torch._dynamo.reset()
-        with exact_muon():
-            found[title] = same_step(name, title)
+    for name in names:
+        for title in CONDITIONS if name in PLUGINS else SOME:
+            torch._dynamo.reset()
+            with exact_muon():
+                found[name, title] = same_step(name, title)
     return found
+
+
+@cache
+def tables(*names):
+    """The tables of all ranks, which have imported what they need once for all plugins."""
+    ranks = KINDS[names[0]].ranks
+    return run_ranks(table, ranks, *names, timeout=380) if ranks > 1 else [table(*names)]
 
 
 def compare(name, title, results):
@@ -296,12 +304,13 @@ def compare(name, title, results):
     return off
 
 
+@pytest.mark.xdist_group("same step")
 @pytest.mark.parametrize(
     "name", [n if n in PLUGINS else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
 )
 def test_each_condition_is_right_or_refused(name):
-    ranks = run_ranks(table, KINDS[name].ranks, name) if KINDS[name].ranks > 1 else [table(name)]
-    wrong = [
-        each for title in ranks[0] for each in compare(name, title, [rank[title] for rank in ranks])
-    ]
+    like = [n for n in PLUGINS if KINDS[n].ranks == KINDS[name].ranks]
+    ranks, wrong = tables(*(like if name in like else [name])), []
+    for title in CONDITIONS if name in PLUGINS else SOME:
+        wrong += compare(name, title, [rank[name, title] for rank in ranks])
     assert not wrong, "\n".join(wrong)

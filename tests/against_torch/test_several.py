@@ -9,12 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from runner import GradientClipping, Trainer
 from runner.booster import Booster, SinglePlugin
-from runner.booster.plugin import (
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
+from runner.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from runner.data.dataset import TensorPairs
 from tests.against_torch.plain import clip
 from tests.ranks import run_ranks
@@ -106,16 +101,3 @@ def test_a_criterion_that_holds_the_model():
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"the criterion has parameters \(scale\)"):
         Booster().boost(model, None, Penalty(model, scale=nn.Parameter(torch.ones(1))))
-
-
-def refusals():
-    """What is said of options and calls that cannot be right, on this rank."""
-    for make in (TorchDDPPlugin, TorchFSDPPlugin, LowLevelZeroPlugin, HybridParallelPlugin):
-        model, booster = network(), Booster(plugin=make())
-        booster.boost(model, SGD(model.parameters(), lr=1.0))
-        with pytest.raises(ValueError, match=r"boosted already: .*\[first, second\]"):
-            booster.boost(model, SGD(model.parameters(), lr=1.0))
-
-
-def test_what_plugins_refuse():
-    run_ranks(refusals, 2)

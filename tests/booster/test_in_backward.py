@@ -241,8 +241,6 @@ def test_what_a_script_asks_for_is_refused_with_the_reason():
     for options, words in (
         ({"mode": "norm"}, "needs the whole gradient"),
         ({"nonfinite": "skip"}, "cannot be taken back"),
-        ({"nonfinite": "ignore"}, "clip.nonfinite"),
-        ({"mixed_precision": "fp16"}, "overflow"),
         ({"skip": SkipRule()}, "spike"),
         ({"optimizer": lambda net: torch.optim.LBFGS(net.parameters())}, "LBFGS cannot step"),
     ):

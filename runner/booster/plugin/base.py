@@ -38,14 +38,13 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """How a model lies on ranks, and what an optimizer step does for it.
+    """How a model lies on ranks, and what an optimizer step does for it, on every rank.
 
     Attributes:
         layout: placement of the gradients.
-        sync_grads: makes gradients final; called on every rank, once per step, before they are
-            read.
+        sync_grads: makes gradients final, once per step, before they are read.
         broadcast_params: brings new parameters to all ranks that use them, or frees stale unsharded
-            copies; called on every rank after the optimizer has stepped.
+            copies, after the optimizer has stepped.
         steps: ids of the parameters that the optimizer of this rank steps; None for all.
         pipeline: runs batches, if the model is split into stages.
         renamed: name in the whole model of each parameter that has another name on this rank.
@@ -143,16 +142,14 @@ class Plugin(ABC):
         global batch size.
 
         Args:
-            dataset: map-style data set; one with ``__getitems__`` is read a batch at a time. An
-                :class:`~torch.utils.data.IterableDataset` has its own order (it cannot be
-                shuffled), and is divided over ranks and workers, see :mod:`runner.data.stream`.
+            dataset: map-style data set, or a stream (:class:`~torch.utils.data.IterableDataset`),
+                which has its own order, and is divided as :mod:`runner.data.stream` describes.
             batch_size: number of samples of one microbatch on one data-parallel rank.
             shuffle: whether to permute the samples in each epoch.
             seed: seed of the permutation.
             drop_last: whether to leave out a last microbatch that is not full.
             num_workers: number of worker processes, which live on from epoch to epoch.
-            kwargs: further arguments of :class:`torch.utils.data.DataLoader`. ``pin_memory`` is on
-                by default in a process that uses a GPU.
+            kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
         """
         kwargs.setdefault("collate_fn", collate_pairs)
         kwargs.setdefault("pin_memory", torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

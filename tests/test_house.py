@@ -23,7 +23,7 @@ LINES = {
     ("sweep",): 577,
     ("telemetry",): 1309,
     ("train",): 2012,
-    ("booster",): 2692,
+    ("booster",): 2664,
     ("parallel",): 2065,
     ("checkpoint",): 497,
     ("clip",): 3259,

@@ -13,17 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, transfer
-from runner.clip.norms import (
-    OVERFLOWS,
-    SMALL,
-    VANISHES,
-    combine,
-    flatten,
-    gathered,
-    power_sum,
-    powers_of,
-)
+from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, norms, transfer
+from runner.clip.norms import combine, powers_of
 from runner.config.modes import Value
 
 # Elements that a CPU compares together: they stay in a cache from one look to the next.
@@ -49,9 +40,12 @@ class Elements:
             most, square = squares.amax().sqrt(), (bound * bound).item()
             above, power = 0, squares.sum().item()
             clamped = power
-            if not (VANISHES < power < OVERFLOWS and square > VANISHES):
+            if not (norms.VANISHES < power < norms.OVERFLOWS and square > norms.VANISHES):
                 above, most = int((flat.abs() > bound).sum()), flat.abs().amax()
-                power, clamped = power_sum([flat]), power_sum([flat.clamp(-limit, limit)])
+                power, clamped = (
+                    norms.power_sum([flat]),
+                    norms.power_sum([flat.clamp(-limit, limit)]),
+                )
             elif most > bound:
                 # Numbers that differ have squares that differ, so counting these is exact.
                 clamped = squares.clamp(max=square).sum().item()
@@ -112,12 +106,12 @@ def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
     """
     small: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for shard, gradient in zip(*layout.gradients(), strict=True):
-        if gradient.numel() > SMALL:
-            for part in torch.split(flatten(gradient), BLOCK):
+        if gradient.numel() > norms.SMALL:
+            for part in torch.split(norms.flatten(gradient), BLOCK):
                 yield part, shard.num_replicas, [gradient]
         else:
             small.setdefault((shard.num_replicas, gradient.dtype), []).append(gradient)
     for (replicas, _), gradients in small.items():
         for first in range(0, len(gradients), 100):
             some = gradients[first : first + 100]
-            yield gathered(some), replicas, some
+            yield norms.gathered(some), replicas, some

@@ -69,9 +69,7 @@ class NestedMode(ClipMode):
         norm: Number,
         after: Number,
         decisions: Mapping[str, Decision],
-        *,
-        coef: Number | None = None,
-        scales: Tensor | None = None,
+        by: Number | None = None,  # a coefficient, or one for each parameter
         fraction: Number | None = None,
     ) -> Decision:
         """Return the decision that the modes come to, by their names; that of one is its own."""
@@ -81,6 +79,8 @@ class NestedMode(ClipMode):
         )
         if len(inner) == 1:
             return replace(*decisions.values(), inner=inner)
+        scales = by if isinstance(by, Tensor) and by.ndim else None
+        coef = by if scales is None else None
         clipped = combine([one.clipped for one in decisions.values()], math.inf)
         if not isinstance(norm, Tensor) and clipped == 0.0:
             # The same number twice, not a quotient of two that were rounded differently.
@@ -182,11 +182,8 @@ class ChainClip(Chain, NestedMode):
             decisions, factor = self._decide(layout, stats, decisions)
 
     def _whole(self, decisions: Sequence[Decision], factor: Any) -> Decision:
-        norms = decisions[0].norm, decisions[-1].norm_clipped
         named = dict(zip(self.modes, decisions, strict=True))
-        if isinstance(factor, Tensor) and factor.ndim:
-            return self.together(*norms, named, scales=factor)
-        return self.together(*norms, named, coef=factor)
+        return self.together(decisions[0].norm, decisions[-1].norm_clipped, named, factor)
 
 
 class _Group(NamedTuple):
@@ -283,7 +280,7 @@ class GroupsClip(ByGroups, NestedMode):
         after = combine_norms([own.norm_clipped for own in decisions], self.norm_type)
         clipping = [named[g.name].clipped for g in self._bound if g.mode.info.clips is not None]
         share = sum(clipping, 0.0) / max(len(clipping), 1)
-        return self.together(norm, after, named, scales=scales, fraction=share)
+        return self.together(norm, after, named, scales, share)
 
 
 @dataclass(eq=False)

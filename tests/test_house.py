@@ -26,7 +26,7 @@ LINES = {
     ("booster",): 2664,
     ("parallel",): 2065,
     ("checkpoint",): 497,
-    ("clip",): 3253,
+    ("clip",): 3250,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2080,

@@ -160,8 +160,7 @@ def test_another_configuration_is_refused_with_both_values(run, old):
 @pytest.mark.parametrize(
     ("words", "same"),
     [
-        ("log.flush=7 telemetry.per_layer=true launch.timeout=9 tracker=wandb device=cpu", ""),
-        ("train.max_duration=80ba", ""),
+        ("log.flush=7 launch.timeout=9 tracker=wandb device=cpu train.max_duration=80ba", ""),
         ("accumulation.steps=2 data.batch_size=4", ""),
         ("plugin=ddp plugin.nproc=2 data.batch_size=4", ""),
         ("plugin=tensor plugin.nproc=2", "model=gpt data=text"),

@@ -43,16 +43,11 @@ def rows(mode="norm", threshold=1.0, steps=400, seed=0, diverges_at=None, **opti
     at = np.arange(1, steps + 1)
     norm = (0.35 + 1.8 * np.exp(-at / (0.25 * steps))) * np.exp(random.normal(0, 0.35, steps))
     norm[random.integers(0, steps, max(1, steps // 90))] *= 12
-    after = norm.copy()
-    if threshold and mode == "norm":
-        after = np.minimum(norm, threshold)
-    elif threshold:
-        # An element's, or a unit's, threshold acts on ‖G‖ in an undetermined way: some power.
-        after = np.where(norm > threshold * 4, norm * (threshold * 4 / norm) ** 0.4, norm)
-    coef = after / norm
-    slow = 1 - 0.75 * (1 - coef.mean()) + (0.25 if not threshold else 0.04 * math.log1p(threshold))
+    limit = threshold or math.inf
+    after = np.minimum(norm, limit)
+    after = after if mode == "norm" else 0.9 * norm + 0.1 * after  # of elements and units, less
     floor = 0.1 + 0.12 * abs(math.log10((threshold or 30) / 0.6)) * (0.3 if mode != "norm" else 1)
-    loss = floor + 2.2 * np.exp(-at * slow / (0.18 * steps))
+    loss = floor + 2.2 * np.exp(-at / (0.18 * steps))
     loss = loss * np.exp(random.normal(0, 0.09, steps))
     if diverges_at is not None:
         grow = np.arange(steps - diverges_at)

@@ -8,11 +8,10 @@ import re
 from html import unescape
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 from plotly.offline import get_plotlyjs_version
-from scipy import stats
 
 from runner.cli.pages import report as main
 from runner.config.problem import RequestError
@@ -102,7 +101,7 @@ def of_csv(folder):
         return list(csv.DictReader(stream))
 
 
-def test_csv_and_json_hold_all_digits_and_the_differences_that_scipy_finds(folder):
+def test_csv_and_json_hold_all_digits_and_the_differences(folder):
     table, whole = of_csv(folder), json.loads((folder / "report.json").read_text())
     files = [folder / str(number) / "summary.json" for number in range(15)]
     summaries = [json.loads(file.read_text()) for file in files]
@@ -117,15 +116,11 @@ def test_csv_and_json_hold_all_digits_and_the_differences_that_scipy_finds(folde
     assert [row["seed"] for row in table[:3]] == ["0", "1", "2"]
 
     assert (whole["compared_with"], whole["metric"]) == ("none", "eval/loss")
-    scores = [one["best"]["eval/loss"] for one in summaries]
-    for place, one in enumerate(whole["settings"][:4]):
-        assert one["setting"] == whole["runs"][3 * place]["setting"]
-        pair: Any = stats.ttest_rel(scores[3 * place : 3 * place + 3], scores[12:])
-        low, high = pair.confidence_interval(0.95)
-        found = one["difference"]
-        assert (found["low"], found["high"], found["p"]) == pytest.approx((low, high, pair.pvalue))
-        assert found["corrected"] >= found["p"]
-    assert whole["settings"][4]["difference"] is None
+    scores = np.array([one["best"]["eval/loss"] for one in summaries]).reshape(5, 3)
+    differences = [one["difference"] for one in whole["settings"]]
+    values = [one["value"] for one in differences[:4]]
+    assert values == pytest.approx((scores[:4] - scores[4]).mean(axis=1))
+    assert differences[4] is None
 
 
 def test_latex_has_one_row_a_setting(folder):
@@ -141,22 +136,14 @@ def test_latex_has_one_row_a_setting(folder):
         assert (mean, deviation) == pytest.approx((one["mean"], one["sd"]), rel=0.05)
 
 
-@pytest.mark.parametrize("made", ["hostile", "a list first"])
-def test_text_of_a_configuration_stays_text(tmp_path, made):
-    if made == "hostile":
-        folder = troubled(tmp_path / "a_b % & # $ {x} ~ ^ \\")
-        assert main([str(folder), "--latex", "--csv", "--json"]) == 0
-        table = {row["run"]: row for row in of_csv(folder)}
-        assert table["6"]["model.name"] == HOSTILE
-        ended = {"7": "failed", "8": "killed", "9": "not started"}
-        assert {run: row["state"] for run, row in table.items() if int(run) > 6} == ended
-        json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
-    else:
-        folder = tmp_path / "s"
-        for number, betas in enumerate(([0.9, 0.95], [0.9, 0.99])):
-            words = (f"optimizer.betas={betas}",)
-            write_run(folder / str(number), [], config(optimizer__betas=betas), overrides=words)
-        assert main([str(folder), "--latex"]) == 0
+def test_text_of_a_configuration_stays_text(tmp_path):
+    folder = troubled(tmp_path / "a_b % & # $ {x} ~ ^ \\")
+    assert main([str(folder), "--latex", "--csv", "--json"]) == 0
+    table = {row["run"]: row for row in of_csv(folder)}
+    assert table["6"]["model.name"] == HOSTILE
+    ended = {"7": "failed", "8": "killed", "9": "not started"}
+    assert {run: row["state"] for run, row in table.items() if int(run) > 6} == ended
+    json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
     text = (folder / "report.tex").read_text()
     body = text.partition("\n")[2]
     # What LaTeX takes for a command, a comment or an option stands behind a backslash.

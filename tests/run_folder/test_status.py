@@ -89,14 +89,11 @@ def test_a_reader_never_sees_half_a_file_and_a_failed_write_keeps_the_old_one(tm
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("eval/loss", 0.2), ("grad/norm", 3.0), ("steps", 9.0), ("nothing", None), ("lost", math.inf)],
-)
-def test_an_objective_is_the_best_where_there_is_one(key, value):
+def test_an_objective_is_the_best_where_there_is_one():
     final = {"eval/loss": 0.4, "grad/norm": 3.0, "lost": "Infinity"}
     summary = {"best": {"eval/loss": 0.2}, "final": final, "steps": 9}
-    assert module.objective_of(summary, key) == value
+    values = {"eval/loss": 0.2, "grad/norm": 3.0, "steps": 9.0, "no": None, "lost": math.inf}
+    assert {key: module.objective_of(summary, key) for key in values} == values
 
 
 def test_a_record_is_not_written_over(tmp_path):
@@ -160,10 +157,8 @@ def test_a_record_reads_back_and_is_changed_as_a_whole(record, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "place"),
     [
-        ('"runs": [', '"runs": [1, ', "runs.0"),
         ('"number": 0', '"number": -1', "runs.0.number"),
         ('"folder": "0"', '"folder": "../0"', "runs.0.folder"),
-        ('"objective": "Infinity"', '"objective": "low"', "runs.0.objective"),
         ('"number"', '"colour"', "runs.0.number"),
         ("{", "", "sweep.json"),
     ],

@@ -20,10 +20,7 @@ PLAIN = ["-m", "plugin=single,ddp", "clip=norm", "clip.threshold=0.1,1", *SIX]
 
 
 class Net(DigitsCNN):
-    """Does what the file with its number says: ``raise``, ``kill``, ``nan``, or ``meet``.
-
-    Runs that meet wait for each other before their first step; ``kill`` is in the eighth.
-    """
+    """Does what the file with its number says: ``raise``, ``kill``, ``nan``, or ``meet``."""
 
     def __init__(self, marks: str, number: int, **options: int) -> None:
         super().__init__(**{"num_classes": 10, "width": 32} | options)

@@ -66,9 +66,6 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
             theirs = load_file(file)
             assert ours.keys() == theirs.keys()
             assert all(ours[key].equal(theirs[key]) for key in theirs)
-        first = json.loads((sweep / str(number) / "metrics.jsonl").read_text().splitlines()[0])
-        assert first["train/step"] == 7
-        assert first["throughput/samples_per_s"] == pytest.approx(16 / first["time/step_s"])
         summary = json.loads((sweep / str(number) / "summary.json").read_text())
         clipped = [row["clip/clipped"] for row in wanted]
         assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / len(clipped))
@@ -84,13 +81,10 @@ def test_a_branch_is_a_run_of_its_own_and_says_what_it_cannot_change(outputs, pa
     run("-m", f"resume={parent}@4", "clip=value,adaptive", "clip.threshold=1")
     run("-m", "clip.threshold=1,0.5")
     assert len([*(outputs / "sweeps").iterdir()]) == 3
-    for words, expected in {
-        "data.batch_size=8": ["data.batch_size=8", "is 16 in the checkpoint", "a branch changes"],
-        "seed=3": ["seed=3", "a branch changes keys of clip and optimizer alone"],
-    }.items():
-        run(f"resume={parent}@6", *words.split(), code=2)
-        printed = capsys.readouterr().err
-        assert all(part in printed for part in expected), printed
+    run(f"resume={parent}@6", "data.batch_size=8", "seed=3", code=2)
+    printed = capsys.readouterr().err
+    parts = ("data.batch_size=8", "is 16 in the checkpoint", "seed=3", "a branch changes keys of")
+    assert all(part in printed for part in parts), printed
     run(f"resume={parent}@5", code=2)
     assert "has no checkpoint 5  (there are: 2, 4, 6, 8" in capsys.readouterr().err
     run(f"resume={parent}@6", "optimizer.lr=0.01")

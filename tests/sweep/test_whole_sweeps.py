@@ -43,9 +43,8 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
         assert run["config_hash"] == read(folder)["config_hash"]
         (file,) = folder.glob("wandb/offline-run-*/*.wandb")
         assert inspected(file)["run"][0]["run_group"] == "mine"
-    for one, two in ((0, 2), (1, 3)):  # under both plugins
-        losses = [record["runs"][number]["objective"] for number in (one, two)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    losses = [run["objective"] for run in record["runs"]]
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-3)  # under both plugins
     page = (plain.folder / "report.html").stat()
     assert page.st_size > 10_000
     again, err = plain(*plain.words, before=("-c", WITHOUT_TORCH))
@@ -145,19 +144,9 @@ def test_a_search_learns_from_runs_that_went_well(command):
     assert begun(err) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("hydra/launcher=ray", ["hydra/launcher=ray", "joblib"]),
-        ("hydra/launcher=joblib hydra.launcher.n_job=2", ["hydra.launcher.n_job='2'"]),
-        ("hydra/launcher=submitit_slurm", ["hydra/launcher=submitit_slurm", "no sbatch here"]),
-    ],
-)
-def test_a_wrong_launcher_is_refused(outputs, tmp_path, monkeypatch, capsys, words, expected):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+def test_a_wrong_launcher_is_refused(outputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["-m", "seed=1,2", *words.split()]) == 2
-    printed = capsys.readouterr().err
-    assert all(part in printed for part in expected), printed
+    for name, expected in (("ray", "joblib"), ("submitit_slurm", "no sbatch here")):
+        assert main(["-m", "seed=1,2", f"hydra/launcher={name}"]) == 2
+        assert expected in capsys.readouterr().err
     assert not outputs.exists()

@@ -13,7 +13,7 @@ import torch
 
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
-from tests.checkpoint.test_saver import trainer, weights
+from tests.checkpoint.test_saver import half, trainer, weights
 
 
 def write(folder, step, content="x" * 100, **about):
@@ -187,9 +187,13 @@ def test_a_state_of_something_else_is_refused(checkpoint, other):
     assert "no state of a training" in refused(checkpoint)
 
 
-def test_tensors_of_another_program_or_shape_are_refused(checkpoint):
-    other = trainer(2, width=9)
-    assert "shape [8, 6] where it is stored, but [9, 6]" in refused(checkpoint, ValueError, other)
+def test_another_model_optimizer_or_program_is_refused(checkpoint):
+    for options, message in (
+        ({"width": 9}, "shape [8, 6] where it is stored, but [9, 6]"),
+        ({"kind": torch.optim.SGD}, "the state is that of AdamW, not of SGD"),
+        ({"schedule": half}, "that of 0 schedulers, this run has 1"),
+    ):
+        assert message in refused(checkpoint, ValueError, trainer(2, **options))
     [shard] = checkpoint.glob("*.safetensors")
     safetensors.torch.save_file({"transformer.h.0.attn": torch.ones(3)}, shard)
     sign(checkpoint)

@@ -277,24 +277,3 @@ def test_settings_that_are_kept_are_those_of_the_trainer(tmp_path):
     later.load(path, keep=["weight_decay"])
     assert later.optimizer.param_groups[0]["weight_decay"] == 0.7
     assert later.optimizer.param_groups[0]["lr"] == 0.05
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": torch.optim.SGD}, "the state is that of AdamW, not of SGD"),
-        ({"schedule": half}, "that of 0 schedulers, this run has 1"),
-    ],
-)
-def test_another_optimizer_or_schedule_is_refused_before_anything_is_loaded(
-    tmp_path, options, message
-):
-    first = trainer(7)
-    first.fit()
-    path = first.save(tmp_path)
-    other = trainer(**options)
-    before = weights(other)
-    with pytest.raises(ValueError, match=message):
-        other.load(path)
-    assert not any(each.state for each in other.optimizer.optimizers)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(other).items())

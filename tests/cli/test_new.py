@@ -41,9 +41,8 @@ def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_tes
     assert (found["final"]["eval/accuracy"] > 0.9, found["world_size"]) == (True, 2)
     assert 0 < found["clip/ratio_total"] < 1
     page = (summary.parent / "report.html").read_text()
-    assert unescape(re.findall(r"<pre>(python -m [^<]*)</pre>", page)[0]) == shlex.join(
-        [*words, *more]
-    )
+    again = [*words[:4], str(folder / "conf"), *words[5:], *more]
+    assert unescape(re.findall(r"<pre>(python -m [^<]*)</pre>", page)[0]) == shlex.join(again)
     # An evaluation takes options of the folder too.
     asked = ["evaluate", str(summary.parent), "data=demo", "data.batch_size=4", "plugin=single"]
     done = python("-m", "runner", *asked, "--config-dir", "conf", cwd=folder, env=environment)

@@ -22,7 +22,7 @@ LINES = {
     ("launch",): 1100,
     ("sweep",): 577,
     ("telemetry",): 1309,
-    ("train",): 2012,
+    ("train",): 2013,
     ("booster",): 2664,
     ("parallel",): 2065,
     ("checkpoint",): 497,
@@ -60,9 +60,9 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 26_400
-    assert len([*HOUSE.rglob("*.py")]) <= 155
-    assert lines((ROOT / "tests").rglob("*.py")) <= 21_600
+    assert lines(HOUSE.rglob("*.py")) <= 23_800
+    assert len([*HOUSE.rglob("*.py")]) <= 140
+    assert lines((ROOT / "tests").rglob("*.py")) <= 20_650
     assert lines([ROOT / "README.md"]) <= 300
 
 
@@ -108,7 +108,7 @@ def test_no_room_has_a_circle_and_few_arrows_lead_between_rooms():
             rooms = {other.split(".")[1] for other in found if "." in other}
             arrows |= {(room, other) for other in rooms - {room}}
         [*TopologicalSorter(needs).static_order()]  # raises CycleError
-    assert len(arrows) <= 61
+    assert len(arrows) <= 60
 
 
 class Seen(NormClip):

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from runner.booster import SinglePlugin
 from runner.booster.batch import BatchError, mapped, targets_of
@@ -40,7 +41,6 @@ from runner.config.schema import RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
-from runner.parallel.hooks import held_tensors
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build
@@ -255,7 +255,8 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> Ite
         yield Problem(*place, str(error))
     except Exception as error:
         if not _about_meta(error):
-            shapes = [leaf.shape[1:] for leaf in held_tensors(samples) if leaf.ndim]
+            parts = [part for part in tree_leaves(samples) if isinstance(part, Tensor)]
+            shapes = [part.shape[1:] for part in parts if part.ndim]
             given = ", ".join(f"[{', '.join(['B', *map(str, shape)])}]" for shape in shapes)
             message = f"does not take a sample of {config.data.target} ({given}): "
             yield Problem(*place, message + _first_line(error))

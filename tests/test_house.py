@@ -23,8 +23,8 @@ LINES = {
     ("sweep",): 577,
     ("telemetry",): 1309,
     ("train",): 2013,
-    ("booster",): 2664,
-    ("parallel",): 2065,
+    ("booster",): 2690,
+    ("parallel",): 2070,
     ("checkpoint",): 497,
     ("clip",): 3250,
     ("optim",): 259,
@@ -60,9 +60,9 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_800
+    assert lines(HOUSE.rglob("*.py")) <= 23_950
     assert len([*HOUSE.rglob("*.py")]) <= 140
-    assert lines((ROOT / "tests").rglob("*.py")) <= 20_650
+    assert lines((ROOT / "tests").rglob("*.py")) <= 20_850
     assert lines([ROOT / "README.md"]) <= 300
 
 

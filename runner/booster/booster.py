@@ -181,8 +181,10 @@ class Booster(saved.CheckpointIO):
         if known is None or known[0] is not criterion:  # kept, so that it is checked only once
             known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
         window, batch = known[1], next(data_iter)
-        count = window.items(batch).items
-        weight, outputs = 1.0 / window.divisor(count), None
+        total, weight, outputs = torch.zeros(()), 1.0, None
+        if optimizer is not None or (return_loss and pipeline.last):
+            count = window.items(batch).items
+            weight = 1.0 / window.divisor(count)
         if optimizer is not None:
             kept: list[Tensor] | None = [] if return_outputs else None
             pair = batch, batch
@@ -190,7 +192,7 @@ class Booster(saved.CheckpointIO):
             outputs = kept[0] if kept else None
         else:
             outputs = pipeline.evaluate(window.call(batch).only_tensor())
-            if outputs is not None:
+            if outputs is not None and return_loss:
                 total = window.sum(outputs, batch, count)
         return {
             "loss": total * weight if return_loss and pipeline.last else None,

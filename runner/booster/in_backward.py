@@ -34,7 +34,8 @@ class InBackward:
         each: bool,
     ) -> None:
         self.mode, self.steps, self._each = mode, steps, each
-        self._layout, self._optimizers, self._order = order.layout, optimizers, order
+        self._layout, self._optimizers = order.layout, optimizers
+        self._order = ref(order)  # ``order`` owns this object, and both end with it
         self._names = {id(shard.param): shard.name for shard in order.layout.shards}
         self._parts: dict[str, tuple[Layout, ClipMode]] = {}
         self.powers: Powers | None = None  # of the step that was finished last
@@ -53,8 +54,8 @@ class InBackward:
         weak = ref(self)  # A hook lives as long as its parameter.
 
         def final(parameter: Tensor) -> None:
-            found = weak()
-            if found is not None and not found._order.accumulating:
+            order = None if (found := weak()) is None else found._order()
+            if found is not None and order is not None and not order.accumulating:
                 found.clip(parameter)
 
         return final

@@ -28,8 +28,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 _SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 _SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_LOGITS: tuple[Any, ...] = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
-_LOGITS += (functional.binary_cross_entropy_with_logits,)
+_LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
 
 
 class Count(NamedTuple):
@@ -132,6 +131,7 @@ class WindowLoss:
             numbers = [one for one in held_tensors(outputs) if one.is_floating_point()]
             # A mean over no items is NaN, and so would be its gradient.
             rest = [one for one in numbers if one is not own] or numbers
+            assert rest, "the model returned no tensor"
             return torch.stack([one.sum() * 0.0 for one in rest]).sum()
         if own is not None:
             return own * items
@@ -185,10 +185,12 @@ class WindowLoss:
             return True
         sums: list[float] = []
         try:
+            probe = copy.copy(self)
+            probe._criterion = copy.deepcopy(self._criterion)  # so that its buffers do not change
             with torch.no_grad():
                 for at in (slice(None), slice(1), slice(1, None)):
                     part = mapped(batch, itemgetter(at))
-                    sums.append(float(self.sum(outputs[at], part, self.items(part).items)))
+                    sums.append(float(probe.sum(outputs[at], part, self.items(part).items)))
         except Exception:
             return True  # The criterion does not take a part of a batch.
         off, rounding = abs(sums[1] + sums[2] - sums[0]), torch.finfo(outputs.dtype).eps ** 0.5
@@ -203,11 +205,11 @@ def _option(criterion: Any, name: str, default: Any) -> Any:
 
 def _binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
     """Return what a criterion compares with labels of 0 and 1, if it does."""
-    kind = criterion.func if isinstance(criterion, partial) else criterion
-    kind = type(kind) if isinstance(kind, nn.Module) else kind
-    if kind in (nn.BCELoss, functional.binary_cross_entropy):
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    if isinstance(criterion, nn.BCELoss) or function is functional.binary_cross_entropy:
         return "probabilities"
-    return "logits" if kind in _LOGITS else None
+    logits = isinstance(criterion, _LOGITS)
+    return "logits" if logits or function is functional.binary_cross_entropy_with_logits else None
 
 
 def _summed(criterion: Any) -> Criterion | None:
@@ -231,8 +233,10 @@ def _cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
 def returned_loss(outputs: Any) -> Tensor | None:
     """Return the loss in outputs: their ``loss``, the only one of a tuple, or the output itself."""
     several = outputs if isinstance(outputs, tuple | list) else [outputs]
-    losses: list[Tensor] = [*filter(_is_loss, several)] or [*filter(_is_loss, [_part(outputs)])]
-    return losses[0] if len(losses) == 1 else None
+    losses: list[Tensor] = [*filter(_is_loss, several)]
+    if len(losses) != 1:
+        losses = [*filter(_is_loss, [_part(outputs)])]
+    return losses[0] if losses else None
 
 
 def logits_of(outputs: Any) -> Any:

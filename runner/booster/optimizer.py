@@ -207,6 +207,7 @@ class OptimizerWrapper(StepOrder):
             match_strides(self.layout)
         coef, decision = self._coef, self.decision
         self.begin_step()
+        self.left = True
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
@@ -255,6 +256,7 @@ class OptimizerWrapper(StepOrder):
                 shard.param.grad.zero_()
         self._made.forget(set_to_none)
         self.begin_step()
+        self.left = False
 
     def begin_step(self) -> None:
         """Begin the next step."""

@@ -111,6 +111,7 @@ class StepOrder:
     def __init__(self, made: ParallelModel, loss_scale: LossScale | None = None) -> None:
         self._made, self.layout, self.loss_scale = made, made.layout, loss_scale
         self.accumulating = False  # whether backward passes run under ``no_sync`` now
+        self.left = False  # whether gradients of the step before may be left
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
         self.begin_step()
 
@@ -130,6 +131,7 @@ class StepOrder:
         """Return the factor of the loss, for callers that run the backward pass themselves."""
         if self._final:
             raise StepOrderError(f"cannot accumulate now: {self.stage.value}")
+        self._begin()
         self._scaled = True
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
 
@@ -146,7 +148,12 @@ class StepOrder:
         if self._final:
             self._late = True
         else:
+            self._begin()
             self.end_backward()
+
+    def _begin(self) -> None:
+        """Note, before the first backward pass of a step, that its gradients begin anew."""
+        self.left = self.left and (self.stage is not StepState.EMPTY or self._has_gradients())
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -189,6 +196,12 @@ class StepOrder:
         self._final = True
 
     def _make_final(self) -> None:
+        self._begin()
+        if self.left and self._made.once:
+            raise StepOrderError(
+                "gradients of the step before are left, and this plugin cannot make them final "
+                "again: call optimizer.zero_grad() after each step"
+            )
         self._separate()
         self._made.sync_grads()
 

@@ -7,6 +7,7 @@ rank used, by momentum and weight decay: :class:`Usage` sets them back to None.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -93,6 +94,8 @@ def held_tensors(value: Any, seen: tuple[int, ...] = ()) -> Iterator[Tensor]:
         yield value
     elif id(value) not in seen and not isinstance(value, type | nn.Module):
         inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        if is_dataclass(value) and not inside:  # it has slots
+            inside = {field.name: getattr(value, field.name) for field in fields(value)}
         for part in value if isinstance(value, tuple | list | set) else inside.values():
             yield from held_tensors(part, (*seen, id(value)))
 

@@ -263,7 +263,7 @@ def by_trainers(asked):
 def everywhere(ranks, asked):
     """What all ranks find; they import what they need once for all plugins."""
     here = {name: kinds for name, kinds in asked.items() if PLUGINS[name].ranks == ranks}
-    return run_ranks(by_trainers, ranks, here, timeout=380) if ranks > 1 else [by_trainers(here)]
+    return run_ranks(by_trainers, ranks, here, timeout=880) if ranks > 1 else [by_trainers(here)]
 
 
 def compare(plugin, kinds, found, tolerance=1e-9):
@@ -292,6 +292,7 @@ ASKED |= dict.fromkeys(("single", "ddp", "pipeline"), ALL)
 """All losses under one plugin of each kind of loop; two under others, which change no loss."""
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_steps_with_any_loss_are_those_of_torch(ranks):
     found = everywhere(ranks, ASKED)
@@ -299,6 +300,7 @@ def test_steps_with_any_loss_are_those_of_torch(ranks):
         compare(plugin, ASKED[plugin], found)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_on_batches_of_any_structure_are_those_of_torch(ranks):
     found = everywhere(ranks, dict.fromkeys(("single", "ddp", "fsdp"), STRUCTURES))

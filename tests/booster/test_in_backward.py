@@ -1,6 +1,7 @@
 """Clipping in the backward pass, and stepping there, equals clipping after it; what is refused."""
 
 import copy
+import gc
 import math
 from contextlib import nullcontext
 
@@ -245,3 +246,15 @@ def test_what_a_script_asks_for_is_refused_with_the_reason():
         ({"optimizer": lambda net: torch.optim.LBFGS(net.parameters())}, "LBFGS cannot step"),
     ):
         refused(ValueError, words, lambda o=options: boosted(network(), **o))
+
+
+def test_a_wrapper_that_is_gone_clips_nothing_more():
+    net = network()
+    made = boosted(net, step=False)
+    gc.disable()  # no cycle keeps it
+    try:
+        del made
+        cross_entropy(net, 0).backward()
+    finally:
+        gc.enable()
+    assert max(float(p.grad.abs().max()) for p in net.parameters()) > 0.011

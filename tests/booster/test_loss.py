@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.booster.batch import BatchError
-from runner.booster.loss import WindowLoss
+from runner.booster.batch import BatchError, batch_size
+from runner.booster.loss import WindowLoss, returned_loss
 from runner.data.dataset import IGNORED
 from tests.clip.reference import refused
 
@@ -109,6 +110,30 @@ def test_nothing_divides_a_criterion_that_sums_and_one_that_does_not_reduce_is_r
     assert criterion.reduction == "mean"
 
 
+class Returned(NamedTuple):
+    loss: torch.Tensor
+    auxiliary: torch.Tensor
+    logits: torch.Tensor
+
+
+class Counts(nn.MSELoss):
+    calls = 0
+
+    def forward(self, outputs, targets):
+        self.calls += 1
+        return super().forward(outputs, targets)
+
+
+def test_a_named_loss_counts_beside_others_and_the_check_of_a_criterion_leaves_it_as_it_was():
+    own = Returned(torch.tensor(1.0), torch.tensor(2.0), torch.zeros(2, 3))
+    assert returned_loss(own) is own.loss
+    assert returned_loss(own[:2]) is None
+    criterion = Counts()
+    assert WindowLoss(nn.Identity(), criterion).adds_up(logits(4, 1), (None, torch.zeros(4, 1)))
+    assert criterion.calls == 0
+    assert WindowLoss(nn.Identity(), type("Own", (nn.BCELoss,), {})()).binary == "probabilities"
+
+
 # -- batches
 
 
@@ -118,8 +143,14 @@ class Named:
     targets: torch.Tensor
 
 
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+
+
 def test_a_batch_whose_targets_cannot_be_found_is_refused_in_one_message():
     two = torch.zeros(2)
+    assert batch_size(Slots(two)) == 2
     for batch, what in (
         ({"x": two, "z": two}, "a dict with the keys 'x', 'z'"),
         (Named(two, "targets"), "a Named with the keys 'inputs', 'targets'"),

@@ -10,9 +10,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from runner import Trainer
 from runner.booster import Booster, NonFiniteGradient
 from runner.clip import build
+from runner.data.dataset import TensorPairs, collate_pairs
 from tests.clip.reference import on, refused
 from tests.on_device import Waits
 
@@ -80,3 +83,19 @@ def test_a_step_that_is_not_finite_can_be_ignored_or_an_error(mode, fused):
     assert kept[0] == pytest.approx(read[0], rel=1e-9, nan_ok=True)
     assert kept[1] == read[1] == [True, True]
     assert all(bool(weight.isnan().all()) for weight in (*kept[2], *read[2]))
+
+
+def test_the_schedule_stands_still_when_the_device_skips_a_step():
+    """It moves once a step that was taken, also after the last one."""
+    inputs = torch.ones(5, 4)
+    inputs[2] = math.nan
+    data = TensorPairs(inputs, torch.zeros(5, dtype=torch.long))
+    for kept in (False, True):
+        module, loader = nn.Linear(4, 2), DataLoader(data, collate_fn=collate_pairs)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
+        halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        trainer = Trainer(module, loader, "1ep", [], None, optimizer, halved)
+        with on(kept):
+            summary = trainer.fit()
+        assert (summary["grad/nonfinite"], summary["final"]["train/lr"]) == (1, 0.5**3)
+        assert optimizer.param_groups[0]["lr"] == 0.5**4

@@ -68,6 +68,18 @@ def test_the_norm_of_scaled_gradients_is_limited(scales, share, p, kept):
 
 
 @KEPT
+@pytest.mark.parametrize("bad", ["matrix", "vector"])
+def test_a_step_that_is_not_finite_changes_nothing(bad, kept):
+    layout = laid_out()
+    gradients_of(layout)[bad].view(-1)[1] = math.nan
+    with on(kept):
+        decision = build("norm", threshold=0.01).clip(layout)
+    assert not bool(decision.finite)
+    assert math.isnan(float(decision.norm))
+    assert float(decision.clipped) == 0.0
+
+
+@KEPT
 def test_a_mode_with_a_history_decides_by_the_scaled_gradients(kept):
     """As if there were no others, whether or not it measures which part they are of ‖G‖."""
     mode, alone = (build("percentile", threshold=50.0, min_steps=1) for _ in range(2))

@@ -1,63 +1,90 @@
 """CIFAR-10 as torchvision reads it, its crops and flips, and folders of images."""
 
+import hashlib
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.datasets import CIFAR10, FakeData
+from torchvision.datasets import CIFAR10
 from torchvision.transforms import functional as reference
 
 from runner.data import DataUnavailable
 from runner.data.images import CIFAR_STATISTICS, STATISTICS, cifar10, image_folder
 
-
-class Fake(FakeData):
-    """Random images in place of CIFAR-10's."""
-
-    base_folder = CIFAR10.base_folder
-
-    def __init__(self, root, train=True, download=False):
-        super().__init__(30 if train else 6, (3, 32, 32), random_offset=0 if train else 100)
+PER_FILE, NAN = 6, float("nan")
+FOLDER = CIFAR10.base_folder
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
-    monkeypatch.setattr("runner.data.images.CIFAR10", Fake)
-    monkeypatch.setenv("DATA", str(tmp_path))
-    return lambda **changes: cifar10(**{"root": None, "download": True, "seed": 0, **changes})
+def root(tmp_path, monkeypatch):
+    """A small CIFAR-10 in the format of the real one, whose checksums torchvision expects."""
+    (tmp_path / FOLDER).mkdir()
+    random = np.random.default_rng(0)
+
+    def write(name, content):
+        raw = pickle.dumps(content, protocol=2)
+        (tmp_path / FOLDER / name).write_bytes(raw)
+        return [name, hashlib.md5(raw, usedforsecurity=False).hexdigest()]
+
+    def batch(name):
+        pixels = random.integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
+        return write(name, {"data": pixels, "labels": random.integers(0, 10, PER_FILE).tolist()})
+
+    batches = [batch(f"data_batch_{part}") for part in range(1, 6)]
+    monkeypatch.setattr(CIFAR10, "train_list", batches)
+    monkeypatch.setattr(CIFAR10, "test_list", [batch("test_batch")])
+    labels = write("batches.meta", {"label_names": [f"class {label}" for label in range(10)]})
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": labels[1]})
+    monkeypatch.delenv("DATA", raising=False)
+    return tmp_path
 
 
-def test_images_are_torchvisions_normalised(load):
-    data = load(augment=False)
-    for ours, theirs in ((data.train, Fake("")), (data.test, Fake("", train=False))):
-        assert len(ours) == len(theirs)
-        for index in range(len(theirs)):
-            image, target = theirs[index]
+def load(root, **changes):
+    options = {"download": False, "augment": False, "seed": 0, **changes}
+    return cifar10(root=None if root is None else str(root), **options)
+
+
+def test_images_are_torchvisions_normalised(root, monkeypatch):
+    monkeypatch.setenv("DATA", str(root))
+    data = load(None, download=True)  # nothing is missing
+    for ours, train in ((data.train, True), (data.test, False)):
+        theirs = CIFAR10(root, train=train)
+        assert len(ours) == len(theirs) == PER_FILE * (5 if train else 1)
+        for index, (image, target) in enumerate(theirs):
             wanted = reference.normalize(reference.to_tensor(image), *CIFAR_STATISTICS)
             torch.testing.assert_close(ours[index][0], wanted)
             assert ours[index][1] == target
 
 
-def test_only_training_images_are_cropped_and_flipped(load):
-    plain, augmented = load(augment=False), load(augment=True)
+def test_only_training_images_are_cropped_and_flipped(root):
+    plain, augmented = load(root), load(root, augment=True)
     shown = [augmented.train[index][0] for index in range(8)]
-    assert not all(torch.equal(one, plain.train[at][0]) for at, one in enumerate(shown))
-    padded = torch.nn.functional.pad(plain.train[0][0], [4] * 4, value=float("nan"))
+    assert not torch.equal(torch.stack(shown), torch.stack([plain.train[at][0] for at in range(8)]))
+    padded = torch.nn.functional.pad(plain.train[0][0], [4] * 4, value=NAN)
     crops = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
-    ways = shown[0], shown[0].flip(2)
-    assert any((one.isnan() | (one == way)).all() for one in crops for way in ways)
+    inside = [
+        (one.isnan() | (one == each)).all()
+        for one in crops
+        for each in (shown[0], shown[0].flip(2))
+    ]
+    assert any(inside)
     assert torch.equal(plain.test[0][0], augmented.test[0][0])
 
 
-def test_data_that_is_absent_names_the_folder_and_the_ways_forward(tmp_path, monkeypatch):
-    folder = tmp_path / "elsewhere"
+@pytest.mark.parametrize("damaged", [None, "data_batch_3", "batches.meta"])
+def test_incomplete_data_names_the_folder_and_the_ways_forward(root, damaged):
+    folder = root if damaged else root / "elsewhere"
+    if damaged:
+        (root / FOLDER / damaged).write_bytes(b"truncated")
     with pytest.raises(DataUnavailable) as caught:
-        cifar10(str(folder), download=False, augment=True, seed=0)
+        load(folder)
     for part in (f"data.root={folder}", "$DATA", "cifar-10-batches-py", "data.download=true"):
         assert part in str(caught.value)
-    assert not folder.exists()
-    monkeypatch.delenv("DATA", raising=False)
-    with pytest.raises(DataUnavailable, match=r"data\.root is not set"):
-        cifar10(None, download=False, augment=True, seed=0)
+    assert folder.exists() == (damaged is not None)
+    with pytest.raises(DataUnavailable, match=r"data\.root"):
+        load(None)
 
 
 @pytest.fixture
@@ -71,7 +98,11 @@ def images(tmp_path):
                 image = Image.new("RGB", (40, 30), colour)
                 image.paste((0, 0, 0), (0, 0, 20, 30))
                 image.save(folder / f"{number}.png")
-    return lambda root=tmp_path, seed=0: image_folder(str(root), 8, augment=True, seed=seed)
+
+    def load(root=str(tmp_path), **changes):
+        return image_folder(**{"root": root, "size": 8, "augment": True, "seed": 0, **changes})
+
+    return load
 
 
 def test_folders_are_normalised_squares_that_depend_on_seed_epoch_and_sample_alone(images):
@@ -79,9 +110,10 @@ def test_folders_are_normalised_squares_that_depend_on_seed_epoch_and_sample_alo
     assert [int(data.train[index][1]) for index in range(6)] == [0, 0, 0, 1, 1, 1]
     blue, _ = data.test[0]
     assert (blue.shape, blue.dtype) == ((3, 8, 8), torch.float32)
-    mean, std = map(torch.tensor, STATISTICS)
     for at, colour in ((0, (0.0, 0.0, 0.0)), (-1, (0.0, 0.0, 1.0))):
-        torch.testing.assert_close(blue[:, 4, at], (torch.tensor(colour) - mean) / std)
+        mean, std = map(torch.tensor, STATISTICS)
+        wanted = (torch.tensor(colour) - mean) / std
+        torch.testing.assert_close(blue[:, 4, at], wanted)
     state = torch.get_rng_state()
     before = data.train[1][0]
     assert torch.equal(torch.get_rng_state(), state)
@@ -91,13 +123,19 @@ def test_folders_are_normalised_squares_that_depend_on_seed_epoch_and_sample_alo
     for epoch in (1, 0):
         data.train.set_epoch(epoch)
         assert torch.equal(data.train[1][0], before) == (epoch == 0)
+    plain = images(augment=False).train
+    before = plain[0][0]
+    plain.set_epoch(1)
+    assert torch.equal(plain[0][0], before)
 
 
-def test_wrong_folders_are_named(images, tmp_path):
+def test_wrong_folders_are_named(images, tmp_path, monkeypatch):
+    monkeypatch.delenv("DATA", raising=False)
     (tmp_path / "val" / "red").rename(tmp_path / "val" / "green")
-    elsewhere = tmp_path / "val"
+    elsewhere = str(tmp_path / "val")
     for root, message in (
-        (tmp_path, "green, red"),
+        (None, r"data\.root is not set"),
+        (str(tmp_path), "green, red"),
         (elsewhere, rf"{elsewhere}.*train/<class>/<image>"),
     ):
         with pytest.raises(DataUnavailable, match=message):

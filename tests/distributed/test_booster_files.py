@@ -122,6 +122,8 @@ def test_a_wrong_file_is_refused_and_changes_nothing(tmp_path):
         ({"a": Ran(tmp_path / "ran")}, "damaged, or no checkpoint"),
         ([1, 2], "damaged, or no checkpoint"),
         ({**good, "extra": torch.ones(1)}, "unexpected: extra"),
+        ({k: v for k, v in good.items() if k != first}, first),
+        ({**good, first: torch.ones(2, 2)}, "shape"),
     ):
         torch.save(content, tmp_path / "model.pt")
         with pytest.raises(ValueError, match=message):

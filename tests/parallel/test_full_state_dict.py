@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster import Booster
+from runner.booster.step_order import StepOrderError
 from runner.parallel.hooks import Usage
 from runner.parallel.sharding import shard_model
 from tests.distributed.by_hand import Loop
@@ -99,3 +100,29 @@ def test_the_state_of_a_compiled_model_fits():
     booster.load_state_dict(boosted, state)
     got = booster.state_dict(boosted)
     assert all(torch.equal(got[n.removeprefix("_orig_mod.")], t) for n, t in state.items())
+
+
+def what_is_left():
+    """Gradients of tied stages and of experts are made final once."""
+    for plugin, model in (("1f1b", "tied"), ("moe", "moe")):
+        loop = Loop(plugin, make(model))
+        for _ in range(2):
+            loop.backward(*batch_for(model))
+            loop.clip(("norm", 1e9, 2.0))
+            loop.optimizer.step()
+            with pytest.raises(StepOrderError, match="gradients of the step before are left"):
+                loop.clip(("norm", 1e9, 2.0))
+            loop.optimizer.zero_grad()
+        loop.backward(*batch_for(model))
+        loop.optimizer.step()
+        for parameter in loop.raw.parameters():  # as model.zero_grad() does
+            parameter.grad = None
+        loop.backward(*batch_for(model))
+        loop.optimizer.step()
+        loop.backward(*batch_for(model))
+        with pytest.raises(StepOrderError, match="gradients of the step before are left"):
+            loop.optimizer.step()
+
+
+def test_gradients_that_are_left_are_not_made_final_again():
+    run_ranks(what_is_left, 2)

@@ -66,6 +66,8 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
             theirs = load_file(file)
             assert ours.keys() == theirs.keys()
             assert all(ours[key].equal(theirs[key]) for key in theirs)
+        first = json.loads((sweep / str(number) / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["throughput/samples_per_s"] == pytest.approx(16 / first["time/step_s"])
         summary = json.loads((sweep / str(number) / "summary.json").read_text())
         clipped = [row["clip/clipped"] for row in wanted]
         assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / len(clipped))

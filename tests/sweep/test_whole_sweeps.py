@@ -146,7 +146,11 @@ def test_a_search_learns_from_runs_that_went_well(command):
 
 def test_a_wrong_launcher_is_refused(outputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name, expected in (("ray", "joblib"), ("submitit_slurm", "no sbatch here")):
-        assert main(["-m", "seed=1,2", f"hydra/launcher={name}"]) == 2
+    for words, expected in (
+        (["hydra/launcher=ray"], "joblib"),
+        (["hydra/launcher=submitit_slurm"], "no sbatch here"),
+        (["hydra/launcher=joblib", "hydra.launcher.n_job=2"], "hydra.launcher.n_job"),
+    ):
+        assert main(["-m", "seed=1,2", *words]) == 2
         assert expected in capsys.readouterr().err
     assert not outputs.exists()

@@ -52,6 +52,11 @@ WRONG = [
         ["eval.metrics=f1", "does not fit: TypeError"],
     ),
     (f"{ADAFACTOR} plugin=fsdp", ["(1 problem)", "steps whole parameters: use plugin=ddp"]),
+    ("optimizer=muon", ["(1 problem)", "has no hidden matrix"]),
+    (
+        "early_stopping.patience=2 early_stopping.metric=eval/f1",
+        ["early_stopping.metric=eval/f1", "is no metric of evaluations"],
+    ),
     ("clip=update optimizer=sgd", ["optimizer._target_", "clip=update needs", "optimizer=adamw"]),
     (
         "clip=value clip.when=backward clip.step_in_backward=true clip.nonfinite=error "
@@ -71,6 +76,11 @@ WRONG_ON_A_CPU = [
         f"{TEXT} plugin=tensor plugin.nproc=2 plugin.sequence_parallel=true "
         "data.sequence_length=63",
         ["plugin.sequence_parallel=true", "63", "2 ranks"],
+    ),
+    (
+        f"{TEXT} plugin=pipeline plugin.nproc=4 model.layers=2 data.batch_size=16 "
+        "plugin.schedule=interleaved_1f1b",
+        ["plugin.pp_size=4", "8 stages", "only 5 parts"],
     ),
     ("plugin=ddp plugin.nproc=4096", ["plugin.nproc=4096", "at most"]),
 ]

@@ -118,10 +118,10 @@ def test_what_is_no_fault_of_the_plugin_is_named_as_the_cause(found):
         assert part in causes
 
 
-def test_hybrid_on_four_ranks_clipped_by_units():
-    sizes = ["plugin.dp_size=1", "plugin.tp_size=2", "plugin.pp_size=2"]
-    plain = plain_of(*TOKENS, "plugin=hybrid", *sizes, "clip=adaptive", "plugin.nproc=4")
-    found = run_ranks(verify, 4, plain)[0]
+def test_hybrid_on_eight_ranks_clipped_by_units():
+    sizes = ["plugin.dp_size=2", "plugin.tp_size=2", "plugin.pp_size=2"]
+    plain = plain_of(*TOKENS, "plugin=hybrid", *sizes, "clip=adaptive", "plugin.nproc=8")
+    found = run_ranks(verify, 8, plain)[0]
     assert_ok(found, bound=1e-12)
     # A rank-local norm sees one stage.
     assert found["naive"] == "RuntimeError" or found["naive"] > 0.01

@@ -51,6 +51,8 @@ class ParallelModel:
         hold: called with True before backward passes under ``no_sync``, which leave gradients local
             (but those of sharded pipeline stages), and with False after them.
         forget: called by ``zero_grad(set_to_none)``, which may drop a window before its step.
+        once: whether gradients that are final must not be made final again: those of tied copies
+            would be summed twice, those of experts divided twice.
         watch_final: calls a function with each parameter whose gradient has become final in a
             backward pass; None if they are final only after it.
     """
@@ -63,6 +65,7 @@ class ParallelModel:
     renamed: Mapping[str, str] = field(default_factory=dict)
     hold: Callable[[bool], None] = lambda held: None
     forget: Callable[[bool], None] = lambda set_to_none: None
+    once: bool = False
     watch_final: Callable[[Final], None] | None = None
 
 

@@ -209,7 +209,8 @@ class HybridParallelPlugin(base.Plugin):
             replicated = tensor_styles.replicated(model)
             calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
         made = (steps, pipeline, own.renamed, partial(hold, model, averagings), usage.forget)
-        return base.ParallelModel(layout, partial(sync.in_turn, calls), broadcast_params, *made)
+        finish, once = partial(sync.in_turn, calls), bool(own.copies or experts)
+        return base.ParallelModel(layout, finish, broadcast_params, *made, once=once)
 
     def _check_hooks(self, model: nn.Module) -> None:
         """Refuse post-accumulate hooks that would not run."""

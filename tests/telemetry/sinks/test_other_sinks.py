@@ -88,6 +88,16 @@ def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown, cut):
     assert "look at clip.threshold" in ended
 
 
+def test_a_file_says_without_colours_that_a_run_failed():
+    stream = io.StringIO()
+    sink = TerminalSink(30, 10, "my-run", stream)
+    for step in range(1, 16):
+        sink.write({"train/step": step, "train/loss": 0.5})
+    sink.close(None, 1)
+    assert "my-run: failed after 15 of 30 steps" in stream.getvalue().splitlines()
+    assert "\x1b" not in stream.getvalue()
+
+
 SCRIPT = """
 from torch import nn, zeros
 from runner import Trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -114,12 +115,7 @@ class Percentile(Mode):
     """The gradient is scaled down to a percentile of all norms so far (Seetharaman 2020)."""
 
     info = ModeInfo(
-        *(
-            "steps",
-            "‖G‖",
-            "%",
-            "Dashed: the percentile of the norms; larger ones are clipped.",
-        ),
+        *("steps", "‖G‖", "%", "Dashed: the percentile of the norms; larger ones are clipped."),
         published=((10.0, "AutoClip (Seetharaman 2020)"),),
         follows="norms",
         tenth=90.0,
@@ -265,8 +261,9 @@ NAMES = tuple(MODES)
 
 def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
     """Return the facts about a mode, for readers of a run that cannot import a user's mode."""
-    if recorded is not None:
-        return TypeAdapter(ModeInfo).validate_python(recorded)
+    with suppress(ValidationError):  # a damaged file
+        if recorded is not None:
+            return TypeAdapter(ModeInfo).validate_python(recorded)
     return MODES[name].info if name in MODES else ModeInfo()
 
 
@@ -279,7 +276,7 @@ def class_of(given: Mapping[str, Any]) -> type[Mode]:
         text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
         raise refusal([("mode", text, kind)])
     try:
-        return load(str(target))
+        return load(target if isinstance(target, str) else "")
     except ValueError as error:
         raise refusal([("_target_", str(error), target)]) from error
 

@@ -116,10 +116,11 @@ def remarks(found: Findings) -> list[Remark]:
     """Return what the sweep shows, the remarks of its runs, and what is missing."""
     said: dict[str, dict[str, str]] = {}  # texts of runs by topic and setting
     for group, run in ((of, run) for of in found.groups for run in of.runs):
-        made, given = (run.summary.get(key) or () for key in ("remarks", "guidance"))
-        for one in made:
-            if one["text"] in given:
-                said.setdefault(one["topic"], {}).setdefault(group.label, one["text"])
+        recorded = (run.summary.get(key) for key in ("remarks", "guidance"))
+        made, given = (one if isinstance(one, list) else [] for one in recorded)
+        for remark in (one for one in made if isinstance(one, dict)):
+            if (said_by := remark.get("text")) in given:
+                said.setdefault(str(remark.get("topic")), {}).setdefault(group.label, str(said_by))
     swept = () if "few" in said else (THRESHOLD, RATE)
     texts = [one for key in swept if (one := edge(found, key))]
     for of in said.values():

@@ -113,6 +113,7 @@ def test_what_runs_remark_is_said_once_and_few_steps_tell_no_end(tmp_path):
     for file in tmp_path.glob("*/summary.json"):
         own = [{"topic": "few", "text": "20 steps are too few"}, {"topic": "x", "text": "swept"}]
         summary = {**json.loads(file.read_text()), "remarks": own, "guidance": [own[0]["text"]]}
+        summary |= {"remarks": [1, *own], "clip/mode": {"clips": "bogus"}}  # a damaged file
         file.write_text(json.dumps(summary))
     texts = [one.text for one in remarks(find(read(tmp_path)))]
     assert texts[0] == "norm 0.1 and 2 more settings: 20 steps are too few"

@@ -119,7 +119,7 @@ WRONG = {
     "clip._target_=own_clipping.Unfinished": "abstract|decide_finite",
     "clip._target_=own_clipping.Undeclared": "@dataclass|power",
     "clip._target_=own_clipping.Untyped": "types of its options cannot be|Nowhere",
-    "clip._target_=own": "clip._target_=own|Empty module name",
+    "clip._target_=own": "clip._target_=own|the full name of a class",
 }
 
 

@@ -43,8 +43,10 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     if purpose == "a run":
         modes.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
         modes.add_argument("--info", "-i", nargs="?", const="all")
-        modes.add_argument("--shell-completion", "-sc", action="store_true")
-        modes.add_argument("--hydra-help", action="store_true")
+        does, shells = ("install", "uninstall", "query"), ("bash", "fish", "zsh")
+        asked = [f"{do}={shell}" for do in does for shell in shells]
+        modes.add_argument("--shell-completion", "-sc", choices=asked)
+        modes.add_argument("--hydra-help", action="store_const", const=["--hydra-help"])
         add("--package", "-p", default="")
         add("--resolve", action="store_true")
         add("--help", "-h", action="store_true")

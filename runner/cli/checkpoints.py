@@ -124,7 +124,8 @@ def _chosen(run: Path, name: str | None) -> tuple[Path, dict[str, Any]]:
     from runner.checkpoint.folder import NoCheckpoint, choose
 
     try:
-        section = read_yaml(run / files.CONFIG)["sweep"] if name == "best" else {}
+        config = read_yaml(run / files.CONFIG) if name == "best" else {}
+        section = (config.get("sweep") if isinstance(config, dict) else None) or {}
         objective, direction = str(section.get("objective")), section.get("direction")
         maximizes = direction == "maximize" or (not direction and higher_is_better(objective))
         return choose(run, name, objective, maximizes)

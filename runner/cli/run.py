@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
     elif args.info:
         answer([f"--info={args.info}"], request(overrides, config_dir=own).made.choices, own)
     elif args.hydra_help or args.shell_completion:
-        answer(["--hydra-help" if args.hydra_help else "-sc"], overrides, own)
+        answer(args.hydra_help or ["-sc", args.shell_completion], overrides, own)
     else:
         return _run(checked(args), words)
     return 0

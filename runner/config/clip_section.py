@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
 from runner.config import section as t
 from runner.config.mode import Mode, ModeInfo
 from runner.config.modes import MODES, load, model_of
 from runner.config.section import Conflicts, Section, key, read
 
-WINDOW = 128
-"""Number of kept steps that ``sigma`` compares with by default."""
+WINDOW = 128  # kept steps that ``sigma`` compares with by default
+_SHORT = BeforeValidator(lambda one: {"rule": one} if one is None or isinstance(one, str) else one)
 
 
 class Skip(Section):
@@ -61,7 +61,7 @@ class Clip(Section):
     model_config = ConfigDict(extra="allow")
 
     mode: t.Text = key("choose what is clipped, and how")
-    target: str | None = key("clip by this class of your own", None, alias="_target_")
+    target: Any = key("clip by this class of your own", None, alias="_target_")
     threshold: t.Positive | None = key("lower it to clip more; `calibrate` suggests one")
     norm_type: t.NormOrder = key("measure this norm of the gradient: 1, 2 or inf")
     nonfinite: Literal["skip", "error", "ignore"] = key("what to do with a step of NaN or inf")
@@ -70,7 +70,7 @@ class Clip(Section):
     scales: Literal["auto", "all"] = key("scale all gradients; auto: not Muon's matrices", "auto")
     when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
     step_in_backward: bool = key("step each parameter in the backward pass too", False)
-    skip: Skip = key("leave out whole steps whose gradient norm is a spike", Skip())
+    skip: Annotated[Skip, _SHORT] = key("leave out steps whose gradient norm is a spike", Skip())
     what_if: list[t.Positive] = key("log the share of steps that these thresholds would clip")
 
     @property

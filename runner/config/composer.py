@@ -38,14 +38,11 @@ from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, 
 from runner.config.recipes import Recipe, files_of, read
 from runner.config.schema import SHORT, owned_keys
 
-OPEN = ("model", "data", "optimizer", "scheduler", "loss")
-"""Sections that pass any key to their target."""
+OPEN = ("model", "data", "optimizer", "scheduler", "loss")  # they pass any key to their target
 
-_NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}
-"""The key that a number in place of an option of a group means."""
+_NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}  # what a number means
 
-_ODD = re.compile("[\0\ud800-\udfff]")
-"""What no file can hold: NUL, and bytes of an argument that are no UTF-8."""
+_ODD = re.compile("[\0\ud800-\udfff]")  # no file can hold NUL, or bytes that are no UTF-8
 
 _UNREADABLE = (
     "cannot be read as KEY=VALUE or GROUP=OPTION; text with spaces or signs goes in quotes within "

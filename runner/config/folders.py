@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-CONFIG_NAME = "config"
-"""Name of the main configuration file in ``conf``, which chooses an option of each group."""
+CONFIG_NAME = "config"  # of the main file in ``conf``, which chooses an option of each group
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FULL = (errno.ENOSPC, errno.EDQUOT)

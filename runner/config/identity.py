@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from runner.config.notation import Duration
@@ -103,5 +104,9 @@ def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:
 
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of a value in plain containers."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    dumped = partial(json.dumps, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    try:
+        canonical = dumped(value)
+    except TypeError:  # names of several types have no order: as text they have
+        canonical = dumped(json.loads(json.dumps(value)))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

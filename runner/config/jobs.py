@@ -125,12 +125,7 @@ def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str,
             plugin["tp_plan"] = read_plan(plugin["tp_plan"])
     # What is resolved from a secret, or from the environment, stays as it is written, and so does
     # every value that quotes one.
-    texts = dict(leaves("", written))
-    secrets = {
-        str(value)
-        for key, value in leaves("", resolved)
-        if "oc.env:" in str(texts.get(key)) or masked({key: value})[key] == MASK
-    }
+    secrets = {*_secrets("", written, resolved)}
 
     def recorded(text: Any, value: Any) -> Any:
         if isinstance(text, dict) and isinstance(value, dict):
@@ -141,6 +136,19 @@ def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str,
         return text if "${" in str(text) and quotes else value
 
     return resolved, masked(recorded(written, resolved))
+
+
+def _secrets(key: str, text: Any, value: Any) -> Iterator[str]:
+    """Yield what is secret of the value of a key, which is written as ``text``."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from _secrets(str(name), text.get(name) if isinstance(text, dict) else None, one)
+    elif isinstance(value, list):
+        texts = text if isinstance(text, list) else [text] * len(value)
+        for pair in zip(texts, value, strict=True):
+            yield from _secrets(key, *pair)
+    elif "oc.env:" in str(text) or masked(value, key) == MASK:
+        yield str(value)
 
 
 def write_composition(home: Path) -> None:
@@ -166,8 +174,7 @@ def unresolved_composition(config: Any) -> dict[str, Any]:
 
 
 def as_yaml(content: Any) -> str:
-    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    return text
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -> Job:
@@ -277,7 +284,8 @@ def combined(overrides: Iterable[Override], master: DictConfig) -> Iterator[list
         except Exception as error:  # Hydra raises HydraException, ValueError, TypeError and more
             problems.append(Problem(key, one.get_value_string(), str(error)))
     sizes = ", ".join(f"{key} {len(one):,}" for key, one in values.items() if len(one) > 1)
-    zipped = [] if search else [str(one).lstrip("+") for one in setting(master, "sweep.zip") or []]
+    asked = None if search else setting(master, "sweep.zip")
+    zipped = [str(one).lstrip("+") for one in asked] if isinstance(asked, list) else []
     columns = {}  # the list of each zipped key, which may be typed for short
     for name in zipped:
         spelled = (name, f"{name}._target_", SHORT.get(name))

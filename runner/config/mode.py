@@ -111,8 +111,10 @@ def option(default: Any, meaning: str, **limits: Any) -> Any:
 def load(target: str) -> type[Mode]:
     """Import a user's clipping mode; a ValueError says what is wrong with it."""
     module, _, name = target.rpartition(".")
+    if not module:
+        raise ValueError("must be the full name of a class")
     try:
-        kind: Any = getattr(import_module(module), name)
+        kind: type[Mode] = getattr(import_module(module), name)
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ValueError(f"importing it raised {type(error).__name__}: {text}") from error
@@ -125,8 +127,7 @@ def load(target: str) -> type[Mode]:
         model_of(kind)
     except Exception as error:  # pydantic and typing raise several kinds for odd types
         raise ValueError(f"the types of its options cannot be checked: {error}") from error
-    found: type[Mode] = kind
-    return found
+    return kind
 
 
 class Options(Section):

@@ -218,7 +218,7 @@ def sizes(plugin: PluginSection, ranks: int, *, started: bool = False) -> MeshSi
     """Divide ``ranks`` among the axes as the section ``plugin`` asks."""
     if plugin.name == "single" and ranks != 1:
         message = f"plugin=single is one process, not {ranks} ranks; plugin=ddp spreads over ranks"
-        raise SizeError("nproc", message)
+        raise SizeError("nnodes" if ranks == plugin.nnodes else "nproc", message)
     found = MeshSizes.of(ranks, plugin.dp_size, plugin.tp_size, plugin.pp_size, plugin.ep_size)
     nodes, joined = plugin.nnodes or 1, started_rank() if started else None
     local = ranks // nodes

@@ -50,8 +50,10 @@ def read(file: Path) -> Recipe:
     content = read_yaml(file)
     if not isinstance(content, dict):
         raise Refusal(f"{file} cannot be read: it must hold keys and values")
-    choices = {}
-    for entry in content.pop("defaults", None) or ():
+    choices, defaults = {}, content.pop("defaults", None) or []
+    if not isinstance(defaults, list):
+        raise Refusal(f"{file}: defaults must be a list")
+    for entry in defaults:
         pairs = entry.items() if isinstance(entry, dict) else [(entry, None)]
         for key, option in pairs:
             override, _, group = str(key).partition(" ")

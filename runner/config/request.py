@@ -23,16 +23,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import jobs, recipes
-from runner.config.composer import OPEN, Composed, Composer, reason, refer_to
+from runner.config.composer import OPEN, Composed, Composer, reason, refer_to, spelled_out
 from runner.config.folders import CONFIG_NAME, find, outputs
 from runner.config.jobs import Job, Sweep
-from runner.config.problem import Problem, RequestError, leaves, shown
+from runner.config.problem import NOTHING, Problem, RequestError, leaves, shown
 from runner.config.schema import SHORT, RunConfig, owned_keys
 
 _LISTED = "a list of values is a sweep: add -m; one value goes in brackets, [a,b], or in quotes"
 
-_MOST = 50
-"""Problems after which no further job is checked: most of them are the same."""
+_MOST = 50  # problems after which no further job is checked: most of them are the same
 
 # Keys that are set by choosing an option of a group.
 _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
@@ -78,6 +77,9 @@ class Request:
             context = HydraContext(self.composer, Callback())  # type: ignore[arg-type]
             given: Any = {"hydra_context": context, "task_function": work, "config": config}
             if self.sweep.trials is not None:
+                if params := jobs.setting(config, "hydra.sweeper.params"):
+                    words = spelled_out(f"{key}={value}" for key, value in params.items())
+                    config.hydra.sweeper.params = dict(word.split("=", 1) for word in words)
                 typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references too
                 sweeper = Plugins.instance().instantiate_sweeper(**given)
                 sweeper.sweep([*typed, *self.sweep.lists.values()])
@@ -183,12 +185,12 @@ def composed_text(wanted: Request, part: str, package: str, resolve: bool) -> st
             for key in left_out:
                 del node[key]
         try:
-            node = OmegaConf.select(node, package) if package else node
-            return (
-                OmegaConf.to_yaml(node, resolve=resolve)
-                if OmegaConf.is_config(node)
-                else f"{node}\n"
-            )
+            if package not in ("", "_global_"):
+                node = OmegaConf.select(node, package, default=NOTHING)
+            if node is NOTHING:
+                raise RequestError([Problem("--package", package, "there is no such key")])
+            is_node = OmegaConf.is_config(node)
+            return OmegaConf.to_yaml(node, resolve=resolve) if is_node else f"{node}\n"
         except OmegaConfBaseException as error:
             raise RequestError([Problem("--cfg", part, reason(error))]) from None
 
@@ -213,10 +215,10 @@ def _keys(config: DictConfig, sections: Sequence[str]) -> str:
     short = {key: section for section, key in SHORT.items()}
     plain: Any = OmegaConf.to_container(config)
     owned = owned_keys(plain)
-    arguments = [key for one in OPEN for key, _ in leaves(one, plain[one]) if key not in owned]
-    for name in sorted([*owned, *arguments], key=lambda key: [*plain].index(key.partition(".")[0])):
-        if name in _CHOSEN or name.partition(".")[0] not in sections:
-            continue
+    leaf = [key for one in OPEN if one in plain for key, _ in leaves(one, plain[one])]
+    names = [key for key in dict.fromkeys([*owned, *leaf]) if key not in _CHOSEN]
+    listed = (one for one in plain if one in sections)
+    for name in (key for one in listed for key in names if key.partition(".")[0] == one):
         field = owned.get(name)
         value = OmegaConf.select(config, name, default=field and field.get_default())
         value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

@@ -93,6 +93,10 @@ class Eval(Section):
         "log metrics of torchmetrics too, or a _target_: [f1,auroc]", []
     )
 
+    def conflicts(self) -> Conflicts:
+        if any(isinstance(one, dict) and "_target_" not in one for one in self.metrics):
+            yield "metrics", "a mapping needs a _target_"
+
 
 class EarlyStop(Section):
     patience: t.Count | None = key("end after so many evaluations without a better one")

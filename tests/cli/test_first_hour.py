@@ -57,7 +57,7 @@ def test_a_folder_without_runs_and_one_of_another_run(tmp_path, capsys):
 
 
 def test_help_of_a_group_has_the_keys_of_the_chosen_option(capsys):
-    assert main(["--help"]) == 0
+    assert main(["--help", "~report", "~loss"]) == 0
     every = capsys.readouterr().out
     assert main(["--help", "optimizer", "optimizer=adamw"]) == 0
     printed = capsys.readouterr().out

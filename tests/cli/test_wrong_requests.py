@@ -57,6 +57,8 @@ VALUES = [
             *("model.width=???", "no value given"),
         ],
     ),
+    ("eval.metrics=[{a:1}]", ["eval.metrics=[{a:1}]", "a mapping needs a _target_"]),
+    ("clip._target_=5", ["(1 problem)", "clip._target_=5", "must be the full name of a class"]),
     ("model.width=${nowhere}", ["model.width=${nowhere}", "'nowhere' not found"]),
     ("tracker.project=${tracker.group} tracker.group=${tracker.project}", ["tracker.project="]),
     # Values of odd size or with odd characters.
@@ -72,6 +74,7 @@ VALUES = [
 ]
 COMBINATIONS = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "takes none"]),
+    ("plugin=single plugin.nnodes=2", ["plugin.nnodes=2", "one process"]),
     ("clip.threshold=null", ["clip.threshold=null", "needs a finite number"]),
     ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["must be 4 or more"]),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),
@@ -98,7 +101,10 @@ FLAGS = [
     ("--fro seed=1", ["--fro", "unknown flag", "--help"]),
     ("--cfg everything", ["--cfg", "everything", "job"]),
     ("--cfg job -m", ["--multirun", "not allowed with argument --cfg"]),
-    *((f"{flag} -m", ["not allowed with argument"]) for flag in ("-sc", "--hydra-help")),
+    *((f"{flag} -m", ["not allowed with"]) for flag in ("-sc query=bash", "--hydra-help")),
+    *((f"-sc {word}", ["invalid choice", "install=bash"]) for word in ("foo", "install=foo")),
+    ("-sc", ["expected one argument"]),
+    ("--cfg job -p nonexist", ["--package=nonexist", "no such key"]),
     ("-p clip", ["--package", "goes with --cfg"]),
     ("--resolve --info", ["--resolve", "goes with --cfg"]),
     ("--config-dir /nowhere", ["--config-dir", "folder that exists"]),
@@ -118,6 +124,7 @@ SWEEPS = [
     ),
     ("-m clip.threshold=shuffle(range(0,1e9))", ["sweep.max_jobs=10000", "clip.threshold 10,001"]),
     ("-m seed=range(0,300) clip.threshold=range(1,400)", ["119,700 runs", "clip.threshold 399"]),
+    ("-m seed=1,2 sweep.zip=5", ["sweep.zip=5", "a list"]),
     ("-m seed=1,2 sweep.zip=${nowhere}", ["sweep.zip="]),
     ("-m seed=1,2 sweep.zip=[seed,clip.threshold]", ["seed has 2, clip.threshold has 1"]),
     ("-m clip=schedule clip.warmup_steps=unset,30", ["must be an integer"]),

@@ -26,6 +26,7 @@ FILES = {
     "recipe/wrong.yaml": "defaults: [{override /model: mien}]\n",
     "recipe/torn.yaml": "clip: {threshold: 1\n",
     "recipe/listed.yaml": "- a\n- b\n",
+    "recipe/five.yaml": "defaults: 5\n",
     "recipe/odd.yaml": "clip:\n  treshold: 1\n",
     "recipe/target.yaml": (
         "defaults: [{override /optimizer: adamw}]\nmodel: {_target_: own.Net, width: 32}\n"
@@ -139,6 +140,7 @@ def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
         ("recipe=mien", r"recipe=mien  there is no recipe/mien; did you mean mine\?"),
         ("recipe=wrong", r"recipe=wrong  there is no model/mien.*did you mean mine\? .*awd_lstm"),
         ("recipe=torn seed=-1", r"(?s)recipe=torn .*torn\.yaml cannot be read: .*seed=-1 "),
+        ("recipe=five", r"five\.yaml: defaults must be a list"),
         ("recipe=listed", r"listed\.yaml cannot be read"),
         ("recipe=odd", r"did you mean clip\.threshold"),
         ("model=torn", r"model=torn .*torn\.yaml"),

@@ -47,11 +47,13 @@ def test_values_of_the_environment_and_secrets_are_not_recorded(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "abcdef")
     words = ["optimizer.lr='${oc.decode:${oc.env:RATE}}'", "+model.login='${oc.env:HF_TOKEN}'"]
     words += ["+model.copied='it is ${model.login}'", "+model.api_key=abc", "+model.width2=${seed}"]
+    words += ["callbacks=[{_target_:m.N,api_key:sk-12}]", "+model.quoted='${callbacks.0.api_key}'"]
     job = one(*words)
     assert job.config.optimizer.arguments["lr"] == 0.25
     assert job.config.model.arguments["copied"] == "it is abcdef"
     assert job.plain["optimizer"]["lr"] == "${oc.decode:${oc.env:RATE}}"
     recorded = {"login": "${oc.env:HF_TOKEN}", "copied": "it is ${model.login}"}
+    recorded["quoted"] = "${callbacks.0.api_key}"
     assert job.plain["model"].items() >= (recorded | {"api_key": "***", "width2": 0}).items()
     monkeypatch.delenv("RATE")
     with pytest.raises(RequestError, match=r"optimizer\.lr=.*cannot be resolved"):

@@ -32,6 +32,7 @@ WRONG = {
 RIGHT = {
     "clip.threshold": [1, 2.5],
     "clip.norm_type": [1, 2, "inf", math.inf],
+    "clip.skip": [None, "sigma", {"rule": "ema", "k": 2}],
     "clip.units": [None, {"w": 1}, {"*.w": [0, 1], "b": [], "v": -1}],
     "seed": [0, 2**32 - 1],
     "train.max_duration": ["3ep", "500ba", "100_000sp", "9tok"],

@@ -19,6 +19,7 @@ def test_the_hash_names_the_experiment_and_not_how_it_is_watched_and_saved():
     for same in (dict(reversed(CONFIG.items())), CONFIG | elsewhere):
         assert config_hash(same) == plain
         assert differences(CONFIG, same) == {}
+    assert config_hash({"a": {1: 2, "b": 3}}) == config_hash({"a": {"b": 3, 1: 2}})
     other = CONFIG | {"clip": CLIP | {"threshold": 0.5}}
     assert config_hash(other) != plain
     assert differences(CONFIG, other)

@@ -14,7 +14,7 @@ from typing import Any
 from runner.run_folder import files
 from runner.run_folder.strict_json import decode, encode, number
 
-VERSION = 3  # of the format; a checkpoint of another one is refused
+VERSION = 4  # of the format; a checkpoint of another one is refused
 _PREFIX, _PART = "step_", ".part"
 
 

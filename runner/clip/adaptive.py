@@ -4,21 +4,22 @@ Brock, De, Smith and Simonyan 2021 (arXiv 2102.06171, section 4):
 ``G_u ← G_u · min(1, λ·max(‖W_u‖, ε)/‖G_u‖)`` with L2 norms and ε = 1e-3, which lets weights that
 start at zero move. The final classifier's weight is left out.
 
-The norms of a rank's units lie in one vector: first those of small tensors that are one unit, which
-are measured together; last the shards that are left out, each as one unit, because the total norm
-needs them. The result of a unit depends on its elements alone: ranks that hold the same unit get
-the same bits.
+The norms of a rank's units lie in one vector: first those of small tensors, where units of one type
+and length are copied side by side and measured together; last the shards that are left out, each as
+one unit, because the total norm needs them. The result of a unit depends on its elements alone:
+ranks that hold the same unit get the same bits.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import nan, prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, transfer
-from runner.clip.mode import multiply_each
 from runner.clip.norms import OVERFLOWS, ROW, SMALL, VANISHES, combine, gathered, powers_of
 from runner.clip.shard import local
 from runner.config.modes import Adaptive
@@ -34,6 +34,7 @@ from runner.config.notation import first_few
 
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)
+FEW = 4_096  # elements of the largest matrix that is copied beside others
 LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
 
 
@@ -43,6 +44,7 @@ class Place(NamedTuple):
     number: int  # of the shard in the layout
     shard: ParamShard
     left_out: bool  # measured as one unit, which is not clipped
+    kind: tuple[str, int]  # type and length of units that are measured together
     kept: int  # dimensions that index units, see :meth:`Units.first`; 0 for one unit
     units: int
     stop: int
@@ -57,6 +59,11 @@ class Place(NamedTuple):
         """Return the values of these units."""
         return vector[self.stop - self.units : self.stop]
 
+    def first(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Return a view of the tensor of this shard with the dimensions that index units first."""
+        tensor = tensors[self.number]
+        return self.shard.units.first(tensor) if self.kept and tensor is not None else tensor
+
 
 class UnitIndex:
     """The order of all units of this rank; the first ``units`` are clipped.
@@ -67,23 +74,24 @@ class UnitIndex:
     def __init__(
         self, shards: Sequence[ParamShard], present: Sequence[bool], left_out: Sequence[bool]
     ) -> None:
-        self.present, known = list(present), list[tuple[bool, bool, int, int, int]]()
+        self.present, known = list(present), list[tuple[Any, ...]]()
         self._device = shards[0].param.device if shards else torch.device("cpu")
         for number, shard in enumerate(shards):
             out, weight = left_out[number], shard.weight
             if present[number] or (shard.shard_groups and not out):
                 shape = shard.units.first(weight).shape
                 kept = 0 if out else len(shape) - len(shard.units.dims)
-                one = present[number] and not (kept or out) and 0 < weight.numel() <= SMALL
-                known.append((out, not one, number, kept, prod(shape[:kept])))
+                small = 0 < weight.numel() <= (FEW if kept else SMALL) and present[number]
+                small = small and not out
+                # A mixture of types would be rounded differently beside other tensors.
+                kind = (str(weight.dtype), prod(shape[kept:])) if small else ("", 0)
+                known.append((out, not small, kind, number, kept, prod(shape[:kept])))
         stops = accumulate(units for *_, units in sorted(known))
         self.places = [
-            Place(number, shards[number], out, kept, units, stop)
-            for (out, _, number, kept, units), stop in zip(sorted(known), stops, strict=True)
+            Place(number, shards[number], out, kind, kept, units, stop)
+            for (out, _, kind, number, kept, units), stop in zip(sorted(known), stops, strict=True)
         ]
         self.together = self.places[: sum(not alone for _, alone, *_ in known)]
-        lengths = [place.shard.weight.numel() for place in self.together]
-        self._lengths = transfer.on_device(lengths, torch.device("cpu")).long()
         self.clipped = [place for place in self.places if not place.left_out]
         self.units = self.clipped[-1].stop if self.clipped else 0
         self.weights = {place.weight for place in self.clipped}
@@ -108,29 +116,24 @@ class UnitIndex:
         size = self.places[-1].stop if self.places else 0
         return torch.repeat_interleave(values, sizes, output_size=size)
 
+    def alike(self, tensors: Sequence[Any]) -> Iterator[tuple[list[Place], Tensor]]:
+        """Yield small places with units of one type and length, and a copy with a row for each."""
+        for (_, length), run in groupby(self.together, attrgetter("kind")):
+            places = list(run)
+            yield places, gathered([place.first(tensors) for place in places]).view(-1, length)
+
     def norms(
         self, tensors: Sequence[Tensor | None], places: Sequence[Place], dtype: torch.dtype
     ) -> Tensor:
         """Return the norm of each unit, whose squares are summed in ``dtype`` at least."""
-        found, first = [self._share[:0]], len(self.together)
-        if some := [tensors[place.number] for place in self.together]:
-            found.append(self._norms_together(some))
-        for place in places[first:]:
-            tensor = tensors[place.number]
-            if tensor is None or not tensor.numel():
-                found.append(self._share.new_zeros(place.units))
-            else:
-                tensor = place.shard.units.first(tensor) if place.kept else tensor
-                found.append(_unit_norms(tensor, place.kept, dtype))
+        found = [self._share[:0]]
+        found += [_unit_norms(rows, 1, dtype) for _, rows in self.alike(tensors)]
+        for place in places[len(self.together) :]:
+            tensor = place.first(tensors)
+            here = tensor is not None and tensor.numel()
+            zeros = self._share.new_zeros(place.units)
+            found.append(_unit_norms(tensor, place.kept, dtype) if here else zeros)
         return torch.cat(found)
-
-    def _norms_together(self, tensors: list[Any]) -> Tensor:
-        if not transfer.can_read(self._device):
-            wide = transfer.widest(self._device)
-            return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=wide))
-        squares = gathered(tensors).double().square_()
-        sums: Tensor = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
-        return sums.sqrt_()
 
     def power(self, norms: Tensor) -> transfer.Number:
         """Return this rank's share of ‖G‖², given the norms of all units."""
@@ -167,15 +170,18 @@ class UnitNorms:
 
     def scale(self, coefs: Tensor) -> None:
         """Multiply each unit by its coefficient in place."""
-        single, host = self.index.together, transfer.can_read(coefs.device)
-        some: list[Any] = [self.gradients[place.number] for place in single]
-        multiply_each(some, transfer.numbers(coefs[: len(single)]))
-        for place in self.index.clipped[len(single) :]:
-            gradient, factors = self.gradients[place.number], place.of(coefs)
-            if gradient is None or (host and not (factors != 1.0).any()):
+        host = transfer.can_read(coefs.device)
+        for places, rows in self.index.alike(self.gradients):
+            factors = coefs[places[0].stop - places[0].units : places[-1].stop].unsqueeze(1)
+            rows.mul_(factors.to(torch.promote_types(rows.dtype, self.dtype)))
+            some = [place.first(self.gradients) for place in places]
+            parts = torch.split(rows.view(-1), list(map(Tensor.numel, some)))
+            torch._foreach_copy_(some, [p.view(s.shape) for p, s in zip(parts, some, strict=True)])
+        for place in self.index.clipped[len(self.index.together) :]:
+            tensor, factors = place.first(self.gradients), place.of(coefs)
+            if tensor is None or (host and not (factors != 1.0).any()):
                 continue
-            tensor = place.shard.units.first(gradient)
-            factors = factors.to(torch.promote_types(gradient.dtype, self.dtype))
+            factors = factors.to(torch.promote_types(tensor.dtype, self.dtype))
             shape = tensor.shape[: place.kept]
             tensor.mul_(factors.view(*shape, *[1] * (tensor.ndim - place.kept)))
 

@@ -55,9 +55,10 @@ class Tally:
         wide = transfer.widest(values.device)
         if self._step is None:
             self._step = torch.zeros(BINS + 1, dtype=wide, device=values.device)
-        logs = values.detach().to(wide).log10()  # a float32 bin would not count beyond 2^24
-        self._step[:-1] += torch.histc(logs, BINS, LOWEST, HIGHEST) * weight
-        self._step[-1] += (values == values).sum().to(wide) * weight
+        # A float32 bin would not count beyond 2^24, and a wide copy of all takes much memory.
+        for part in torch.split(values.detach().reshape(-1), 2**24):
+            self._step[:-1] += torch.histc(part.to(wide).log10(), BINS, LOWEST, HIGHEST) * weight
+            self._step[-1] += (part == part).sum().to(wide) * weight
 
     def end_step(self, norm: Number) -> None:
         """Keep the counts of the current step, unless its gradient was not finite."""
@@ -98,6 +99,8 @@ class ClipMode(Mode, ABC):
 
     def __post_init__(self) -> None:
         self.keeps_clipped = vars(self).get("history") == "clipped"
+        if self.threshold is not None and not self.threshold > 0:
+            raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
         if not self.norm_type >= 1:
             raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
         if self.scales not in ("auto", "all"):
@@ -207,7 +210,12 @@ class ClipMode(Mode, ABC):
         if decision.finite is False:
             return decision
         if decision.scales is not None:
-            scale_each(layout, decision.scales)
+            if decision.norm_scaled is None or decision.inner:
+                scale_each(layout, decision.scales)
+            # All others have one coefficient, and the gradients that are left out none.
+            elif some := [pair for pair in zip(*layout.gradients(), strict=True) if pair[0].scaled]:
+                coef = decision.scales[layout.positions[some[0][0].name]]
+                multiply([gradient for _, gradient in some], transfer.read(coef))
             return replace(decision, scales=None)
         if decision.parts is not None:
             return self.change_parts(layout, decision)
@@ -321,22 +329,18 @@ def scale(layout: Layout, coef: Number) -> None:
 
 def scale_each(layout: Layout, scales: Tensor) -> None:
     """Multiply the gradient of each parameter of ``layout.names`` by its own of ``scales``."""
-    (shards, gradients), each = layout.gradients(), transfer.numbers(scales)
-    multiply_each(gradients, [each[layout.positions[shard.name]] for shard in shards])
-
-
-def multiply_each(gradients: Sequence[Tensor], coefs: Sequence[Number]) -> None:
-    """Multiply each tensor by its own coefficient in place."""
-    pairs = [
-        (gradient, coef)
-        for gradient, coef in zip(gradients, coefs, strict=True)
-        if isinstance(coef, Tensor) or coef != 1.0
-    ]
-    if ordinary := [pair for pair in pairs if isinstance(pair[1], Tensor) or pair[1] > TINY]:
-        torch._foreach_mul_(*map(list, zip(*ordinary, strict=True)))
-    for gradient, coef in pairs:
-        if not isinstance(coef, Tensor) and coef <= TINY:
+    each, ordinary = transfer.numbers(scales), list[tuple[Tensor, Number]]()
+    for shard, gradient in zip(*layout.gradients(), strict=True):
+        coef = each[layout.positions[shard.name]]
+        if not isinstance(coef, Tensor) and coef == 1.0:
+            continue
+        # A coefficient each would be rounded to the type of a narrow tensor.
+        if gradient.dtype.itemsize < 4 or not (isinstance(coef, Tensor) or coef > TINY):
             multiply([gradient], coef)
+        else:
+            ordinary.append((gradient, coef))
+    if ordinary:
+        torch._foreach_mul_(*map(list, zip(*ordinary, strict=True)))
 
 
 def multiply(gradients: list[Tensor], coef: Number) -> None:

@@ -126,6 +126,9 @@ class ChainClip(Chain, NestedMode):
         for name, mode in self.modes.items():
             bind(mode, layout, f"links.{name}")
 
+    def decides_by(self, stats: GradStats) -> bool:
+        return all(mode.decides_by(stats) for mode in self._links)
+
     def scales_some(self, layout: Layout) -> bool:
         whole = all(mode.info.parts is None for mode in self._links)
         return whole and super().scales_some(layout)
@@ -307,6 +310,9 @@ class ScheduleClip(Schedule, ClipMode):
     @property
     def may_fold(self) -> bool:
         return self.inner.may_fold
+
+    def decides_by(self, stats: GradStats) -> bool:
+        return self.inner.decides_by(stats)
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         self._set_limit()  # the mode may look for what is above λ

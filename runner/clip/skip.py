@@ -84,8 +84,10 @@ class SkipRule:
         """Continue from what :meth:`state_dict` returned; anew after another rule or window."""
         self._past = empty = self._empty(torch.empty(0))
         loaded = Past(*(state["history"][name] for name in Past._fields))
-        if state["rule"] == self.rule and [*map(len, loaded)] == [*map(len, empty)]:
-            self._past = loaded
+        if state["rule"] == self.rule and len(loaded.kept) == len(empty.kept):
+            missed = torch.cat([empty.missed, loaded.missed])[len(loaded.missed) :]
+            missed[:1] = math.nan  # the next skip may be the one that is accepted
+            self._past = loaded._replace(missed=missed)
 
     def _empty(self, like: Tensor) -> Past:
         kept = like.new_full((self.window,), math.nan if self.rule == "sigma" else 0.0)

@@ -42,10 +42,8 @@ class Elements:
             clamped = power
             if not (norms.VANISHES < power < norms.OVERFLOWS and square > norms.VANISHES):
                 above, most = int((flat.abs() > bound).sum()), flat.abs().amax()
-                power, clamped = (
-                    norms.power_sum([flat]),
-                    norms.power_sum([flat.clamp(-limit, limit)]),
-                )
+                power = norms.power_sum([flat])
+                clamped = norms.power_sum([flat.clamp(-bound, bound)]) if above else power
             elif most > bound:
                 # Numbers that differ have squares that differ, so counting these is exact.
                 clamped = squares.clamp(max=square).sum().item()

@@ -74,7 +74,8 @@ def effect_of(
 def _effect(optimizer: Optimizer, threshold: float, parameters: int) -> Effect:
     name, options = type(optimizer).__name__, optimizer.defaults
     known = (kind for kind, names in _KINDS.items() if re.search(names, name.lower()))
-    kind = next(known, "plain")
+    remembers = any(options.get(one) for one in ("momentum", "beta", "betas"))
+    kind = next(known, "plain").replace(" only", "" if remembers else " only")
     eps = options.get("eps") or 0.0
     if isinstance(eps, Sequence):  # Adafactor's: torch's is a least divisor, the others' is squared
         of_torch = type(optimizer).__module__.startswith("torch.")

@@ -17,6 +17,7 @@ from runner.clip import ClipMode, Decision, Number
 from runner.clip.norms import Powers
 from runner.clip.shard import local
 from runner.config.notation import first_few, higher_is_better, plural, ranks_as_text, rounded
+from runner.config.problem import or_list
 from runner.data.stream import has_state
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepValues
@@ -61,7 +62,7 @@ class Callbacks:
         self._asked = self._asked or reason
 
     def call(self, hook: str, *args: Any) -> None:
-        having = [name for name, each in self._named.items() if hasattr(each, hook)]
+        having = [name for name, each in self._named.items() if callable(getattr(each, hook, None))]
         for name in having:
             getattr(self._named[name], hook)(*args)
         # Microbatches are no place to end, and too many for a collective each.
@@ -108,6 +109,8 @@ class EarlyStopping:
         min_delta: float = 0.0,
         direction: str | None = None,
     ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, not {patience}")
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
         self._higher = direction == "maximize" if direction else higher_is_better(metric)
         self.best, self.best_step, self.waited = math.nan, 0, 0
@@ -116,6 +119,8 @@ class EarlyStopping:
         self._end_if_due(trainer)  # a run that continues after it was to end
 
     def on_evaluate(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        if self.metric not in metrics:
+            raise ValueError(f"there is no {self.metric}; evaluations have {or_list(metrics)}")
         value = metrics[self.metric]
         gain = value - self.best if self._higher else self.best - value
         better = math.isnan(self.best) or (gain > 0 and gain >= self.min_delta)

@@ -322,6 +322,7 @@ class Trainer:
         self.optimizer.step()
         decision = self.optimizer.decision or decision
         layers = None if measured is None else measured()
+        measured = None  # it holds a copy of the weights
         state.schedulers_behind = True
         self.optimizer.zero_grad()
         after_each(len(items), len(items))

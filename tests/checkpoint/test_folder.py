@@ -93,11 +93,11 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, 
     [
         ("[]", "no JSON object"),
         ("{}", "no manifest of a checkpoint"),
-        ('{"version": 3, "files": []}', "no manifest of a checkpoint"),
-        ('{"version": 2, "files": {}}', "another version"),
-        ('{"version": 3, "files": {"a.safetensors": 3}}', "damaged"),
-        ('{"version": 3, "files": {"../../etc/passwd": {}}}', "passwd', which is no file of"),
-        ('{"version": 3, "files": {"state.pt": {}}}', "holds a.safetensors, which its manifest"),
+        ('{"version": 4, "files": []}', "no manifest of a checkpoint"),
+        ('{"version": 3, "files": {}}', "another version"),
+        ('{"version": 4, "files": {"a.safetensors": 3}}', "damaged"),
+        ('{"version": 4, "files": {"../../etc/passwd": {}}}', "passwd', which is no file of"),
+        ('{"version": 4, "files": {"state.pt": {}}}', "holds a.safetensors, which its manifest"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path, text, message):

@@ -230,6 +230,7 @@ def test_wrong_options_are_refused_and_those_at_the_edge_of_their_range_taken():
             word = {"chain": "link", "groups": "groups"}.get(mode, [mode, *options][-1])
             word = "threshold" if options == {"links": [1.0]} else word
             refused(ValueError, word, lambda m=mode, o=options: build(m, **{"threshold": 1.0, **o}))
+    refused(ValueError, "above 0", lambda: type(build("norm", threshold=1.0))(threshold=-1.0))
     refused(ValueError, "unknown clipping mode|" + NAMES[0], lambda: build("agc"))
     mode = build("adaptive", threshold=1e-300, norm_type=1.0, eps=1e-300, exclude=())
     assert (mode.limit, mode.norm_type, mode.eps) == (1e-300, 1.0, 1e-300)

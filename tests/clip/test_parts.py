@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from runner.clip import Layout, apply_gradient_clipping, build
+from runner.clip.mode import scale_each
 from tests.clip.reference import norm_of
 
 LAST = torch.channels_last
@@ -133,6 +134,16 @@ def test_sizes_whose_squares_leave_float32(mode, scale):
 
 
 # -- elements
+
+
+def test_narrow_types_round_neither_a_coefficient_nor_a_limit_beyond_them():
+    parameter = nn.Parameter(torch.zeros(999, dtype=torch.float16))
+    parameter.grad = torch.zeros_like(parameter)
+    assert apply_gradient_clipping(parameter, "value", 1e6).fraction == 0.0
+    parameter.grad = values = torch.linspace(0.1, 1.0, 999, dtype=torch.float16)
+    wanted = (values.float() * 0.3337).half()
+    scale_each(Layout.of_parameters([parameter]), torch.tensor([0.3337], dtype=torch.float64))
+    assert torch.equal(parameter.grad, wanted)
 
 
 def test_elements_next_to_the_threshold_are_counted_exactly():

@@ -97,6 +97,12 @@ def test_a_mode_with_a_history_decides_by_the_scaled_gradients(kept):
         assert float(decision.threshold) == pytest.approx(float(wanted.threshold), rel=1e-12)
 
 
+def test_a_chain_with_a_schedule_leaves_matrices_out():
+    layout, other = laid_out(), laid_out()
+    build("chain", links=[1.0, {"mode": "schedule", "threshold": 0.5, "of": "norm"}]).clip(layout)
+    assert torch.equal(layout.shards[0].param.grad, other.shards[0].param.grad)
+
+
 def test_a_mode_without_a_threshold_reports_what_one_would_limit():
     layout = laid_out()
     decision = build("none").clip(layout)

@@ -94,6 +94,9 @@ def test_a_history_of_zeros_limits_nothing_and_another_rule_or_window_begins_ane
     other.load_state_dict(sigma.state_dict())
     assert not other.is_spike(1e9)
     assert sigma.is_spike(1e9)
+    other = SkipRule("ema", min_steps=1, accept_after=2)  # the row of skips goes on
+    other.load_state_dict(ema.state_dict())
+    assert [other.is_spike(1e9) for _ in range(2)] == [True, False]
 
 
 def test_equal_values_are_no_spikes():

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def make(*callbacks, duration="60ba", plugin=None, rank=0, world=1):
 
 
 def test_calls_in_their_order_until_a_callback_ends_the_training(tmp_path):
-    file, whole = tmp_path / "notes", make(duration="3ba")
+    file, silent = tmp_path / "notes", SimpleNamespace(on_start=None, on_end=print)
+    whole = make(silent, duration="3ba")
     assert "ended_early" not in whole.fit()
     trainer = make(Notes(str(file), end_at=3))
     summary = trainer.fit()

@@ -20,7 +20,6 @@ from runner.config.environment import joins, started_rank
 from runner.config.folders import obstacle
 from runner.config.identity import digest
 from runner.config.jobs import Job, Where
-from runner.config.plugin_section import may_grow
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.request import Request, request
 from runner.config.schema import RunConfig
@@ -125,7 +124,7 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
         if samples is not None and of_step > samples:
             size = f"a step has all {samples:,} samples of the data, not {of_step:,}"
             notes.add(f"{size}: lower data.batch_size")
-        if here and not started and may_grow(config.plugin) and build.ranks_of(config) == 1:
+        if here and not started and config.plugin.may_grow and build.ranks_of(config) == 1:
             notes.add(
                 f"plugin={config.plugin.name} runs on one rank: plugin.nproc is not given, and "
                 "this run uses at most one GPU. plugin.nproc=2 starts two ranks."

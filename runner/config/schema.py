@@ -259,9 +259,6 @@ class RunConfig(Section):
         for name in self.verify.modes or ():
             if name != clip.mode and (nested := MODES[name].info.nested):
                 yield "verify.modes", f"{name} needs clip.{nested}: give clip={name} too"
-        parts = plugin.pipeline_microbatches
-        if parts is not None and self.data.batch_size < parts:
-            yield "data.batch_size", f"must be {parts} or more: plugin.num_microbatches"
 
     def _in_backward(self) -> Conflicts:
         clip, plugin = self.clip, self.plugin.name

@@ -11,7 +11,7 @@ from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.environment import started_rank, variable
 from runner.config.identity import branching, config_hash, differences
-from runner.config.plugin_section import PluginSection, data_parallel_size
+from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.schema import RunConfig
 from runner.run_folder import files, keys
@@ -173,6 +173,8 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
 
 
 def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
+    from runner.train.build import data_parallel_size
+
     try:
         plugin = PluginSection.model_validate(saved["plugin"])
         batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]

@@ -21,7 +21,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from runner.config.environment import OWN_STORE, started_rank
-from runner.config.plugin_section import least_ranks
 from runner.config.problem import Interrupted, Stopped
 from runner.config.schema import RunConfig
 from runner.launch import failure, signals
@@ -90,7 +89,7 @@ def train(
 
 def prepare(*configs: RunConfig) -> None:
     """Start the fork server in the background, if one of these runs has ranks of its own."""
-    if any(least_ranks(one.plugin) > 1 or one.launch.max_restarts for one in configs):
+    if any(one.plugin.least_ranks > 1 or one.launch.max_restarts for one in configs):
         _ensure_running()
 
 

@@ -7,13 +7,59 @@ one set of experts. README.md says what a mixture of experts is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from runner.config.plugin_section import MeshSizes
+from runner.config.notation import plural
+
+
+class SizeError(ValueError):
+    """Sizes that do not multiply to the number of ranks; ``key`` is the one to change."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class MeshSizes(NamedTuple):
+    """Number of ranks along each axis of the device mesh; dp · tp · pp is the world size."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        ranks: int,
+        dp_size: int | None = None,
+        tp_size: int | None = 1,
+        pp_size: int | None = 1,
+        ep_size: int | None = 1,
+    ) -> MeshSizes:
+        """Divide ``ranks``; the first of tp, pp and dp that is None takes those that are left."""
+        asked = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
+        found = {name: 1 if size is None else size for name, size in asked.items()}
+        rest = next((name for name, size in asked.items() if size is None), None)
+        product = prod(found.values())
+        if ranks % product or (rest is None and ranks != product):
+            factors = [f"{name} {size}" for name, size in found.items() if size > 1]
+            text = f"{' x '.join(factors)} = {product}" if factors else "one: plugin=ddp takes more"
+            many = "" if rest is None else "a multiple of "
+            raise SizeError("nproc", f"{plural(ranks, 'rank')} cannot be {many}{text}")
+        if rest is not None:
+            found[rest] = ranks // product
+        dp = found["dp_size"]
+        if dp % (ep := ep_size or dp):
+            message = f"{ep} ranks cannot share the experts of {dp} data-parallel ranks evenly"
+            raise SizeError("ep_size", message)
+        return cls(dp, found["tp_size"], found["pp_size"], ep)
+
 
 # Meshes by what they were made of, each with the world that it was made in.
 _made: dict[Any, tuple[Any, DeviceMesh]] = {}

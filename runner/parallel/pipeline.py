@@ -18,22 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from runner.clip.shard import local
-from runner.config.plugin_section import SCHEDULES
 from runner.parallel.collectives import on_any_rank
 from runner.parallel.gradient_sync import written
 from runner.parallel.hooks import Apart, register
 from runner.parallel.sharding import reshard
-from runner.parallel.stages import Stage, stage_to_rank
+from runner.parallel.stages import SCHEDULES, Stage, stage_to_rank
 
 # Returns the summed loss of some samples, given their outputs and their slice of the batch.
 LossOf = Callable[[Tensor, slice], Tensor]
 
-_SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "zero_bubble": "ScheduleZBVZeroBubble",
-}
 _KEPT = 4  # schedules, one per shape of a batch; each has buffers for its microbatches
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 _SHAPE = 10  # numbers before a tensor outside of a schedule: dtype, dimensions, padding
@@ -193,8 +186,9 @@ class Pipeline:
             shapes = (before.requires_grad_(number > 0), after.requires_grad_())
             made = (stage, number, self.count, self.device, *shapes)
             stages.append(pipelining.PipelineStage(*made, group=self.group))
-        kind: Any = getattr(pipelining, _SCHEDULES[self.schedule])
-        given = stages if SCHEDULES[self.schedule].stages_per_rank > 1 else stages[0]
+        asked = SCHEDULES[self.schedule]
+        kind: Any = getattr(pipelining, asked.kind)
+        given = stages if asked.stages_per_rank > 1 else stages[0]
         return kind(given, self.microbatches, loss_fn=self._loss, scale_grads=False)
 
     def _forward(self, chunks: Sequence[Tensor]) -> dict[int, list[tuple[Tensor, Tensor]]]:

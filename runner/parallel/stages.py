@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import accumulate
@@ -12,8 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.notation import first_few
-from runner.config.plugin_section import SCHEDULES
 from runner.parallel.hooks import carry_over, require_no_post_accumulate
+
+
+class Schedule(NamedTuple):
+    kind: str  # class of torch.distributed.pipelining
+    stages_per_rank: int
+    fills_every_stage: bool
+    splits_backward: bool = False
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "gpipe": Schedule("ScheduleGPipe", 1, fills_every_stage=False),
+    "1f1b": Schedule("Schedule1F1B", 1, fills_every_stage=True),
+    "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B", 2, fills_every_stage=True),
+    "zero_bubble": Schedule("ScheduleZBVZeroBubble", 2, False, splits_backward=True),
+}
+
+
+def refused_microbatches(schedule: str, pp_size: int, microbatches: int) -> str | None:
+    """Return why ``microbatches`` do not fill the pipeline; None if they do."""
+    stages = pp_size * SCHEDULES[schedule].stages_per_rank
+    if SCHEDULES[schedule].fills_every_stage and microbatches < stages:
+        return f"must be {stages} or more, one for each stage, or schedule=gpipe"
+    if schedule == "interleaved_1f1b" and microbatches % (microbatches // pp_size):
+        return f"must make equal rounds over {pp_size} ranks: give a multiple of {pp_size}"
+    return None
 
 
 class CutError(ValueError):

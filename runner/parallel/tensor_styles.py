@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
-from runner.config.plugin_section import EXPERT_STYLES, STYLES
+from runner.config.problem import did_you_mean
 
 # Attributes in which models keep the number of heads of an attention.
 HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")
@@ -56,6 +56,9 @@ PLACED = {
     "replicated_with_grad_allreduce": Style(partial=True),
     "sequence_parallel": Style(sequence=True),
 }  # styles that shard parameters, or make their gradients partial
+STYLES = (*PLACED, "split_sequence", "whole_sequence")
+EXPERT_STYLES = ("moe_tp_experts", "moe_identity_expert")
+"""Styles of transformers for modules with stacked experts, which stay whole on each rank."""
 
 
 def checked_plan(
@@ -85,7 +88,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
-            raise PlanError(f"{pattern}: unknown style {style!r}; use {', '.join(STYLES)}")
+            near = did_you_mean(style, STYLES)
+            raise PlanError(f"{pattern}: unknown style {style!r}; use {', '.join(STYLES)}{near}")
         hits = fnmatch.filter(modules, pattern)
         if not hits:
             known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules)

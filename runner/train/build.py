@@ -31,17 +31,17 @@ from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, Plugin
 from runner.booster.loss import Criterion
-from runner.booster.plugin import PLUGINS
+from runner.booster.plugin import PLUGINS, MeshSizes, SizeError
 from runner.checkpoint.content import CheckpointSaver, load_weights
 from runner.checkpoint.folder import manifest_of
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
 from runner.clip.units import head_weights
-from runner.config import plugin_section as sizes
 from runner.config.environment import started_rank
 from runner.config.identity import branching
 from runner.config.modes import MODES
 from runner.config.notation import Duration, plural
+from runner.config.plugin_section import PluginSection, uses
 from runner.config.problem import did_you_mean, leaves
 from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
@@ -170,7 +170,7 @@ def make_plugin(config: RunConfig) -> Plugin:
 
 def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
     name = config.plugin.name
-    used = [key for key, (_, plugins) in sizes.uses().items() if name in plugins]
+    used = [key for key, (_, plugins) in uses().items() if name in plugins]
     return PLUGINS[name], {key: getattr(config.plugin, key) for key in used}
 
 
@@ -191,11 +191,29 @@ def samples_of(config: RunConfig) -> tuple[int | None, int]:
 
 
 def data_parts(config: RunConfig) -> int:
-    return sizes.data_parallel_size(config.plugin, ranks_of(config))
+    return data_parallel_size(config.plugin, ranks_of(config))
+
+
+def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
+    """Return the data-parallel size on ``ranks`` ranks; all ranks if the sizes do not fit them."""
+    try:
+        return mesh_of(plugin, ranks).dp
+    except SizeError:
+        return ranks
+
+
+def mesh_of(plugin: PluginSection, ranks: int) -> MeshSizes:
+    dp = 1 if plugin.name == "single" else plugin.dp_size
+    return MeshSizes.of(ranks, dp, plugin.tp_size, plugin.pp_size, plugin.ep_size)
 
 
 def ranks_of(config: RunConfig) -> int:
-    return sizes.ranks_of(config.plugin, 0 if config.device == "cpu" else torch.cuda.device_count())
+    """Return the world size of a run that this process starts or belongs to."""
+    if (started := started_rank()) is not None:
+        return started.world_size
+    plugin, least = config.plugin, config.plugin.least_ranks
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count() * (plugin.nnodes or 1)
+    return max(least, gpus - gpus % least) if plugin.may_grow else least
 
 
 def execute(

@@ -11,7 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -23,11 +22,13 @@ from runner.booster import SinglePlugin
 from runner.booster.batch import BatchError, mapped, targets_of
 from runner.booster.in_backward import why_not_in_parts
 from runner.booster.loss import WindowLoss, logits_of, returned_loss
+from runner.booster.plugin import SizeError
 from runner.clip import Decision, Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
-from runner.config.plugin_section import SizeError, joined_ranks, sizes
+from runner.config.environment import started_nodes, started_rank
+from runner.config.notation import plural
 from runner.config.problem import (
     MISSING,
     NOTHING,
@@ -56,7 +57,8 @@ EXPLAINS = (TargetError, DataUnavailable, OptimizerMisfit)
 
 def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> None:
     """Raise a RequestError of all that is wrong with a run, one of a sweep if it is compared."""
-    problems = list(_machine(config)) if here else []
+    unfit = _unfit_size(config)
+    problems = [*([unfit] if unfit else []), *(_machine(config) if here else [])]
     spread = config.plugin.name not in ("single", "ddp") or config.accumulation.steps < 2
     if config.telemetry.noise_scale and (spread or config.clip.norm_type != 2.0):
         problems.append(Problem("telemetry.noise_scale", True, NO_NOISE_SCALE))
@@ -66,8 +68,7 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
     if data is not None:
         problems += [*_durations(config, data), *_logged_keys(config, data, compared)]
     if model is not None:
-        misfit = joined_ranks() and any(one.key.startswith("plugin.") for one in problems)
-        if not misfit:
+        if unfit is None:
             problems += _plugin(config, model, None if data is None else data.tokens_per_sample)
         if data is not None and (criterion is not None or config.loss.target is None):
             problems += _fit(config, model, data, criterion)
@@ -112,8 +113,26 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
+def _unfit_size(config: RunConfig) -> Problem | None:
+    """Return what is wrong with the sizes of the plugin for the ranks of this run."""
+    plugin, ranks, started = config.plugin, build.ranks_of(config), started_rank()
+    nodes, local = plugin.nnodes or 1, ranks // (plugin.nnodes or 1)
+    if started is not None:
+        nodes, local = started_nodes() or nodes, started.local_world_size
+    try:
+        parts = build.mesh_of(plugin, ranks).tp
+    except SizeError as error:
+        return Problem(f"plugin.{error.key}", getattr(plugin, error.key) or ranks, str(error))
+    if plugin.nnodes not in (None, nodes):
+        text = f"{plural(nodes, 'machine')} started ranks: leave it out"
+        return Problem("plugin.nnodes", plugin.nnodes, text)
+    if nodes > 1 and local % parts:
+        text = f"{parts} do not divide the {local} ranks of a machine (plugin.nnodes={nodes})"
+        return Problem("plugin.tp_size", plugin.tp_size, text)
+    return None
+
+
 def _machine(config: RunConfig) -> Iterator[Problem]:
-    joined = joined_ranks()
     gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.device == "cuda" and not gpu:
         yield Problem("device", "cuda", "torch sees no GPU here; device=cpu or auto")
@@ -122,15 +141,9 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     if config.tracker.uses("tensorboard") and find_spec("tensorboard") is None:
         key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
         yield Problem(key, "tensorboard", INSTALL)
-    try:
-        if joined is not None:
-            sizes(config.plugin, joined, started=True)
-    except SizeError as error:
-        value = joined if error.key == "nproc" else getattr(config.plugin, error.key)
-        yield Problem(f"plugin.{error.key}", value, str(error))
     ranks = build.ranks_of(config)
     limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
-    if ranks > limit and joined is None and config.plugin.nnodes in (None, 1):
+    if ranks > limit and started_rank() is None and config.plugin.nnodes in (None, 1):
         per = "one rank a GPU" if gpu else "four ranks a core"
         yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")
 
@@ -174,11 +187,10 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
     kind, options = build.plugin_of(config)
     for key, value, message in kind.problems(model, build.ranks_of(config), options):
         yield Problem(f"plugin.{key}", value, message)
-    with suppress(SizeError):  # the plugin reports it
-        parts = sizes(config.plugin, build.ranks_of(config)).tp
-        if config.plugin.sequence_parallel and (tokens or 0) % parts:
-            message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
-            yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
+    parts = build.mesh_of(config.plugin, build.ranks_of(config)).tp
+    if config.plugin.sequence_parallel and (tokens or 0) % parts:
+        message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
+        yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
 
 
 def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:

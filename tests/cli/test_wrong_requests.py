@@ -74,9 +74,8 @@ VALUES = [
 ]
 COMBINATIONS = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "takes none"]),
-    ("plugin=single plugin.nnodes=2", ["plugin.nnodes=2", "one process"]),
+    ("plugin=single plugin.nnodes=2", ["2 ranks cannot be one", "plugin=ddp"]),
     ("clip.threshold=null", ["clip.threshold=null", "needs a finite number"]),
-    ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["must be 4 or more"]),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),
     *(
         (f"clip.when=backward {words}", ["(1 problem)", *parts])

@@ -3,8 +3,11 @@
 import pytest
 
 from runner.config.folders import options
-from runner.config.plugin_section import SizeError, least_ranks, may_grow, sizes, uses
+from runner.config.plugin_section import uses
+from runner.config.problem import RequestError
 from runner.config.schema import examine, parse
+from runner.train import preflight
+from runner.train.build import mesh_of
 from tests.config.composed import plain, problems
 
 SPECIAL = {"tp_plan": {"head": "colwise"}, "schedule": "gpipe", "split": ["blocks.1"]}
@@ -33,27 +36,22 @@ def test_a_key_that_nothing_uses_names_the_plugins_that_do(name):
         assert all(f"plugin={option}" in said for option in plugins)
 
 
-STAGES_4 = {"pp_size": 4, "num_microbatches": 3}
-ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
 AXES = {"dp_size": 2, "tp_size": 2, "pp_size": 2}
 TP_PP = {"tp_size": 2, "pp_size": 2}
-NO_RESHARD = {"reshard_after_forward": False}
+ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
 
 
 @pytest.mark.parametrize(
     ("name", "given", "key", "said"),
     [
         ("zero", {"zero_stage": 0}, "zero_stage", "1, 2 or 3"),
-        ("zero", {"zero_stage": 2, **NO_RESHARD}, "reshard_after_forward", "below plugin.zero_sta"),
+        (
+            *("zero", {"zero_stage": 2, "reshard_after_forward": False}),
+            *("reshard_after_forward", "below plugin.zero_sta"),
+        ),
         ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=2"),
-        ("hybrid", {"nproc": 6, **AXES}, "nproc", "6 ranks cannot be dp_size 2 x tp_size 2 x"),
-        ("hybrid", {"dp_size": 3, "ep_size": 2}, "ep_size", "3 data-parallel ranks"),
         ("tensor", {"tp_size": 1, "sequence_parallel": True}, "sequence_parallel", "2 or more"),
         ("hybrid", {"sequence_parallel": True}, "sequence_parallel", "plugin.tp_size"),
-        ("pipeline", STAGES_4, "num_microbatches", "must be 4 or more, one for each stage, or"),
-        ("pipeline", {**ROUNDS, "num_microbatches": 5}, "num_microbatches", "a multiple of 2"),
-        ("pipeline", {"pp_size": 2, "split": ["a", "b"]}, "split", "must name 1 modules"),
-        ("pipeline", {**ROUNDS, "split": ["a"]}, "split", "must name 3 modules"),
     ],
 )
 def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, said):
@@ -75,7 +73,7 @@ def test_what_is_left_open_takes_the_ranks_that_are_left():
         ("hybrid", TP_PP, 8, (2, 2, 2, 1)),
         ("hybrid", {"tp_size": 2, "ep_size": 4}, 8, (4, 2, 1, 4)),
     ):
-        assert sizes(plugin(name, given), ranks) == dealt
+        assert mesh_of(plugin(name, given), ranks) == dealt
 
 
 def test_the_ranks_that_are_asked_for():
@@ -90,38 +88,44 @@ def test_the_ranks_that_are_asked_for():
         ("tensor", {"nnodes": 3, "tp_size": 2}, 6, True),
     ):
         found = plugin(name, given)
-        assert (least_ranks(found), may_grow(found)) == (least, grows)
-        assert found.nproc or sizes(found, least)  # what the sizes ask for is never refused
+        assert (found.least_ranks, found.may_grow) == (least, grows)
+        assert found.nproc or mesh_of(found, least)  # what the sizes ask for is never refused
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "ranks", "key", "message"),
+    ("name", "given", "started", "key", "message"),
     [
-        ("single", {}, 2, "nproc", "plugin=single is one process, not 2 ranks; plugin=ddp"),
-        ("hybrid", TP_PP, 6, "nproc", "a multiple of tp_size 2 x pp_size 2 = 4"),
-        ("tensor", {"tp_size": 4}, 2, "nproc", "a multiple of tp_size 4"),
-        ("moe", {"ep_size": 4}, 6, "ep_size", "of 6 data-parallel ranks evenly"),
+        ("single", {"nproc": 2}, (), "nproc", "2 ranks cannot be one: plugin=ddp"),
+        ("hybrid", {"nproc": 6, **TP_PP}, (), "nproc", "a multiple of tp_size 2 x pp_size 2 = 4"),
+        ("hybrid", {"nproc": 6, **AXES}, (), "nproc", "6 ranks cannot be tp_size 2 x pp_size 2 x"),
+        ("tensor", {"nproc": 2, "tp_size": 4}, (), "nproc", "a multiple of tp_size 4"),
+        ("moe", {"nproc": 6, "ep_size": 4}, (), "ep_size", "of 6 data-parallel ranks evenly"),
+        ("hybrid", {"dp_size": 3, "ep_size": 2}, (), "ep_size", "3 data-parallel ranks"),
+        ("pipeline", {"pp_size": 4, "num_microbatches": 3}, (), "num_microbatches", "4 or more"),
+        ("pipeline", {**ROUNDS, "num_microbatches": 5}, (), "num_microbatches", "multiple of 2"),
+        ("pipeline", {"pp_size": 2, "split": ["norm", "head"]}, (), "split", "name 1 of"),
         # Of several machines; three numbers: of ranks started, on a machine, and of machines.
-        ("tensor", {"nnodes": 2}, 4, "tp_size", "4 do not divide the 2"),
-        ("pipeline", {"nnodes": 2, "pp_size": 3, "dp_size": 1}, 4, "nproc", "ranks cannot be"),
+        ("tensor", {"nnodes": 2, "nproc": 2}, (), "tp_size", "4 do not divide the 2"),
         ("tensor", {}, (4, 2, 2), "tp_size", "4 do not divide the 2 ranks of a machine"),
         ("hybrid", {"tp_size": 3}, (6, 2, 3), "tp_size", "(plugin.nnodes=3)"),
         ("ddp", {"nnodes": 3}, (4, 2, 2), "nnodes", "2 machines started ranks"),
     ],
 )
 def test_sizes_that_do_not_fit_say_the_numbers_and_a_way_out(
-    monkeypatch, name, given, ranks, key, message
+    monkeypatch, name, given, started, key, message
 ):
     variables = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     for variable in variables:
         monkeypatch.delenv(variable, raising=False)
-    started = isinstance(ranks, tuple)
-    for variable, value in zip(variables, (0, *ranks) if started else (), strict=False):
+    for variable, value in zip(variables, (0, *started) if started else (), strict=False):
         monkeypatch.setenv(variable, str(value))
-    with pytest.raises(SizeError) as error:
-        sizes(plugin(name, given), ranks[0] if started else ranks, started=started)
-    assert error.value.key == key
-    assert message in str(error.value)
+    asked = plain(f"plugin={name}", "device=cpu", "model=gpt", "data=text")
+    asked["plugin"] |= given
+    with pytest.raises(RequestError) as error:
+        preflight.check(parse(asked))
+    [problem] = error.value.problems
+    assert problem.key == f"plugin.{key}"
+    assert message in problem.message
 
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -129,7 +133,6 @@ TYPED = "plugin.tp_plan={blocks.*.up:colwise,blocks.*.down:rowwise}"
 NO_PLANS = {
     "": "at least 1 item",
     "a: colwise\na: rowwise\n": "duplicate key",
-    "a: row\n": "did you mean rowwise?",
     "a: [colwise\n": "line 2, column 1",
 }
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from runner.booster import plugin
-from runner.config.plugin_section import MeshSizes, SizeError, sizes
-from runner.parallel.mesh import position
+from runner.parallel.mesh import MeshSizes, SizeError, position
+from runner.train.build import mesh_of
 
 KINDS = {
     "tensor": (plugin.TensorParallelPlugin, {"tp_size": None}),
@@ -14,7 +14,7 @@ KINDS = {
     "moe": (plugin.MoeHybridParallelPlugin, {"ep_size": None}),
     "hybrid": (plugin.HybridParallelPlugin, {}),
 }
-NEUTRAL = {"dp_size": None, "tp_size": 1, "pp_size": 1, "ep_size": 1, "nproc": None, "nnodes": None}
+NEUTRAL = {"dp_size": None, "tp_size": 1, "pp_size": 1, "ep_size": 1}
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def test_a_plugin_lays_ranks_out_as_the_request_was_checked(name, ranks, given, 
     kind, own = KINDS[name]
     asked = SimpleNamespace(name=name, **(NEUTRAL | own | given))
     if fits:
-        assert kind.sizes_of(ranks, vars(asked)) == sizes(asked, ranks)
+        assert kind.sizes_of(ranks, vars(asked)) == mesh_of(asked, ranks)
         # What is not given is the constructor's default.
-        assert kind.sizes_of(ranks, given) == sizes(asked, ranks)
+        assert kind.sizes_of(ranks, given) == mesh_of(asked, ranks)
         return
     with pytest.raises(SizeError) as of_request:
-        sizes(asked, ranks, started=True)
+        mesh_of(asked, ranks)
     with pytest.raises(SizeError) as of_plugin:
         kind.sizes_of(ranks, vars(asked))
     assert str(of_plugin.value) == str(of_request.value)

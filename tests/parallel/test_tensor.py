@@ -7,11 +7,17 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
 from runner.booster.plugin import HybridParallelPlugin, TensorParallelPlugin
-from runner.config.plugin_section import STYLES
 from runner.models.gpt import GPT
 from runner.parallel.collectives import span
 from runner.parallel.tensor import RUNS
-from runner.parallel.tensor_styles import PLACED, PlanError, check_heads, checked_plan, plan_of
+from runner.parallel.tensor_styles import (
+    PLACED,
+    STYLES,
+    PlanError,
+    check_heads,
+    checked_plan,
+    plan_of,
+)
 
 
 def gpt(tied=False, heads=2):
@@ -50,7 +56,7 @@ def test_a_model_brings_its_own_plan_and_a_given_one_counts_instead():
     ("layer", "plan", "says"),
     [
         (None, {"blocks.*.mlp.upp": "colwise"}, r"matches no module; there are embed"),
-        (None, {"blocks.*.mlp.up": "columns"}, "unknown style 'columns'; use colwise, rowwise"),
+        (None, {"blocks.*.mlp.up": "row"}, "style 'row'; use colwise, .*; did you mean rowwise"),
         (None, {"blocks.*.mlp_norm": "rowwise"}, "rowwise is for torch.nn.Linear"),
         (None, {"embed": "colwise"}, "embed: colwise is for torch.nn.Linear, not for Embedding"),
         (None, {}, "GPT has no plan"),

@@ -153,7 +153,7 @@ def test_wrong_on_a_cpu(words, parts, assert_refused):
 def test_ranks_that_do_not_fit_the_sizes(assert_refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    assert_refused("plugin=single", ["plugin=single", "6 ranks", "plugin=ddp"])
+    assert_refused("plugin=single", ["plugin.nproc=6", "6 ranks", "plugin=ddp"])
     words = f"{TEXT} plugin=hybrid plugin.tp_size=2 plugin.pp_size=2"
     assert_refused(words, ["(1 problem)", "plugin.nproc=6", "tp_size 2 x pp_size 2 = 4"])
     assert_refused("plugin=moe plugin.ep_size=4 model=moe data=text", ["plugin.ep_size=4"])

@@ -10,6 +10,7 @@ from runner.booster.plugin.hybrid import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from runner.parallel.mesh import MeshSizes, SizeError
 
 PLUGINS: dict[str, type[Plugin]] = {
     "single": SinglePlugin,
@@ -23,6 +24,6 @@ PLUGINS: dict[str, type[Plugin]] = {
 }
 """The plugin of each option of ``conf/plugin``."""
 
-__all__ = ["PLUGINS", "ParallelModel", "Plugin", "SinglePlugin", "TorchDDPPlugin"]
+__all__ = ["PLUGINS", "MeshSizes", "ParallelModel", "Plugin", "SinglePlugin", "SizeError"]
 __all__ += ["HybridParallelPlugin", "LowLevelZeroPlugin", "MoeHybridParallelPlugin"]
-__all__ += ["PipelineParallelPlugin", "TensorParallelPlugin", "TorchFSDPPlugin"]
+__all__ += ["PipelineParallelPlugin", "TensorParallelPlugin", "TorchDDPPlugin", "TorchFSDPPlugin"]

@@ -18,11 +18,11 @@ from runner.booster.plugin import base
 from runner.clip import Layout
 from runner.clip.units import head_weights
 from runner.config.notation import first_few
-from runner.config.plugin_section import SCHEDULES, MeshSizes, SizeError, refused_microbatches
 from runner.parallel import gradient_sync as sync
+from runner.parallel import mesh as device_mesh
 from runner.parallel import stages, tensor_styles
 from runner.parallel.hooks import Usage, require_no_post_accumulate
-from runner.parallel.mesh import Axes, grid, mixtures, of_experts, position, spread_experts
+from runner.parallel.mesh import Axes, MeshSizes, grid, mixtures, of_experts, position
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import fsdp_options, hold, reshard, shard_model
 from runner.parallel.tensor import parallelize, partial_parameters
@@ -92,8 +92,8 @@ class HybridParallelPlugin(base.Plugin):
                 "first, and start the script by torchrun"
             )
         self.world = dist.group.WORLD
-        if schedule not in SCHEDULES:
-            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(SCHEDULES)}")
+        if schedule not in stages.SCHEDULES:
+            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(stages.SCHEDULES)}")
         if zero_stage not in range(4):
             raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {zero_stage}")
         if zero_stage < 2 and (param_dtype is not None or cpu_offload):
@@ -108,14 +108,14 @@ class HybridParallelPlugin(base.Plugin):
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
         self.sequence_parallel, self.tp_plan = sequence_parallel, tp_plan
         self.schedule, self.split = schedule, split
-        self.stage_count = pp * SCHEDULES[schedule].stages_per_rank
+        self.stage_count = pp * stages.SCHEDULES[schedule].stages_per_rank
         self.num_microbatches = num_microbatches or self.stage_count
-        refused = refused_microbatches(schedule, pp, self.num_microbatches)
+        refused = stages.refused_microbatches(schedule, pp, self.num_microbatches)
         if pp > 1 and refused:
             raise ValueError(f"num_microbatches={num_microbatches}: {refused}")
         # A schedule that splits the backward pass looks for the weights of a stage before it
         # computes gradients, and would not find weights that are unsharded only then.
-        self.splits_backward = pp > 1 and SCHEDULES[schedule].splits_backward
+        self.splits_backward = pp > 1 and stages.SCHEDULES[schedule].splits_backward
         reshards = reshard_after_forward and zero_stage == 3 and not self.splits_backward
         self.sharding = fsdp_options(reshards, base.dtype_of(param_dtype), cpu_offload)
         # Ranks of a tensor group or a pipeline read the same samples.
@@ -135,11 +135,7 @@ class HybridParallelPlugin(base.Plugin):
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> list[base.Misfit]:
         """Return what does not fit the ranks or the model, see :meth:`Plugin.problems`."""
-        try:
-            sizes = cls.sizes_of(ranks, options)
-        except SizeError as error:
-            return [(error.key, options.get(error.key, ranks), str(error))]
-        return list(_problems(model, ranks, sizes, options))
+        return list(_problems(model, ranks, cls.sizes_of(ranks, options), options))
 
     def configure(self, model: nn.Module) -> base.ParallelModel:
         """Split into stages, distribute experts, shard weights, then shard over data ranks."""
@@ -160,7 +156,7 @@ class HybridParallelPlugin(base.Plugin):
         sync.broadcast_model(model, self.world)
         own = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
         if sizes.ep > 1:
-            spread_experts(model, axes.ep.get_group())
+            device_mesh.spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=sequence)
         modules = {number: stages.Stage(model, parts[number]) for number in own.numbers}
@@ -237,7 +233,10 @@ def _problems(
             given = {"tp_plan": plan, "tp_size": sizes.tp, "sequence_parallel": True}
             yield error.argument, given[error.argument], str(error)
     if sizes.pp > 1:
-        count = sizes.pp * SCHEDULES[options.get("schedule", "1f1b")].stages_per_rank
+        schedule, many = options.get("schedule", "1f1b"), options.get("num_microbatches")
+        if many and (refused := stages.refused_microbatches(schedule, sizes.pp, many)):
+            yield "num_microbatches", many, refused
+        count = sizes.pp * stages.SCHEDULES[schedule].stages_per_rank
         try:
             stages.cut(model, count, starts)
         except stages.CutError as error:

@@ -17,14 +17,14 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config",): 2914,
-    ("cli",): 843,
-    ("launch",): 1100,
+    ("config",): 2747,
+    ("cli",): 842,
+    ("launch",): 1101,
     ("sweep",): 577,
     ("telemetry",): 1310,
-    ("train",): 2019,
+    ("train",): 2049,
     ("booster",): 2690,
-    ("parallel",): 2070,
+    ("parallel",): 2136,
     ("checkpoint",): 497,
     ("clip",): 3266,
     ("optim",): 259,

@@ -74,7 +74,7 @@ VALUES = [
 ]
 COMBINATIONS = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "takes none"]),
-    ("plugin=single plugin.nnodes=2", ["2 ranks cannot be one", "plugin=ddp"]),
+    ("plugin=single plugin.nnodes=2", ["plugin.nnodes=2", "torchrun"]),
     ("clip.threshold=null", ["clip.threshold=null", "needs a finite number"]),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),
     *(

@@ -64,18 +64,6 @@ def plugin(name, given):
     return parse(plain(f"plugin={name}")).plugin.model_copy(update=given)
 
 
-def test_what_is_left_open_takes_the_ranks_that_are_left():
-    for name, given, ranks, dealt in (
-        ("ddp", {}, 4, (4, 1, 1, 1)),
-        ("tensor", {}, 4, (1, 4, 1, 1)),
-        ("pipeline", {"dp_size": 2}, 4, (2, 1, 2, 1)),
-        ("moe", {}, 4, (4, 1, 1, 4)),
-        ("hybrid", TP_PP, 8, (2, 2, 2, 1)),
-        ("hybrid", {"tp_size": 2, "ep_size": 4}, 8, (4, 2, 1, 4)),
-    ):
-        assert mesh_of(plugin(name, given), ranks) == dealt
-
-
 def test_the_ranks_that_are_asked_for():
     for name, given, least, grows in (
         ("single", {}, 1, False),

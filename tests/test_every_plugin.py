@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -24,48 +23,29 @@ PLUGINS = {
 }
 # Small in every direction: what counts is that thirty steps come out the same.
 SMALL = ["data=text", "data.sequence_length=32", "data.max_bytes=60000", "optimizer=adamw"]
-TEXT = ["model=gpt", "model.context=32", "model.width=32", *SMALL]
-EXPERTS = ["model=moe", "model.context=32", "model.width=32", *SMALL]
-DIGITS = ["data=digits", "model=cnn"]
-
-
-def rows_of(folder: Path, words: list[str]) -> list[dict[str, float]]:
-    """The rows of a run of 30 steps by the command ``python -m runner``."""
-    common = [f"train.max_duration={STEPS}ba", "eval.interval=1000ba", "tracker=none", "seed=3"]
-    given = [*words, *common, f"hydra.run.dir={folder}"]
-    python("-m", "runner", "device=cpu", *given, timeout=220)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["train/step"] for row in rows] == list(range(1, STEPS + 1))
-    return rows
-
-
-@cache
-def alone(model: tuple[str, ...], home: Path) -> list[dict[str, float]]:
-    return rows_of(home / f"alone_{model[0].partition('=')[2]}", [*model, "data.batch_size=8"])
+SMALL += ["model.context=32", "model.width=32"]
+MODELS = {"text": ["model=gpt", *SMALL], "experts": ["model=moe", *SMALL]}
+MODELS["digits"] = ["data=digits", "model=cnn"]
+DAILY = [("text", "fsdp"), ("experts", "moe"), ("digits", "ddp")]
+CURVES = [*DAILY, *(("text", name) for name in PLUGINS if name != "fsdp"), ("experts", "fsdp")]
+CURVES += [("digits", name) for name in ("fsdp", "zero", "zero3")]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("curves")
+def rows_of(tmp_path_factory):
+    """Gives the rows of a run of 30 steps by the command ``python -m runner``."""
 
+    @cache
+    def rows_of(model, request):
+        common = [f"train.max_duration={STEPS}ba", "eval.interval=1000ba", "tracker=none", "seed=3"]
+        folder = tmp_path_factory.mktemp(model)
+        given = [*MODELS[model], *request.split(), *common, f"hydra.run.dir={folder}"]
+        python("-m", "runner", "device=cpu", *given, timeout=220)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["train/step"] for row in rows] == list(range(1, STEPS + 1))
+        return rows
 
-def assert_same_curve(home, model, name):
-    request, parts = PLUGINS[name]
-    words = [*model, *request.split(), f"data.batch_size={8 // parts}"]
-    ours = rows_of(home / f"{name}_{model[0].partition('=')[2]}", words)
-    for row, wanted in zip(ours, alone(tuple(model), home), strict=True):
-        assert row["train/loss"] == pytest.approx(wanted["train/loss"], rel=1e-4), row["train/step"]
-        # In float32 the norm of a late step feels the rounding of all steps before.
-        assert row["grad/norm"] == pytest.approx(wanted["grad/norm"], rel=2e-3), row["train/step"]
-        for key in ("train/samples", "train/lr", "clip/threshold"):
-            assert row[key] == wanted[key]
-
-
-DAILY = [("text", "fsdp"), ("experts", "moe"), ("digits", "ddp")]
-MODELS = {"text": TEXT, "experts": EXPERTS, "digits": DIGITS}
-CURVES = [*DAILY, *(("text", name) for name in PLUGINS if name != "fsdp"), ("experts", "fsdp")]
-CURVES += [("digits", name) for name in ("fsdp", "zero", "zero3")]
+    return rows_of
 
 
 @pytest.mark.xdist_group("curves")
@@ -73,5 +53,12 @@ CURVES += [("digits", name) for name in ("fsdp", "zero", "zero3")]
     ("model", "name"),
     [pytest.param(*each, marks=() if each in DAILY else pytest.mark.slow) for each in CURVES],
 )
-def test_the_curve_is_that_of_one_process(home, model, name):
-    assert_same_curve(home, MODELS[model], name)
+def test_the_curve_is_that_of_one_process(rows_of, model, name):
+    request, parts = PLUGINS[name]
+    ours = rows_of(model, f"{request} data.batch_size={8 // parts}")
+    for row, wanted in zip(ours, rows_of(model, "data.batch_size=8"), strict=True):
+        assert row["train/loss"] == pytest.approx(wanted["train/loss"], rel=1e-4), row["train/step"]
+        # In float32 the norm of a late step feels the rounding of all steps before.
+        assert row["grad/norm"] == pytest.approx(wanted["grad/norm"], rel=2e-3), row["train/step"]
+        for key in ("train/samples", "train/lr", "clip/threshold"):
+            assert row[key] == wanted[key]

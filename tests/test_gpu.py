@@ -11,6 +11,7 @@ from runner import Booster, CheckpointSaver, GradientClipping, Trainer
 from runner.clip import Layout, build
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.checkpoint import test_saver
+from tests.distributed.by_hand import batch_for, make
 from tests.distributed.cases import Case, differences, train
 from tests.ranks import run_ranks
 
@@ -21,23 +22,29 @@ pytestmark = [
 THRESHOLDS = {"none": None, "norm": 0.5, "value": 0.1, "adaptive": 0.05}
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+def boosted(fused):
+    """A model on the GPU, and what takes a clipped step by a multiple of its loss."""
+    raw = make("conv", torch.float32).cuda()
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1, fused=fused)
+    model, optimizer, *_ = Booster().boost(raw, optimizer)
+    inputs, targets = (part.cuda() for part in batch_for("conv", torch.float32))
+    mode = build("norm", threshold=0.5)
 
+    def step(factor):
+        optimizer.backward(nn.functional.cross_entropy(model(inputs), targets) * factor)
+        outcome = optimizer.clip(mode)
+        optimizer.step()
+        optimizer.zero_grad()
+        return outcome
 
-def batch():
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(16, 1, 8, 8, generator=generator)
-    return images, torch.randint(10, (16,), generator=generator)
+    return model, step
 
 
 @pytest.mark.parametrize("mode", THRESHOLDS)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_same_clip_as_on_the_cpu(mode, norm_type):
-    host = network().double()
-    images, targets = batch()
-    nn.functional.cross_entropy(host(images.double()), targets).backward()
+    host, (images, targets) = make("conv"), batch_for("conv")
+    nn.functional.cross_entropy(host(images), targets).backward()
     device = copy.deepcopy(host)
     for mine, other in zip(device.parameters(), host.parameters(), strict=True):
         mine.grad = other.grad.clone()
@@ -55,23 +62,11 @@ def test_the_same_clip_as_on_the_cpu(mode, norm_type):
 
 
 def test_a_step_waits_for_nothing():
-    model = network().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    model, optimizer, *_ = Booster().boost(model, optimizer)
-    images, targets = (part.cuda() for part in batch())
-    mode = build("norm", threshold=0.5)
-
-    def step():
-        optimizer.backward(nn.functional.cross_entropy(model(images), targets))
-        outcome = optimizer.clip(mode)
-        optimizer.step()
-        optimizer.zero_grad()
-        return outcome
-
-    step()
+    _, step = boosted(fused=True)
+    step(1.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        outcome = step()
+        outcome = step(1.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert float(outcome.norm) > 0
@@ -79,25 +74,19 @@ def test_a_step_waits_for_nothing():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_is_not_finite_is_skipped(fused):
-    model = network().cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    model, optimizer, *_ = Booster().boost(model, optimizer)
-    images, targets = (part.cuda() for part in batch())
+    model, step = boosted(fused)
     before = [p.detach().clone() for p in model.parameters()]
-    loss = nn.functional.cross_entropy(model(images), targets) * math.nan
-    optimizer.backward(loss)
-    optimizer.clip(build("norm", threshold=0.5))
-    optimizer.step()
-    for parameter, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
+    step(math.nan)
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_training(precision):
-    data = TensorPairs(*(part.repeat(8, *[1] * (part.ndim - 1)) for part in batch()))
+    pair = batch_for("conv", torch.float32)
+    data = TensorPairs(*(part.repeat(8, *[1] * (part.ndim - 1)) for part in pair))
     loader = torch.utils.data.DataLoader(data, 16, collate_fn=collate_pairs)
     summary = Trainer(
-        network().cuda(),
+        make("conv", torch.float32).cuda(),
         loader,
         "10ep",
         [GradientClipping("norm", 0.5)],

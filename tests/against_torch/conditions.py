@@ -11,18 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, AdamW, Muon
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from runner.booster import SinglePlugin
-from runner.booster.plugin import (
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    MoeHybridParallelPlugin,
-    PipelineParallelPlugin,
-    TensorParallelPlugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
 from runner.models.mixture import Mixture
+from tests.distributed.cases import Ddp, Experts, Fsdp, Hybrid, Stages, Tensors, Zero
 
 PLAN = {"0.linear": "colwise", "1.linear": "rowwise", "2": "colwise_rep"}
 
@@ -39,27 +32,19 @@ class Kind:
 
 PLUGINS = {
     "single": Kind(SinglePlugin, 1, 1),
-    "ddp": Kind(TorchDDPPlugin),
-    "fsdp": Kind(TorchFSDPPlugin),
-    "zero1": Kind(partial(LowLevelZeroPlugin, 1)),
-    "zero2": Kind(partial(LowLevelZeroPlugin, 2)),
-    "zero3": Kind(partial(LowLevelZeroPlugin, 3)),
-    "tensor": Kind(partial(TensorParallelPlugin, tp_plan=PLAN), parts=1),
-    "pipeline": Kind(partial(PipelineParallelPlugin, split=["1"]), parts=1, chunks=2),
-    "moe": Kind(MoeHybridParallelPlugin),
-    "hybrid": Kind(
-        partial(HybridParallelPlugin, tp_size=2, pp_size=2, tp_plan=PLAN, split=["1"]), 4, 1, 2
-    ),
+    "ddp": Kind(Ddp),
+    "fsdp": Kind(Fsdp),
+    **{f"zero{stage}": Kind(partial(Zero, stage)) for stage in (1, 2, 3)},
+    "tensor": Kind(partial(Tensors, tp_plan=PLAN), parts=1),
+    "pipeline": Kind(partial(Stages, split=["1"]), parts=1, chunks=2),
+    "moe": Kind(Experts),
+    "hybrid": Kind(partial(Hybrid, tp_size=2, pp_size=2, tp_plan=PLAN, split=["1"]), 4, 1, 2),
 }
 MORE = {
-    "hsdp": Kind(partial(TorchFSDPPlugin, dp_replicate=2), 4, 4),
-    "tensor_zero3": Kind(
-        partial(HybridParallelPlugin, tp_size=2, zero_stage=3, tp_plan=PLAN), 4, 2
-    ),
-    "pipeline_zero2": Kind(
-        partial(HybridParallelPlugin, pp_size=2, zero_stage=2, split=["1"]), 4, 2, 2
-    ),
-    "zero_bubble": Kind(partial(PipelineParallelPlugin, schedule="zero_bubble"), 2, 1, 4),
+    "hsdp": Kind(partial(Fsdp, dp_replicate=2), 4, 4),
+    "tensor_zero3": Kind(partial(Hybrid, tp_size=2, zero_stage=3, tp_plan=PLAN), 4, 2),
+    "pipeline_zero2": Kind(partial(Hybrid, pp_size=2, zero_stage=2, split=["1"]), 4, 2, 2),
+    "zero_bubble": Kind(partial(Stages, schedule="zero_bubble"), 2, 1, 4),
 }
 """Plugins that only some conditions are run under: those of ``SOME``."""
 SOME = ("plain", "unfrozen, frozen", "hooks", "branches", "turns", "batch norm")
@@ -121,20 +106,7 @@ class Merged(nn.Module):
         return hidden @ (torch.stack(both).sum(0) if self.stacked else both[0] + both[1])
 
 
-class Conv1D(nn.Module):
-    """A linear layer with its weight [in, out], by the name that transformers gives it."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.3)
-        self.bias = nn.Parameter(torch.randn(nf) * 0.1)
-
-    def forward(self, hidden):
-        return hidden @ self.weight + self.bias
-
-
-class Experts(nn.Module):
+class GatedExperts(nn.Module):
     """Gated experts, each weight [experts, in, out]."""
 
     def __init__(self):
@@ -156,7 +128,7 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc, self.c_proj, self.experts = Conv1D(5, 4), Conv1D(4, 5), Experts()
+        self.c_fc, self.c_proj, self.experts = Conv1D(5, 4), Conv1D(4, 5), GatedExperts()
         self.depthwise = nn.Conv1d(4, 4, 3, padding=1, groups=4)
         self.rnn = nn.GRU(4, 4, batch_first=True)
         self.mix = nn.Parameter(torch.randn(2, 4) * 0.3)
@@ -189,19 +161,6 @@ class Learned(nn.Module):
         return mean_square(outputs * self.scale, targets)
 
 
-class Stated:
-    def __call__(self, outputs, targets):
-        return weighted(outputs, targets)
-
-    def loss_items(self, targets):
-        return float((targets > 0).sum())
-
-
-class Ignoring(nn.CrossEntropyLoss):
-    def loss_items(self, targets):
-        return float((targets >= 0).sum())
-
-
 def network(name):
     """Layers that can be split, cut into stages and sharded; the same weights each time."""
     torch.manual_seed(0)
@@ -209,8 +168,12 @@ def network(name):
     return nn.Sequential(Block(4, 6), Block(6, 4), *further.get(name, []), nn.Linear(4, 6)).double()
 
 
-def sgd(net, **options):
-    return SGD(net.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1, **options)
+def by(kind, **options):
+    """What makes an optimizer for all parameters of a network."""
+    return lambda net: kind(net.parameters(), **options)
+
+
+sgd = by(SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
 
 
 def lion_lars_lamb(net):
@@ -234,6 +197,11 @@ def mean_square(outputs, targets):
 def weighted(outputs, targets):
     counts = (targets > 0).to(outputs.dtype)
     return ((outputs - targets).square() * counts).sum() / counts.sum()
+
+
+STATED, IGNORING = partial(weighted), nn.CrossEntropyLoss()
+STATED.loss_items = lambda targets: float((targets > 0).sum())
+IGNORING.loss_items = lambda targets: float((targets >= 0).sum())
 
 
 def nothing(*_):
@@ -283,18 +251,6 @@ def thaw_and_freeze(step, net, optimizer):
 
 def head_later(net, optimizer):
     optimizer.add_param_group({"params": list(net[-1].parameters()), "lr": 0.1})
-
-
-def keep_old(net):
-    net.old = list(net[-1].parameters())
-
-
-def new_layer(net, optimizer):
-    net.add_module("late", nn.Linear(6, 6).double())
-
-
-def new_head(net, optimizer):
-    net[-1] = nn.Linear(4, 6).double()
 
 
 def tie(net, *_):
@@ -407,12 +363,6 @@ CHANGED = r"\S+\.weight was (replaced|added).*after boost.*before booster.boost"
 IN_STAGES = {STAGES: "this model is cut into stages: call booster.execute_pipeline"}
 SHARDS = {REPLACED: " cannot step the parameters that"}
 PARTS = {SOME_STEPPED: " computes its steps from all parameters"}
-OPTIMIZERS = {
-    "lamb": (partial(Lamb, lr=0.05), PARTS),
-    "adafactor": (partial(Adafactor, lr=0.05), SHARDS),
-    "adamp": (partial(AdamP, lr=0.05, weight_decay=0.1), SHARDS),
-    "novograd": (partial(NvNovoGrad, lr=0.05), SHARDS),
-}
 ASKED = {
     "plain": Condition(),
     "unfrozen, frozen": Condition(build=freeze(0), change=thaw_and_freeze),
@@ -423,15 +373,18 @@ ASKED = {
     ),
     "group later": Condition(optimizer=lambda net: sgd(net[:-1]), change=at(3, head_later)),
     "group of old parameters": Condition(
-        build=keep_old,
+        build=lambda net: setattr(net, "old", list(net[-1].parameters())),
         optimizer=lambda net: sgd(net[:-1]),
         change=at(3, lambda net, optimizer: optimizer.add_param_group({"params": net.old})),
         refused={(*REPLACED, "pipeline"): r"param_groups\[1\]\['params'\]\[0\] of SGD, .* is no"},
     ),
     "layer added": Condition(
-        change=at(3, new_layer), refused={ALL: CHANGED.replace(r"\d", "late")}
+        change=at(3, lambda net, _: net.append(nn.Linear(6, 6).double())), refused={ALL: CHANGED}
     ),
-    "head replaced": Condition(change=at(3, new_head), refused={ALL: CHANGED}),
+    "head replaced": Condition(
+        change=at(3, lambda net, _: net.__setitem__(-1, nn.Linear(4, 6).double())),
+        refused={ALL: CHANGED},
+    ),
     "tied later": Condition(change=at(3, tie), refused={ALL: CHANGED}),
     "converted": Condition(
         change=at(3, lambda net, _: net.float()),
@@ -450,8 +403,8 @@ ASKED = {
     ),
     "checkpoint, unused, one by one, ignored targets": Condition(
         build=recompute,
-        optimizer=partial(sgd, foreach=False),
-        criterion=Ignoring(),
+        optimizer=by(SGD, lr=0.3, foreach=False),
+        criterion=IGNORING,
         options=("classes",),
     ),
     "batch norm": Condition(build=then(norms), options=("chunks",)),
@@ -552,10 +505,10 @@ FURTHER = {
     "divisor": Condition(
         criterion=weighted, refused={STAGES: r"the mean loss of a batch .* loss_items\(targets\)"}
     ),
-    "divisor stated": Condition(criterion=Stated()),
-    **{
-        title: Condition(optimizer=lambda net, make=make: make(net.parameters()), refused=refused)
-        for title, (make, refused) in OPTIMIZERS.items()
-    },
+    "divisor stated": Condition(criterion=STATED),
+    "lamb": Condition(optimizer=by(Lamb, lr=0.05), refused=PARTS),
+    "adafactor": Condition(optimizer=by(Adafactor, lr=0.05), refused=SHARDS),
+    "adamp": Condition(optimizer=by(AdamP, lr=0.05, weight_decay=0.1), refused=SHARDS),
+    "novograd": Condition(optimizer=by(NvNovoGrad, lr=0.05), refused=SHARDS),
 }
 CONDITIONS = ASKED | {title: replace(each, steps=5) for title, each in FURTHER.items()}

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -117,8 +117,8 @@ class Case:
     precision: str = "fp32"
     rate: float = 1.0
     optimizer: str = "sgd"
-    kept: bool = False
-    """Whether metrics stay on the device, as on an accelerator."""
+    kept: bool = field(default=False, compare=False)
+    """Whether metrics stay on the device, as on an accelerator: no part of what it comes to."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -222,19 +222,10 @@ def _bits(tensor: torch.Tensor) -> tuple[int, str]:
     return here.numel(), hashlib.sha256(here.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
-def train_all(plugin: str | Plugin, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Each of ``cases`` under ``plugin``, one after the other on the same ranks."""
-    return [train(case, plugin) for case in cases]
-
-
 @cache
-def _alone(case: Case) -> dict[str, Any]:
-    return train(case)
-
-
 def alone(case: Case) -> dict[str, Any]:
     """What one process whose host reads every metric makes of ``case``."""
-    return _alone(replace(case, kept=False))
+    return train(replace(case, kept=False))
 
 
 EXACT = ("train/step", "train/samples", "train/tokens", "clip/clipped", "eval/accuracy")
@@ -276,13 +267,12 @@ def differences(ours: Sequence[dict[str, Any]], case: Case, rel: float) -> list[
         if half and "moe" in case.model:
             # A token on the edge between two experts may go to the other one, whose gradients are
             # then those of other tokens: only the model as a whole has a bound.
-            got, expected = ({"all": _flat(tensors)} for tensors in (got, expected))
+            got, expected = (
+                {"all": torch.cat([t.flatten() for _, t in sorted(tensors.items())])}
+                for tensors in (got, expected)
+            )
         found += unlike(what, got, expected, 8 * rel if half else rel)
     return found
-
-
-def _flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([t.flatten() for _, t in sorted(tensors.items())] or [torch.empty(0)])
 
 
 def uneven(ours: Sequence[dict[str, Any]]) -> list[str]:

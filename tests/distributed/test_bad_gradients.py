@@ -14,9 +14,8 @@ from runner import SkipRule
 from runner.booster import NonFiniteGradient
 from runner.clip.shard import local
 from runner.data.dataset import IGNORED
-from tests.distributed.by_hand import NORM, Loop
+from tests.distributed.by_hand import NORM, Loop, batch_for, make
 from tests.distributed.cases import Case, trainer, uneven, unlike
-from tests.distributed.odd_models import batch_for, make
 from tests.distributed.training import Rows
 from tests.on_device import call_kept_on_device
 from tests.ranks import run_ranks

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.clip import ClipMode, Decision, build
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
-from tests.distributed.by_hand import Loop, cross_entropy
+from tests.distributed.by_hand import Loop, batch_for, cross_entropy, make
 from tests.distributed.cases import MODES, SHAPE, Case, trainer
-from tests.distributed.odd_models import batch_for, make
 from tests.on_device import Waits, call_kept_on_device
 from tests.ranks import run_ranks
 

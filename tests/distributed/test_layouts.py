@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from runner.clip import Layout, build, total_norm
 from runner.clip.shard import local
-from tests.distributed.by_hand import Clip, Loop
-from tests.distributed.odd_models import batch_for, make
+from tests.distributed.by_hand import Clip, Loop, batch_for, make
 from tests.ranks import run_ranks
 
 PLACED = {

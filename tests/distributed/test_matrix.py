@@ -17,7 +17,7 @@ from tests.distributed.cases import (
     Case,
     alone,
     differences,
-    train_all,
+    train,
 )
 from tests.ranks import run_ranks
 
@@ -95,7 +95,7 @@ def limit(case: Case) -> float:
 
 
 def train_each(asked: dict[str, Sequence[Case]]) -> dict[str, list[dict[str, Any]]]:
-    return {plugin: train_all(plugin, cases) for plugin, cases in asked.items()}
+    return {plugin: [train(case, plugin) for case in cases] for plugin, cases in asked.items()}
 
 
 def assert_agree(asked: dict[str, Sequence[Case]], world: int) -> None:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from runner.clip import Layout, build, total_norm
 from runner.clip.shard import LayoutError
-from tests.distributed.by_hand import NORM, Clip, Loop, assert_one_process
-from tests.distributed.odd_models import MODELS, batch_for, make
+from tests.distributed.by_hand import MODELS, NORM, Clip, Loop, assert_one_process, batch_for, make
 from tests.ranks import run_ranks
 
 VALUE: Clip = ("value", 0.001, 2.0)

@@ -6,9 +6,8 @@ from torch import nn
 
 from runner.booster.plugin import HybridParallelPlugin, PipelineParallelPlugin
 from runner.clip import apply_gradient_clipping
-from tests.distributed.by_hand import NORM, Loop, cross_entropy
+from tests.distributed.by_hand import NORM, Loop, batch_for, cross_entropy, make
 from tests.distributed.cases import MODELS, unlike
-from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
 

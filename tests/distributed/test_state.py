@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from runner.booster.plugin import TorchFSDPPlugin
-from tests.distributed.by_hand import Loop
+from tests.distributed.by_hand import Loop, batch_for, make
 from tests.distributed.cases import FAMILIES, MODELS, Case, alone, train, trainer
-from tests.distributed.odd_models import batch_for, make
 from tests.ranks import run_ranks
 
 

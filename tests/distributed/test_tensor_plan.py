@@ -7,8 +7,7 @@ from torch import nn
 
 from runner.booster.plugin import HybridParallelPlugin
 from runner.parallel.tensor_styles import PlanError
-from tests.distributed.by_hand import Loop, unlike_one_process
-from tests.distributed.odd_models import batch_for
+from tests.distributed.by_hand import Loop, batch_for, unlike_one_process
 from tests.ranks import run_ranks
 
 PLAN = {"embed": "embedding_rowwise", "up": "colwise", "down": "rowwise", "head": "colwise_rep"}

@@ -9,8 +9,7 @@ from runner.booster import Booster
 from runner.booster.step_order import StepOrderError
 from runner.parallel.hooks import Usage
 from runner.parallel.sharding import shard_model
-from tests.distributed.by_hand import Loop
-from tests.distributed.odd_models import batch_for, make
+from tests.distributed.by_hand import Loop, batch_for, make
 from tests.ranks import run_ranks
 
 

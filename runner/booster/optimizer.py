@@ -25,7 +25,6 @@ from runner.booster.step_order import (
 from runner.clip import ClipMode, Decision, GradStats, Number, build, total_norm, transfer
 from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule
-from runner.config.schema import refusals
 from runner.parallel.gradient_sync import nothing
 
 
@@ -91,7 +90,7 @@ class OptimizerWrapper(StepOrder):
         """
         asked: dict[str, Any] = {"step": step, "nonfinite": self.nonfinite}
         asked |= {"fp16": self.loss_scale is not None, "skip": self.skip is not None}
-        refused = [f"{key}: {why}" for key, why in refusals(type(mode), vars(mode), **asked)]
+        refused = [f"{key}: {why}" for key, why in mode.refused_in_backward(**asked)]
         refused += filter(None, map(why_not_in_parts, self.optimizers if step else ()))
         watch = self._made.watch_final
         if watch is None:

@@ -91,6 +91,11 @@ class PerParameterClip(PerParameter, TensorMode):
     _block: Tensor | None = field(default=None, init=False, repr=False)
     _blocks: int = field(default=0, init=False, repr=False)
 
+    def waits_for(self) -> str:
+        if self.by == "block":
+            return "with clip.by=block needs all gradients of a block; use clip.by=tensor"
+        return super().waits_for()
+
     def bind(self, layout: Layout) -> None:
         self._layout, self._block = layout, None
         if self.by == "block":

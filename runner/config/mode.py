@@ -93,13 +93,6 @@ class Mode:
         """Yield what is wrong with ``options`` that are right one by one: the option, and why."""
         yield from ()
 
-    @classmethod
-    def waits_for(cls, options: Mapping[str, Any]) -> str:
-        """Return why the mode cannot clip a tensor before other gradients are final."""
-        if cls.info.by_tensor:
-            return ""
-        return "needs the whole gradient, which is known after the backward pass"
-
 
 def option(default: Any, meaning: str, **limits: Any) -> Any:
     """Declare an option: its default, or what makes it, its meaning, and pydantic's limits."""

@@ -84,12 +84,6 @@ class PerParameter(Mode):
 
     by: Literal["tensor", "block"] = option("tensor", "block: names with a prefix as blocks.3")
 
-    @classmethod
-    def waits_for(cls, options: Mapping[str, Any]) -> str:
-        if options["by"] == "block":
-            return "with clip.by=block needs all gradients of a block; use clip.by=tensor"
-        return super().waits_for(options)
-
 
 @dataclass(eq=False)
 class AdaGC(Mode):

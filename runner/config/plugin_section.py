@@ -61,12 +61,6 @@ class PluginSection(Section):
     cpu_offload: bool = key("fsdp, zero_stage 2, 3: keep shards in host memory")
     sync_batchnorm: bool = key("GPUs: compute batch norm over all data-parallel ranks")
 
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether the optimizer of a rank steps shards of parameters."""
-        tensor = self.name == "tensor" or (self.name == "hybrid" and self.tp_size != 1)
-        return self.name == "fsdp" or self.zero_stage > 1 or tensor
-
     def conflicts(self) -> Conflicts:
         """Yield keys that nothing uses."""
         for name, (neutral, plugins) in uses().items():

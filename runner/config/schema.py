@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from runner.config import section as t
 from runner.config.clip_section import Clip
 from runner.config.folders import options
-from runner.config.mode import Mode, model_of
+from runner.config.mode import model_of
 from runner.config.modes import MODES, NAMES, class_of
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
@@ -187,31 +187,6 @@ class Verify(Section):
 SHORT = {"resume": "resume.from", "clip.skip": "clip.skip.rule"}
 """Sections that may be given a value, and the key that it is the value of."""
 
-WHOLE_PARAMETERS = ("torch.optim.Adafactor",)
-"""Optimizers of ``conf/optimizer`` that cannot step a parameter of which a rank holds a shard."""
-
-
-def refusals(
-    mode: type[Mode], options: Mapping[str, Any], step: bool, nonfinite: str, fp16: bool, skip: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield the keys that do not go with clipping in the backward pass, each with the reason."""
-    if why := mode.waits_for(options):
-        able = [name for name, one in MODES.items() if one.info.by_tensor]
-        yield "clip.when", f"this mode {why}: use step; backward goes with clip={or_list(able)}"
-    if fp16:
-        yield "precision", "an overflow leaves out a whole step: use bf16, fp32 or clip.when=step"
-    if nonfinite == "ignore":
-        yield "clip.nonfinite", "clips before all gradients are known: use error or skip"
-    if nonfinite == "skip" and step:
-        yield "clip.nonfinite", "a step in the backward pass cannot be taken back: use error"
-    if skip:
-        yield "clip.skip", "a spike is known after the backward pass: use null or clip.when=step"
-    if mode.info.clips == "updates" and not step:
-        yield "clip.step_in_backward", "this mode limits the step itself: use true"
-
-
-NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
-
 
 class RunConfig(Section):
     """The configuration of one run. :func:`parse` makes one of a plain dict."""
@@ -247,35 +222,16 @@ class RunConfig(Section):
 
     def across(self) -> Conflicts:
         """Yield values of several sections that exclude each other: the key, and why."""
-        clip, plugin = self.clip, self.plugin
-        info = clip.described.info
+        clip, info = self.clip, self.clip.described.info
         if clip.scales == "all" and info.parts is not None:
             yield "clip.scales", "this mode multiplies no gradients by one coefficient: use auto"
         if clip.what_if and (info.nested or info.derived):
             yield "clip.what_if", f"clip={clip.mode} has no fixed threshold: leave it empty"
-        if self.optimizer.target in WHOLE_PARAMETERS and plugin.shards_parameters:
-            yield "optimizer._target_", "steps whole parameters: use plugin=ddp, which shards none"
-        yield from self._in_backward()
+        if clip.step_in_backward and clip.when != "backward":
+            yield "clip.step_in_backward", "needs clip.when=backward"
         for name in self.verify.modes or ():
             if name != clip.mode and (nested := MODES[name].info.nested):
                 yield "verify.modes", f"{name} needs clip.{nested}: give clip={name} too"
-
-    def _in_backward(self) -> Conflicts:
-        clip, plugin = self.clip, self.plugin.name
-        if clip.when != "backward":
-            if clip.step_in_backward:
-                yield "clip.step_in_backward", "needs clip.when=backward"
-            return
-        if plugin != "single":
-            text = f"plugin={plugin} makes gradients final after the backward pass: use step"
-            yield "clip.when", text
-        yield from refusals(
-            *(clip.described, clip.options, clip.step_in_backward, clip.nonfinite),
-            fp16=self.precision.name == "fp16",
-            skip=clip.skip.rule is not None,
-        )
-        if clip.step_in_backward and self.telemetry.update_ratio:
-            yield "telemetry.update_ratio", NO_UPDATE_RATIO
 
 
 # -- the check

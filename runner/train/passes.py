@@ -37,6 +37,7 @@ OTHER_SAMPLES = (
     "lost: set shards_itself = True in its class if it divides itself over ranks"
 )
 NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
+NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
 ENDED = (
     "the data of some of the {} data-parallel ranks has ended before that of the others: use "
     "plugin.prepare_dataloader, or let an IterableDataset yield equally many batches on each rank"

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from runner.booster.batch import BatchError, mapped, targets_of
 from runner.booster.in_backward import why_not_in_parts
 from runner.booster.loss import WindowLoss, logits_of, returned_loss
 from runner.booster.plugin import SizeError
-from runner.clip import Decision, Layout
+from runner.clip import ClipMode, Decision, Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
@@ -47,7 +48,7 @@ from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build
 from runner.train.build import TargetError
 from runner.train.callbacks import Callbacks
-from runner.train.passes import NO_NOISE_SCALE, EvalMetrics, MetricError, name_of
+from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO, EvalMetrics, MetricError, name_of
 
 T = TypeVar("T")
 INSTALL = 'is not installed: pip install "clip-runner[tensorboard]"'
@@ -72,7 +73,7 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
             problems += _plugin(config, model, None if data is None else data.tokens_per_sample)
         if data is not None and (criterion is not None or config.loss.target is None):
             problems += _fit(config, model, data, criterion)
-        problems += _mode(config, model)
+    problems += _mode(config, model)
     _optimizer_and_scheduler(config, data, model, problems)
     for target in config.callbacks:
         _made("callbacks", target, _make_callback, problems)
@@ -193,10 +194,15 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
         yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
 
 
-def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:
     clip = config.clip
     try:
-        build_mode(clip.kind, **clip.options).bind(Layout.of_model(model))
+        mode = build_mode(clip.kind, **clip.options)
+        if model is not None:
+            mode.bind(Layout.of_model(model))
+        if clip.when == "backward":
+            for key, why in _refused_in_backward(config, mode):
+                yield Problem(key, attrgetter(key)(config), why)
     except OptionError as error:
         value = clip.options.get(error.option) if error.value is NOTHING else error.value
         yield Problem(f"clip.{error.option}", value, str(error))
@@ -206,16 +212,34 @@ def _mode(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
         yield Problem("clip._target_", clip.target, f"cannot be used: {_first_line(error)}")
 
 
+def _refused_in_backward(config: RunConfig, mode: ClipMode) -> Iterator[tuple[str, str]]:
+    clip, plugin = config.clip, config.plugin.name
+    if plugin != "single":
+        yield "clip.when", f"plugin={plugin} makes gradients final after that pass: use step"
+    if clip.step_in_backward and config.telemetry.update_ratio:
+        yield "telemetry.update_ratio", NO_UPDATE_RATIO
+    yield from mode.refused_in_backward(
+        step=clip.step_in_backward,
+        nonfinite=clip.nonfinite,
+        fp16=config.precision.name == "fp16",
+        skip=clip.skip.rule is not None,
+    )
+
+
 def _optimizer_and_scheduler(
     config: RunConfig, data: Data | None, model: nn.Module | None, problems: list[Problem]
 ) -> None:
     over, clip = model or nn.Sequential(*(nn.Linear(1, 1) for _ in range(3))), config.clip
     steps = 1 if data is None else build.steps_of(config, data)
+    plugin = config.plugin
+    shards = plugin.name == "fsdp" or plugin.zero_stage > 1 or plugin.tp_size != 1
 
     def make_optimizer(target: Target) -> torch.optim.Optimizer:
         made = build.make_optimizers(target, over)
         for each in made:
             _require_plain_step(target, each)
+            if isinstance(each, torch.optim.Adafactor) and shards:
+                raise TargetError("steps whole parameters: use plugin=ddp, which shards none")
             if clip.step_in_backward and (why := why_not_in_parts(each)):
                 raise TargetError(why)
         if clip.described.info.needs_optimizer and clip.target is None:

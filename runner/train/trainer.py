@@ -25,13 +25,12 @@ from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.config.notation import Duration
 from runner.config.problem import Stopped
-from runner.config.schema import NO_UPDATE_RATIO
 from runner.run_folder import keys
 from runner.telemetry.meter import Gauges, Meter, StepMetrics
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.train.callbacks import Callbacks, SkippedSteps
-from runner.train.passes import NO_NOISE_SCALE, Asked, EvalMetrics, Passes, count
+from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO, Asked, EvalMetrics, Passes, count
 from runner.train.state import Progress, TrainState, Window, Windows, total_steps
 from runner.train.stop import requested
 

@@ -77,6 +77,10 @@ COMBINATIONS = [
     ("plugin=single plugin.nnodes=2", ["plugin.nnodes=2", "torchrun"]),
     ("clip.threshold=null", ["clip.threshold=null", "needs a finite number"]),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),
+    (
+        "clip.when=backward clip=value precision=fp16",
+        ["precision.name=", "an overflow leaves out a whole step"],
+    ),
     *(
         (f"clip.when=backward {words}", ["(1 problem)", *parts])
         for words, parts in [
@@ -87,7 +91,6 @@ COMBINATIONS = [
             ),
             ("clip=per_parameter clip.by=block", ["clip.when=", "use clip.by=tensor"]),
             ("clip=value plugin=fsdp plugin.nproc=2", ["clip.when=", "plugin=fsdp makes"]),
-            ("clip=value precision=fp16", ["precision=", "an overflow leaves out a whole step"]),
             ("clip=value clip.nonfinite=ignore", ["clip.nonfinite=", "use error or skip"]),
             ("clip=value clip.step_in_backward=true", ["clip.nonfinite=", "cannot be taken back"]),
             ("clip=value clip.skip=sigma", ["clip.skip", "known after the backward pass"]),

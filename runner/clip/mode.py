@@ -19,8 +19,9 @@ from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.transfer import Number
-from runner.config.modes import MODES, NAMES, Mode, check_options
+from runner.config.modes import MODES, NAMES, Mode, model_of
 from runner.config.problem import or_list
+from runner.config.section import read
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 TINY = 1e-30  # A coefficient below this one is applied in float64
@@ -340,9 +341,8 @@ def build(mode: str | type[Mode], **options: Any) -> ClipMode:
         threshold = options.get("threshold")
         own = {key: value for key, value in options.items() if key not in ("norm_type", "scales")}
         # A limit that is never reached may be infinite, for which conf/ has no number.
-        check_options(
-            MODES[mode], own | {"threshold": NEVER if threshold == math.inf else threshold}
-        )
+        own["threshold"] = NEVER if threshold == math.inf else threshold
+        read(model_of(MODES[mode]), own)
     made: ClipMode = kind(**options)
     return made
 

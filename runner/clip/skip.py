@@ -11,7 +11,8 @@ from torch import Tensor
 
 from runner.clip import transfer
 from runner.clip.transfer import Number
-from runner.config.clip_section import skip_options
+from runner.config.clip_section import WINDOW, Skip
+from runner.config.section import read
 
 
 class Past(NamedTuple):
@@ -48,10 +49,13 @@ class SkipRule:
     """
 
     def __init__(self, rule: Literal["sigma", "ema"] = "sigma", **options: Any) -> None:
-        chosen = skip_options(rule=rule, **options)
+        chosen: Skip = read(Skip, {"rule": rule, **options})
         self.rule, self.accept_after = rule, chosen.accept_after
-        self.window, self.decay = chosen.window or 1, chosen.decay or 0.0
-        self.k, self.min_steps = chosen.k or 0.0, chosen.min_steps or 1
+        self.window, self.decay = chosen.window or WINDOW, chosen.decay or 0.99
+        usual, least = 6.0, max(2, self.window // 2)
+        if rule == "ema":
+            self.window, usual, least = 1, 20.0, max(1, round(1 / (1 - self.decay)))
+        self.k, self.min_steps = chosen.k or usual, chosen.min_steps or least
         self._past = self._empty(torch.empty(0))
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, ConfigDict
 from runner.config import section as t
 from runner.config.mode import Mode, ModeInfo
 from runner.config.modes import MODES, load, model_of
-from runner.config.section import Conflicts, Section, key, read
+from runner.config.section import Conflicts, Section, key
 
 WINDOW = 128  # kept steps that ``sigma`` compares with by default
 _SHORT = BeforeValidator(lambda one: {"rule": one} if one is None or isinstance(one, str) else one)
@@ -42,17 +42,6 @@ class Skip(Section):
         most = self.window or WINDOW
         if self.rule == "sigma" and self.min_steps and not 2 <= self.min_steps <= most:
             yield "min_steps", f"must be from 2 to the window of {most} steps"
-
-
-def skip_options(**given: Any) -> Skip:
-    """Return the options of a rule with the defaults filled in; a ValueError names a wrong one."""
-    made: Skip = read(Skip, given)
-    window, decay = made.window or WINDOW, made.decay or 0.99
-    if made.rule == "sigma":
-        usual = {"k": 6.0, "window": window, "min_steps": max(2, window // 2)}
-    else:
-        usual = {"k": 20.0, "decay": decay, "min_steps": max(1, round(1 / (1 - decay)))}
-    return made.model_copy(update=usual | made.model_dump(exclude_none=True))
 
 
 class Clip(Section):

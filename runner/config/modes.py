@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
-from pydantic_core import to_jsonable_python
 
 from runner.config import section as t
 from runner.config.mode import Mode, ModeInfo, load, model_of, option
 from runner.config.problem import did_you_mean
-from runner.config.section import Conflicts, problems_of, read, refusal
+from runner.config.section import Conflicts, problems_of, refusal
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "info_of", "load", "model_of"]
 
@@ -273,11 +272,6 @@ def class_of(given: Mapping[str, Any]) -> type[Mode]:
         return load(target if isinstance(target, str) else "")
     except ValueError as error:
         raise refusal([("_target_", str(error), target)]) from error
-
-
-def check_options(described: type[Mode], options: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names what is wrong with the options of a mode."""
-    read(model_of(described), to_jsonable_python(options))  # tuples are lists there
 
 
 def inner_mode(given: Any, **outer: Any) -> tuple[Any, dict[str, Any]]:

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from runner.config.folders import find, options, read_yaml
 from runner.config.problem import or_list
-from runner.config.section import Conflicts, Count, OneOf, Section, Texts, key
+from runner.config.section import Conflicts, Count, Section, Texts, key
 
 
 def read_plan(value: Any) -> Any:
@@ -40,7 +40,7 @@ def uses() -> Mapping[str, tuple[Any, list[str]]]:
 
 
 class PluginSection(Section):
-    name: Annotated[str, OneOf(options("plugin"))] = key("choose the plugin")
+    name: Literal[options("plugin")] = key("choose the plugin")  # type: ignore[valid-type]
     nproc: Count | None = key("start so many ranks on each machine; null: the product of the sizes")
     nnodes: Count | None = key("train on so many machines; null: as many as were started", None)
     dp_size: Count | None = key("data-parallel size; null: world size / other sizes")

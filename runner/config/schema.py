@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -23,7 +23,7 @@ from runner.config.modes import MODES, NAMES, class_of
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, leaves, or_list
-from runner.config.section import Conflicts, OneOf, Section, Target, key, problems_of, value_at
+from runner.config.section import Conflicts, Section, Target, key, problems_of, value_at
 
 Direction = Literal["minimize", "maximize"] | None
 
@@ -43,22 +43,6 @@ class DataSection(Target):
     num_workers: t.Natural = key("processes that read ahead; raise it if training waits for data")
     drop_last: bool = key("leave out the last microbatch of an epoch if it is shorter")
 
-    def mapping(self) -> dict[str, Any]:
-        """Return what `hydra.utils.instantiate` takes, without ``train`` or ``eval`` of null."""
-        given = super().mapping()
-        return {
-            name: one
-            for name, one in given.items()
-            if not isinstance(one, Mapping) or one.get("_target_", name) is not None
-        }
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or "train" not in given or "_target_" in given:
-            return given
-        return {**given, "_target_": "runner.data.dataset.own"}
-
 
 class LossSection(Target):
     target: t.DottedName | None = key(  # type: ignore[assignment]
@@ -69,7 +53,7 @@ class LossSection(Target):
 
 
 class Tracker(Section):
-    name: Annotated[str, OneOf(options("tracker"))] = key("choose the tracker")
+    name: Literal[options("tracker")] = key("choose the tracker")  # type: ignore[valid-type]
     also: list[Literal["tensorboard", "wandb"]] = key("record with these too, as [tensorboard]")
     mode: Literal["auto", "online", "offline", "disabled"] = key("auto: online with a key")
     project: t.Text = key("file runs under this project")
@@ -173,7 +157,7 @@ class Verify(Section):
     dtype: Literal["float64", "float32"] = key("compute in this type; float64 errs least")
     tolerance: t.Positive | None = key("accept this relative error; null: 1e-9, in float32 1e-5")
     lr: t.Positive = key("take the steps of both sides by plain SGD at this rate")
-    modes: Annotated[list[Annotated[str, OneOf(NAMES)]], Field(min_length=1)] | None = key(
+    modes: Annotated[list[Literal[NAMES]], Field(min_length=1)] | None = key(  # type: ignore[valid-type]
         "modes, as [norm,value]; null: clip.mode"
     )
 

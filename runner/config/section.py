@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
-from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
-from pydantic_core.core_schema import literal_schema
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, to_jsonable_python
 
 from runner.config.notation import Duration
 from runner.config.problem import MISSING, NOTHING, Problem, did_you_mean, leaves, unknown_key
@@ -20,16 +19,6 @@ from runner.config.problem import MISSING, NOTHING, Problem, did_you_mean, leave
 Conflicts: TypeAlias = Iterable[tuple[Any, ...]]
 """Values that are wrong beside others: the key of each relative to its section, why, and the value
 if it is not that of the key."""
-
-
-class OneOf:
-    """Allows some names, as ``Literal`` does, that are known only when the program runs."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = list(names)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return literal_schema(self.names)
 
 
 def key(meaning: str, default: Any = ..., **limits: Any) -> Any:
@@ -89,8 +78,13 @@ class Target(Section):
         return dict(self.model_extra or {})
 
     def mapping(self) -> dict[str, Any]:
-        """Return what `hydra.utils.instantiate` takes."""
-        return {"_target_": self.target, **self.arguments}
+        """Return what `hydra.utils.instantiate` takes, without arguments of `_target_: null`."""
+        taken = {
+            name: one
+            for name, one in self.arguments.items()
+            if not isinstance(one, Mapping) or one.get("_target_", name) is not None
+        }
+        return {"_target_": self.target, **taken}
 
     def conflicts(self) -> Conflicts:
         """Yield numbers that would make weights NaN."""
@@ -139,7 +133,7 @@ def problems_of(
 def read(model: type[Section], given: Mapping[str, Any]) -> Any:
     """Return the section with these values; a ValueError names what is wrong with them."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(to_jsonable_python(given))  # tuples are lists there
     except ValidationError as error:
         found = problems_of(error.errors(), model.model_fields, given)
         raise ValueError("; ".join(f"{one.key} {one.message}" for one in found)) from None

@@ -17,16 +17,16 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config",): 2747,
+    ("config",): 2645,
     ("cli",): 842,
     ("launch",): 1101,
     ("sweep",): 577,
     ("telemetry",): 1310,
-    ("train",): 2049,
-    ("booster",): 2690,
+    ("train",): 2073,
+    ("booster",): 2689,
     ("parallel",): 2136,
     ("checkpoint",): 497,
-    ("clip",): 3266,
+    ("clip",): 3301,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2081,

@@ -10,7 +10,7 @@ from torch import nn
 from runner import apply_gradient_clipping
 from runner.booster import Booster
 from runner.clip import build
-from tests.clip.reference import on, refused, unwaited
+from tests.clip.reference import norm_of, on, refused, unwaited
 
 BETAS, EPS, DECAY, RATE = (0.9, 0.99), 1e-8, 0.05, 0.01
 STEPS = 250
@@ -103,20 +103,19 @@ def stable_adamw(weights, moments, given, limit, _):
     top = max(every)
     return {
         "fraction": sum(over) / len(over),
-        "clipped": float(any(over)),
         "max_stat": top,
         "coef": min(1.0, limit / top),
         "threshold": limit,
     }
 
 
-def spam(weights, moments, given, limit, min_steps):
+def spam(weights, moments, given, limit, options):
     """SPAM's clipping in front of AdamW, without its resets."""
     changed = elements = 0
     top, entering = 0.0, []
     for v, g in zip(moments.v, given, strict=True):
         elements += g.numel()
-        if moments.count and moments.count >= min_steps:
+        if moments.count and moments.count >= options["min_steps"]:
             top = max(top, float(torch.where(v > 0, g * g / v, 0.0).max()))
             mask = (g * g > limit * v) & (v > 0)
             changed += int(mask.sum())
@@ -124,74 +123,52 @@ def spam(weights, moments, given, limit, min_steps):
         entering.append(g)
     for w, update in zip(weights, moments.add(entering), strict=True):
         w.sub_(RATE * (DECAY * w + update))
-    after = math.sqrt(sum(float(g.square().sum()) for g in entering))
-    return {"fraction": changed / elements, "max_stat": top, "norm_clipped": after}
+    after = norm_of(entering, options.get("norm_type", 2.0))
+    coef = after / norm_of(given, options.get("norm_type", 2.0))
+    fraction = changed / elements
+    return {"fraction": fraction, "max_stat": top, "norm_clipped": after, "coef": coef}
 
 
+SPIKE = {"threshold": 40.0, "min_steps": 3}
 RULES = {
-    "rms 1": (stable_adamw, {"threshold": 1.0}, None),
-    "rms 1.4": (stable_adamw, {"threshold": 1.4}, None),
-    "spike 0": (spam, {"threshold": 40.0, "min_steps": 0}, 0),
-    "spike 20": (spam, {"threshold": 40.0, "min_steps": 20}, 20),
+    "update, rms 1": {"threshold": 1.0},
+    "update, rms 1.4": {"threshold": 1.4},
+    "spike, from the start": {**SPIKE, "min_steps": 0},
+    "spike, after 20 steps": {**SPIKE, "min_steps": 20, "norm_type": 1.0},
+    "spike, largest element": {**SPIKE, "norm_type": math.inf},
 }
+WHERE = {"plain": (False, False), "fused": (True, False), "device": (True, True)}
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", RULES)
-def test_steps_are_those_of_the_reference(name, fused):
-    rule, options, more = RULES[name]
-    dtype = torch.float32 if fused and name == "rms 1" else torch.float64
+def test_steps_are_those_of_the_reference(name, where):
+    """On a device the host waits for nothing."""
+    (mode, _, _), options, (fused, device) = name.partition(","), RULES[name], WHERE[where]
+    rule, p = spam if mode == "spike" else stable_adamw, options.get("norm_type", 2.0)
+    dtype = torch.float32 if where == "fused" and name == "update, rms 1" else torch.float64
     model = model_of(dtype)
-    weights = [p.detach().double().clone() for p in model.parameters()]
+    weights = [q.detach().double().clone() for q in model.parameters()]
     moments, clipped = Moments(weights), 0
-    mode = build("spike" if rule is spam else "update", **options)
-    decisions = train(mode, adamw(model.parameters(), fused=fused), STEPS, model)
+    with on(device):
+        optimizer = adamw(model.parameters(), fused=fused)
+        decisions = train(build(mode, **options), optimizer, STEPS, model, device)
     exact = 1e-5 if dtype is torch.float32 else 1e-9
     for given, decision in zip(gradients(STEPS, weights), decisions, strict=True):
-        if not all(bool(g.isfinite().all()) for g in given):
-            assert decision.finite is False
+        if not math.isfinite(norm := norm_of(given, p)):
+            assert bool(decision.finite) is False
             continue
-        norm = math.sqrt(sum(float(g.square().sum()) for g in given))
-        wanted = rule(weights, moments, given, options["threshold"], more)
-        clipped += decision.clipped
-        assert decision.norm == pytest.approx(norm, rel=exact)
-        assert decision.clipped == float(decision.fraction > 0)
-        if rule is not spam:
-            wanted["norm_clipped"] = norm
-        else:
-            wanted["coef"] = wanted["norm_clipped"] / norm
+        wanted = {"norm": norm, "norm_clipped": norm}
+        wanted |= rule(weights, moments, given, options["threshold"], options)
+        wanted["clipped"] = float(wanted["fraction"] > 0)
+        clipped += wanted["clipped"]
         for key, value in wanted.items():
-            assert getattr(decision, key) == pytest.approx(value, rel=exact, nan_ok=True), key
+            found = float(getattr(decision, key))
+            assert found == pytest.approx(value, rel=exact, nan_ok=True), key
     assert 2 < clipped < STEPS - 10
     for ours, theirs in zip(model.parameters(), weights, strict=True):
         rough = {"rtol": 2e-5, "atol": 2e-5} if exact == 1e-5 else {"rtol": 1e-6, "atol": 1e-9}
         torch.testing.assert_close(ours.detach().double(), theirs, **rough)
-
-
-ON_DEVICE = [
-    ("update", {"threshold": 1.2}),
-    *(("spike", {"threshold": 40.0, "norm_type": p, "min_steps": 3}) for p in (1.0, 2.0, math.inf)),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), ON_DEVICE)
-def test_on_a_device_the_same_happens_and_the_host_waits_for_nothing(name, options):
-    found = []
-    for device in (False, True):
-        model, mode = model_of(), build(name, **options)
-        with on(device):
-            optimizer = adamw(model.parameters(), fused=True)
-            decisions = train(mode, optimizer, 80, model, device)
-        found.append((list(model.parameters()), decisions))
-    (host, read), (kept, left) = found
-    for ours, theirs in zip(kept, host, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-    for a, b in zip(left, read, strict=True):
-        assert bool(a.finite) is bool(b.finite)
-        wanted = pytest.approx(tuple(map(float, b.metrics)), rel=1e-9, nan_ok=True)
-        # What an accelerator reports of a skipped step is replaced on the host.
-        assert b.finite is False or tuple(map(float, a.metrics)) == wanted
-    assert any(d.clipped for d in read)
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "Adam", "NAdam", "RAdam"])

@@ -61,20 +61,9 @@ def made(kind: str) -> Data:
     return Data(train=Samples(kind, 500, 0), test=Samples(kind, 100, 1), items="samples")
 
 
-class Points(Dataset):
+class Flow(IterableDataset):
     def __init__(self, samples: int) -> None:
         self.inputs = torch.randn(samples, 20, generator=torch.Generator().manual_seed(0))
 
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs[index], (self.inputs[index].sum() > 0).long()
-
-
-class Flow(IterableDataset):
-    def __init__(self, samples: int) -> None:
-        self.points = Points(samples)
-
     def __iter__(self):
-        return (self.points[index] for index in range(len(self.points)))
+        return ((inputs, (inputs.sum() > 0).long()) for inputs in self.inputs)

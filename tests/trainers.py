@@ -53,3 +53,11 @@ def trainer_of(
     if stop is not None:
         made.stop = stop
     return made
+
+
+def fitted(made: Any, path: Any = None) -> Any:
+    """Train, from a checkpoint if one is given, and return the trainer."""
+    if path is not None:
+        made.load(path)
+    made.fit()
+    return made

@@ -115,12 +115,6 @@ def test_hooks_before_the_step_see_clipped_gradients(hook):
     assert seen == pytest.approx([0.25], rel=1e-5)
 
 
-def test_clipping_alone_leaves_the_clipped_gradient():
-    model, optimizer = stepped()
-    optimizer.clip(build("norm", threshold=0.25))
-    assert norm_of(gradients_of(model)) == pytest.approx(0.25, rel=1e-5)
-
-
 GIVEN = ({"fused": False}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"some": True})
 
 

@@ -22,9 +22,10 @@ from runner.checkpoint import folder as checkpoints
 from runner.clip import build
 from runner.config.problem import Stopped
 from runner.data.dataset import TensorPairs, collate_pairs
+from tests.clip.reference import refused
 from tests.distributed.training import Rows
 from tests.ranks import PRELOAD
-from tests.trainers import trainer_of
+from tests.trainers import fitted, trainer_of
 
 SAMPLES, BATCH = 40, 4
 """Ten steps an epoch."""
@@ -94,8 +95,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, keep, asynchronous):
     held, wanted = load_file(file), weights(made)
     assert held.keys() == wanted.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
-    with pytest.raises(ValueError, match="weights alone"):
-        trainer().load(tmp_path / "final")
+    refused(ValueError, "weights alone", lambda: trainer().load(tmp_path / "final"))
 
 
 @pytest.mark.parametrize(
@@ -119,19 +119,13 @@ def test_a_training_that_is_asked_to_stop_saves_and_continues_later(tmp_path, as
     assert asked(22, saver=CheckpointSaver(tmp_path / "ended", None)).fit()["steps"] == 23
     assert names(tmp_path / "ended") == ["final"]
     without = asked(0)
-    with pytest.raises(Stopped):
-        without.fit()
+    refused(Stopped, "", without.fit)
     assert without.state.progress.step == 1
-    whole = trainer()
-    whole.fit()
-    with pytest.raises(Stopped) as caught:
-        asked(12, saver=CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous)).fit()
-    assert caught.value.signal == 10
+    saving = asked(12, saver=CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous))
+    assert refused(Stopped, "", saving.fit).signal == 10
     assert steps_of(tmp_path) == [9, 13]
-    again = trainer()
-    again.load(tmp_path / "step_000000013")
-    again.fit()
-    assert same(again, whole)
+    again = fitted(trainer(), tmp_path / "step_000000013")
+    assert same(again, fitted(trainer()))
 
 
 def test_checkpoints_of_another_course(tmp_path):
@@ -139,12 +133,10 @@ def test_checkpoints_of_another_course(tmp_path):
     trainer(20, saver=CheckpointSaver(tmp_path, "5ba", keep=9)).fit()
     before = sorted(tmp_path.rglob("*"))
     again = trainer(12, saver=CheckpointSaver(tmp_path, "1ba", keep=2))
-    with pytest.raises(ValueError, match="holds step_000000020 of an earlier training"):
-        again.fit()
+    refused(ValueError, "holds step_000000020 of an earlier training", again.fit)
     assert again.state.progress.step == 0
     assert sorted(tmp_path.rglob("*")) == before
-    again.load(tmp_path / "step_000000010")
-    again.fit()
+    fitted(again, tmp_path / "step_000000010")
     assert steps_of(tmp_path) == [11, 12]
 
 
@@ -184,14 +176,10 @@ def test_a_write_that_is_killed_leaves_the_checkpoint_before_it(tmp_path, number
     process.start()
     process.join(170)
     assert process.exitcode == -signal.SIGKILL
-    whole = trainer()
-    whole.fit()
     newest, _ = next(checkpoints.whole(tmp_path))
     assert newest.name == ("step_000000010" if moment == "after rename" else "step_000000005")
-    again = trainer(saver=CheckpointSaver(tmp_path, "5ba", keep=1))
-    again.load(newest)
-    again.fit()
-    assert same(again, whole)
+    again = fitted(trainer(saver=CheckpointSaver(tmp_path, "5ba", keep=1)), newest)
+    assert same(again, fitted(trainer()))
     assert names(tmp_path) == ["final", "step_000000020"]
 
 
@@ -227,15 +215,8 @@ def test_generators_of_samplers_and_torchs_schedules_continue(tmp_path, draws, s
         options = {"sampler": Drawn(draws(1)), "schedule": schedule}
         return trainer(steps, eval_dataloader=None, **options)
 
-    whole = made(18)
-    whole.fit()
-    first = made(13)
-    first.fit()
-    path = first.save(tmp_path)
-    later = made(18)
-    later.load(path)
-    later.fit()
-    assert same(later, whole)
+    later = fitted(made(18), fitted(made(13)).save(tmp_path))
+    assert same(later, fitted(made(18)))
 
 
 class Odd(lr_scheduler.ConstantLR):
@@ -249,8 +230,7 @@ class Odd(lr_scheduler.ConstantLR):
 def test_a_state_that_cannot_be_loaded_again_is_refused_before_a_step(tmp_path):
     made = trainer(schedule=Odd, saver=CheckpointSaver(tmp_path, "5ba"))
     for save in (made.fit, lambda: made.save(tmp_path)):
-        with pytest.raises(ValueError, match="SimpleNamespace"):
-            save()
+        refused(ValueError, "SimpleNamespace", save)
     assert made.state.progress.step == 0
     assert list(tmp_path.iterdir()) == []
     trainer(3, schedule=Odd).fit()  # without checkpoints it is no fault
@@ -262,8 +242,7 @@ def half(optimizer):
 
 def test_settings_that_are_kept_are_those_of_the_trainer(tmp_path):
     first = trainer(7, schedule=half, algorithms=build("norm", threshold=2.0))
-    first.fit()
-    path = first.save(tmp_path)
+    path = fitted(first).save(tmp_path)
     for keep, rate, threshold in [((), 0.05, 2.0), (("lr", "threshold"), 0.15, 0.5)]:
         later = trainer(12, schedule=half, lr=0.3, algorithms=build("norm", threshold=0.5))
         later.load(path, keep=keep)

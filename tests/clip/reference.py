@@ -30,15 +30,12 @@ def norm_of(gradients, p=2.0):
 
 
 def refused(error, words, call):
-    """Check the type of an error, and the parts of its message."""
+    """Check the type of an error and the parts of its message, and return it."""
     with pytest.raises(error) as raised:
         call()
     missing = [word for word in words.split("|") if word not in str(raised.value)]
     assert not missing, str(raised.value)
-
-
-def with_gradients(made):
-    return [p for p in made if p.grad is not None]
+    return raised.value
 
 
 def parameters(shapes=SHAPES, seed=0, dtype=torch.float32, scale=1.0):
@@ -70,7 +67,8 @@ def norm(made, limit, p):
     """Clipped gradients, the share that is clipped, and the largest value compared with λ."""
     gradients = [q.grad.double() for q in made]
     whole = norm_of(gradients, p)
-    return [g * min(1.0, limit / whole) for g in gradients], float(whole > limit), whole
+    factor = min(1.0, limit / max(whole, 1e-300))
+    return [g * factor for g in gradients], float(whole > limit), whole
 
 
 def value(made, limit, p):
@@ -80,31 +78,29 @@ def value(made, limit, p):
 
 
 def per_parameter(made, limit, p):
-    norms = [norm_of([q.grad], p) for q in made]
-    gradients = [
-        q.grad.double() * min(1.0, limit / max(n, 1e-300)) for q, n in zip(made, norms, strict=True)
-    ]
-    counted = [n > limit for q, n in zip(made, norms, strict=True) if q.numel()]
-    return gradients, sum(counted) / len(counted), max(norms)
+    each = [norm([q], limit, p) for q in made]
+    counted = [over for q, (_, over, _) in zip(made, each, strict=True) if q.numel()]
+    return [g for [g], _, _ in each], sum(counted) / len(counted), max(top for _, _, top in each)
 
 
-def adaptive(made, limit, p, eps=1e-3):
-    """Units are rows of dimension 0, and whole vectors, but none of an empty tensor."""
+def adaptive(made, limit, p, eps=1e-3, dims=None):
+    """Units are indexed by dimension 0 of matrices and kernels, or by ``dims`` of each parameter.
+
+    Vectors and scalars are units. No unit is that of an empty tensor, or where ``dims`` is None.
+    """
     wanted, over, top = [], [], 0.0
-    for q in made:
-        shape = (q.shape[0], -1) if q.ndim > 1 and q.numel() else (1, -1)
-        weight, gradient = (x.detach().double().reshape(shape) for x in (q, q.grad))
-        ratio = gradient.norm(dim=1) / weight.norm(dim=1).clamp(min=eps)
-        factor = torch.where(ratio > limit, limit / ratio, 1.0).unsqueeze(1)
-        wanted.append((gradient * factor).reshape(q.shape))
-        over += (ratio > limit).tolist() if q.numel() else []
-        top = max(top, float(ratio.max()))
+    for number, q in enumerate(made):
+        kept = dims[number] if dims else (0,) if q.ndim > 1 else ()
+        weight, gradient = q.detach().double(), q.grad.double()
+        if kept is not None and q.numel():
+            rest = [d for d in range(q.ndim) if d not in kept]
+            sizes = [x.square().sum(rest, True) if rest else x.square() for x in (weight, gradient)]
+            ratio = sizes[1].sqrt() / sizes[0].sqrt().clamp(min=eps)
+            gradient = gradient * (limit / ratio).clamp(max=1.0)
+            over += (ratio > limit).flatten().tolist()
+            top = max(top, float(ratio.max()))
+        wanted.append(gradient)
     return wanted, sum(over) / len(over), top
 
 
-REFERENCE = {
-    "norm": norm,
-    "value": value,
-    "per_parameter": per_parameter,
-    "adaptive": adaptive,
-}
+REFERENCE = {each.__name__: each for each in (norm, value, per_parameter, adaptive)}

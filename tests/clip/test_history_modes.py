@@ -15,27 +15,23 @@ from tests.clip.reference import on, unwaited
 
 STEPS = 400
 NAN, INF = math.nan, math.inf
-PERCENTILE = [
-    {"threshold": 10.0, "min_steps": 1},  # as published
-    {"threshold": 90.0},
-    {"threshold": 50.0, "window": 37},
-    {"threshold": 75.0, "history": "clipped", "window": 100, "min_steps": 100},
-    {"threshold": 100.0, "window": 1, "min_steps": 1},
+LINES = {"warmup": "linear", "decay": "linear", "steps": 90}
+COSINE = {"decay": "cosine", "steps": 400, "end_factor": 0.25}
+CASES = [
+    *(("percentile", {"threshold": 10.0, "min_steps": 1}), ("percentile", {"threshold": 90.0})),
+    ("percentile", {"threshold": 50.0, "window": 37}),
+    ("percentile", {"threshold": 75.0, "history": "clipped", "window": 100, "min_steps": 100}),
+    ("percentile", {"threshold": 100.0, "window": 1, "min_steps": 1}),
+    *(("zscore", {"threshold": 2.5}), ("zscore", {"threshold": 1.0, "rule": "mean"})),
+    ("zscore", {"threshold": 2.0, "rule": "percentile"}),
+    ("zscore", {"threshold": 1.5, "history": "raw", "decay": 0.9, "warmup_steps": 7}),
+    ("zscore", {"threshold": 0.1, "warmup_steps": 1, "eps": 1e-3}),
+    ("schedule", {"threshold": 0.8, "warmup_steps": 100}),
+    ("schedule", {"threshold": 0.8, "warmup_steps": 100, "warmup_factor": 4.0, **LINES}),
+    ("schedule", {"threshold": 0.8, "warmup_steps": 0, **COSINE}),
+    ("schedule", {"threshold": 0.8, "warmup_steps": 0}),
 ]
-ZSCORE = [
-    {"threshold": 2.5},  # as published
-    {"threshold": 1.0, "rule": "mean"},
-    {"threshold": 2.0, "rule": "percentile"},
-    {"threshold": 1.5, "history": "raw", "decay": 0.9, "warmup_steps": 7},
-    {"threshold": 0.1, "warmup_steps": 1, "eps": 1e-3},
-]
-SCHEDULE = [
-    {"warmup_steps": 100},
-    {"warmup_steps": 100, "warmup_factor": 4.0, "warmup": "linear", "decay": "linear", "steps": 90},
-    {"warmup_steps": 0, "decay": "cosine", "steps": 400, "end_factor": 0.25},
-    {"warmup_steps": 0},
-]
-SCHEDULE = [{"threshold": 0.8, **options} for options in SCHEDULE]
+EACH = pytest.mark.parametrize(("name", "options"), CASES)
 
 
 def made_up():
@@ -146,14 +142,6 @@ def schedule(norms, threshold, **options):
 
 
 REFERENCE = {"percentile": percentile, "zscore": zscore, "schedule": schedule}
-CASES = [
-    *(("percentile", one) for one in PERCENTILE),
-    *(("zscore", one) for one in ZSCORE),
-    *(("schedule", one) for one in SCHEDULE),
-]
-EACH = pytest.mark.parametrize(
-    ("name", "options"), CASES, ids=lambda one: one if isinstance(one, str) else ""
-)
 
 
 @EACH

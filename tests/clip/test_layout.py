@@ -2,6 +2,7 @@
 
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock, Mock, patch
 
 import pytest
@@ -52,16 +53,13 @@ class Ranks:
         return sent
 
     def run(self, body):
-        results = [None] * self.world
-        errors = []
-
         def work(rank):
             self._here.rank = rank
             try:
-                results[rank] = body(self)
-            except BaseException as error:
-                errors.append(error)
+                return body(self)
+            except BaseException:
                 self._barrier.abort()
+                raise
 
         def all_to_all_single(rows, sent, group, async_op):
             columns = [each.chunk(self.world) for each in group.everyone(sent.clone())]
@@ -73,20 +71,17 @@ class Ranks:
         def all_gather_object(objects, mine, group):
             objects[:] = group.everyone(mine)
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.world)]
         with (
             patch.object(dist, "all_to_all_single", all_to_all_single),
             patch.object(dist, "all_reduce", all_reduce),
             patch.object(dist, "all_gather_object", all_gather_object),
+            ThreadPoolExecutor(self.world) as pool,
         ):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        for error in errors:
-            if not isinstance(error, threading.BrokenBarrierError):
+            futures = [pool.submit(work, rank) for rank in range(self.world)]
+        for error in (future.exception() for future in futures):
+            if error and not isinstance(error, threading.BrokenBarrierError):
                 raise error
-        return results
+        return [future.result() for future in futures]
 
 
 def whole(seed=0, scale=1.0):

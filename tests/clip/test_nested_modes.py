@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from runner.clip import build
+from runner.clip import Layout, build
 from runner.clip.layout import OptionError
 from tests.clip.reference import on, refused
 from tests.clip.test_tensor_modes import (
@@ -36,20 +36,19 @@ SINGLE = {
 }
 CHAIN = {"mode": "chain", "links": [9.0, SINGLE["none"], 2.0]}
 MANY = {
-    "chain": {"links": [VALUE, ADAGC, 2.0]},
-    "coefficients": {"links": [ADAGC, SINGLE["per_parameter"], 1.0]},
-    "groups": {"groups": {"blocks.1.*": 0.5, "blocks.*": ADAGC, "late.*": VALUE}},
-    "parts": {"groups": {"blocks.1.*": VALUE, "*": CHAIN}},
+    "adagc": ADAGC,
+    "chain": {"mode": "chain", "links": [VALUE, ADAGC, 2.0]},
+    "coefficients": {"mode": "chain", "links": [ADAGC, SINGLE["per_parameter"], 1.0]},
+    "groups": {
+        "mode": "groups",
+        "groups": {"blocks.1.*": 0.5, "blocks.*": ADAGC, "late.*": VALUE},
+    },
+    "parts": {"mode": "groups", "groups": {"blocks.1.*": VALUE, "*": CHAIN}},
 }
 
 
 def made_of(node):
     return build(node["mode"], **{k: v for k, v in node.items() if k != "mode"})
-
-
-def many(name, norm_type=2.0):
-    kind = "groups" if "groups" in MANY[name] else "chain"
-    return build(kind, **copy.deepcopy(MANY[name]), norm_type=norm_type)
 
 
 def exact(decision):
@@ -173,19 +172,24 @@ def test_groups_are_clipped_by_themselves(kept):
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_histories_go_on_to_the_bit(name):
-    whole, resumed = many(name), many(name)
-    ours, theirs = parameters(), parameters()
-    first, second = layout_of(ours), layout_of(theirs)
-    whole.bind(first)
-    resumed.bind(second)
-    for number, each in enumerate(recorded(60, seed=7)):
-        if number == 30:
-            resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
-        give(ours, each)
-        give(theirs, each)
-        wanted, got = whole.clip(first), resumed.clip(second)
-        assert number < 30 or exact(got) == exact(wanted)
+def test_histories_go_on_to_the_bit_and_in_another_order_of_names(name):
+    made = parameters()
+    layout, turned = layout_of(made), Layout([*reversed(layout_of(made).shards)])
+    whole, *resumed = (made_of(copy.deepcopy(MANY[name])) for _ in range(3))
+    pairs = [*zip((whole, *resumed), (layout, layout, turned), strict=True)]
+    for mode, its in pairs:
+        mode.bind(its)
+    for number, each in enumerate(recorded(100, seed=7)):
+        for mode in resumed if number == 50 else ():
+            mode.load_state_dict(copy.deepcopy(whole.state_dict()))
+        decisions = []
+        for mode, its in pairs:
+            give(made, each)
+            decisions.append(mode.clip(its))
+        wanted, same, other = decisions
+        assert number < 50 or exact(same) == exact(wanted)
+        near = pytest.approx(wanted.metrics, rel=1e-12, nan_ok=True)
+        assert number < 50 or other.metrics == near
 
 
 def test_thresholds_of_links_are_loaded_unless_the_run_keeps_its_own():

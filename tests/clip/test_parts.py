@@ -1,16 +1,20 @@
-"""Units and elements of large and many gradients, against plain float64 arithmetic.
+"""Units and elements of large and many gradients, against plain float64 arithmetic; their counts.
 
 Small tensors are copied side by side, large ones are read in place or in blocks: here are sizes on
 both sides of each bound, and memory formats in which a unit is not contiguous.
 """
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from runner.clip import Layout, apply_gradient_clipping, build
-from runner.clip.mode import scale_each
-from tests.clip.reference import norm_of
+from runner.clip import GradStats, Layout, apply_gradient_clipping, build
+from runner.clip.mode import HIGHEST, LOWEST, Tally, scale_each
+from runner.tools.calibrate import Histogram
+from tests.clip.reference import REFERENCE, adaptive, norm_of, on, unwaited
+from tests.clip.test_layout import Ranks, one_layout, shards, whole
 
 LAST = torch.channels_last
 
@@ -36,8 +40,12 @@ TENSORS = {
     "other few elements": ((40,), (0,), None),
     "one column": ((40, 1), (1,), None),
     "one unit": ((100, 101), (), None),
+    "left out small": ((5, 7), None, None),
+    "left out large": ((90, 101), None, None),
 }
-OPTIONS = {"exclude": ["left out *"], "units": {n: list(d) for n, (_, d, _) in TENSORS.items()}}
+DIMS = [dims for _, dims, _ in TENSORS.values()]
+UNITS = {name: list(dims) for name, (_, dims, _) in TENSORS.items() if dims is not None}
+OPTIONS = {"exclude": ["left out *"], "units": UNITS}
 
 
 def filled(shape, seed, scale=1.0):
@@ -45,44 +53,17 @@ def filled(shape, seed, scale=1.0):
     return torch.randn(shape, generator=generator) * scale
 
 
-class Tensors(nn.Module):
-    """Parameters of the shapes above, each with a gradient, and two that are left out."""
-
-    def __init__(self, dtype=torch.float32, scale=1.0):
-        super().__init__()
-        shapes = {n: s for n, (s, _, _) in TENSORS.items()}
-        shapes |= {"left out small": (5, 7), "left out large": (90, 101)}
-        for seed, (name, shape) in enumerate(shapes.items()):
-            parameter = nn.Parameter(filled(shape, seed).to(dtype))
-            gradient = filled(shape, 100 + seed, scale).to(dtype)
-            if TENSORS.get(name, (0, 0, None))[2] is not None:
-                gradient = gradient.contiguous(memory_format=LAST)
-            parameter.grad = gradient
-            self.register_parameter(name, parameter)
-        self["rows"].data[3] = 0
-        self["rows"].grad[5] = 0
-
-    def __getitem__(self, name):
-        return dict(self.named_parameters())[name]
-
-
-def expected(model, threshold, eps=1e-3):
-    """Clipped gradients, share of units clipped and largest ratio, in float64."""
-    wanted, clipped, units, top = {}, 0, 0, 0.0
-    for name, parameter in model.named_parameters():
-        weight, gradient = parameter.detach().double(), parameter.grad.double()
-        wanted[name] = gradient
-        if name in TENSORS:
-            kept = TENSORS[name][1]
-            reduced = [d for d in range(weight.ndim) if d not in kept]
-            squares = (weight**2, gradient**2)
-            sizes = [s.sum(reduced, keepdim=True).sqrt() if reduced else s.sqrt() for s in squares]
-            ratio = sizes[1] / sizes[0].clamp(min=eps)
-            wanted[name] = gradient * (threshold / ratio).clamp(max=1.0)
-            clipped += int((ratio > threshold).sum())
-            units += ratio.numel()
-            top = max(top, float(ratio.max()))
-    return wanted, clipped / units, top
+def tensors(dtype=torch.float32, scale=1.0):
+    """A module with parameters of the shapes above, each with a gradient."""
+    model = nn.Module()
+    for seed, (name, (shape, _, memory_format)) in enumerate(TENSORS.items()):
+        parameter = nn.Parameter(filled(shape, seed).to(dtype))
+        gradient = filled(shape, 100 + seed, scale).to(dtype)
+        parameter.grad = gradient.contiguous(memory_format=memory_format or torch.contiguous_format)
+        model.register_parameter(name, parameter)
+    rows = model.get_parameter("rows")
+    rows.data[3] = rows.grad[5] = 0
+    return model
 
 
 def clipped(model, mode, threshold, **options):
@@ -96,32 +77,28 @@ def clipped(model, mode, threshold, **options):
 @pytest.mark.parametrize("threshold", [0.02, 0.9, 1.08, 1e3])
 def test_units_of_every_size_and_format(dtype, threshold):
     """From thresholds that clip all units, over some units of each tensor, to none."""
-    model = Tensors(dtype)
+    model = tensors(dtype)
     before = norm_of([p.grad for p in model.parameters()])
-    wanted, share, top = expected(model, threshold)
+    wanted, share, top = adaptive(model.parameters(), threshold, 2.0, dims=DIMS)
     outcome = clipped(model, "adaptive", threshold, **OPTIONS)
     exact = dtype is not torch.bfloat16
     rel = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.double(), wanted[name], rtol=rel, atol=0)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.double(), gradient, rtol=rel, atol=0)
     assert outcome.fraction == pytest.approx(share, abs=0 if exact else 1e-4)
     assert outcome.max_stat == pytest.approx(top, rel=1e-6)
     assert outcome.norm == pytest.approx(before, rel=3e-7)
-    assert outcome.norm_clipped == pytest.approx(norm_of(wanted.values()), rel=3e-7)
+    assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=3e-7)
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "value"])
 @pytest.mark.parametrize("scale", [1e-25, 1e-18, 1.0, 1e18, 1e25])
 def test_sizes_whose_squares_leave_float32(mode, scale):
     """Value clips half of the elements; the weights of adaptive clipping are as small or large."""
-    model = Tensors(scale=scale)
+    model, threshold = tensors(scale=scale), 0.7 * scale
     before = [p.grad.double() for p in model.parameters()]
-    threshold = 0.7 * scale
-    options = OPTIONS | {"eps": 1e-3} if mode == "adaptive" else {}
-    if mode == "adaptive":
-        wanted = list(expected(model, threshold)[0].values())
-    else:
-        wanted = [g.clamp(-threshold, threshold) for g in before]
+    options, dims = (OPTIONS, {"dims": DIMS}) if mode == "adaptive" else ({}, {})
+    wanted, _, _ = REFERENCE[mode]([*model.parameters()], threshold, 2.0, **dims)
     outcome = clipped(model, mode, threshold, **options)
     assert outcome.norm == pytest.approx(norm_of(before), rel=1e-6)
     assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=1e-6)
@@ -159,3 +136,55 @@ def test_elements_next_to_the_threshold_are_counted_exactly():
             assert outcome.fraction == 0.25
             assert outcome.max_stat == above.item()
             assert parameter.grad.tolist() == [at, -at, below.item(), -at]
+
+
+# -- histograms
+
+
+def tallied(layout, mode, steps=1, skip=0, kept=False):
+    """The counts of each bin, and of everything."""
+    clipper = build(mode, threshold=1e30, **({"exclude": ()} if mode == "adaptive" else {}))
+    clipper.bind(layout)
+    clipper.tally = Tally(skip)
+    with on(kept):
+        for _ in range(steps):
+            stats = GradStats.of(layout)
+            with unwaited(kept):
+                clipper.clip(layout, stats)
+    return clipper.tally.gather(layout)
+
+
+@pytest.mark.parametrize("mode", ["value", "adaptive"])
+def test_the_share_above_a_threshold_is_the_fraction_that_it_clips(mode):
+    found = tallied(Layout.of_model(tensors()), mode)
+    assert tallied(Layout.of_model(tensors()), mode, kept=True) == found
+    for threshold in (0.25, 1.0, 4.0):
+        observed = clipped(tensors(), mode, threshold).fraction
+        share = Histogram(*found, LOWEST, HIGHEST).share_above(threshold)
+        assert share == pytest.approx(observed, abs=0.01)
+
+
+def test_first_steps_and_steps_that_are_not_finite_are_left_out():
+    layout, nothing = Layout.of_model(tensors()), Layout([])
+    assert tallied(layout, "value", steps=3, skip=2) == tallied(layout, "value")
+    bins, total = tallied(layout, "value", steps=2, skip=2)
+    assert total == 0
+    assert math.isnan(Histogram(bins, total, LOWEST, HIGHEST).largest(0.5))
+    tally = Tally()
+    tally.add(torch.tensor([1.0, math.nan, math.inf]), 1.0)
+    tally.end_step(torch.tensor(math.nan))
+    assert tally.gather(nothing)[1] == 0.0
+    tally.add(torch.tensor([1.0, 0.0]), 0.5)
+    tally.end_step(torch.tensor(1.0))
+    bins, total = tally.gather(nothing)
+    assert (sum(bins), total) == (0.5, 1.0)
+    assert Tally().gather(nothing) == ([0.0] * len(bins), 0.0)
+
+
+@pytest.mark.parametrize("mode", ["value", "adaptive", "per_parameter"])
+def test_ranks_count_what_one_process_counts(mode):
+    counts, total = tallied(one_layout(whole()), mode)
+    for found in Ranks(2).run(lambda ranks: tallied(Layout(shards(whole(), ranks), ranks), mode)):
+        assert found[0] == pytest.approx(counts, abs=1e-12)
+        assert found[1] == pytest.approx(total, rel=1e-12)
+    assert sum(counts) == pytest.approx(total)

@@ -14,7 +14,9 @@ from runner import Booster, Evaluate, Trainer
 from runner.booster import TorchDDPPlugin
 from runner.cli.main import main
 from runner.train.callbacks import EarlyStopping
+from tests.clip.reference import refused
 from tests.ranks import run_ranks
+from tests.trainers import fitted
 
 SMALL = ["tracker=none", "device=cpu", "data.batch_size=64", "model.width=4", "checkpoint=none"]
 
@@ -69,8 +71,7 @@ def test_calls_in_their_order_until_a_callback_ends_the_training(tmp_path):
     assert notes[4][2:] == [3, summary["final"]["grad/norm"]]
     assert (summary["steps"], summary["ended_early"]) == (3, "planted end")
     assert all(map(torch.equal, trainer.model.parameters(), whole.model.parameters()))
-    with pytest.raises(TypeError, match=r"builtins\.list is no callback"):
-        make([])
+    refused(TypeError, "builtins.list is no callback", lambda: make([]))
 
 
 def test_evaluations_without_a_better_value_are_counted():
@@ -97,9 +98,8 @@ def test_a_run_that_continues_ends_at_the_same_step(tmp_path):
     wanted = whole.fit()
     assert wanted["steps"] > 8
     first = make(stopping(), duration=f"{wanted['steps'] - 2}ba")
-    first.fit()
     # The second one was saved after the evaluation that ended it: no further step.
-    for saved in (first, whole):
+    for saved in (fitted(first), whole):
         again = make(stopping())
         again.load(saved.save(tmp_path))
         assert again.fit()["ended_early"] == wanted["ended_early"]
@@ -134,11 +134,9 @@ def test_all_ranks_end_after_the_same_step():
 def test_the_command_calls_them_and_records_why_it_ended(outputs, tmp_path, capsys):
     target = f"callbacks=[{{_target_:tests.train.test_callbacks.Notes,file:{tmp_path / 'notes'}}}]"
     words = ["early_stopping.patience=2", "early_stopping.min_delta=100", "eval.interval=3ba"]
-    folder = outputs / "run"
-    assert main([*SMALL, target, *words, f"hydra.run.dir={folder}"]) == 0
-    status, summary = (
-        json.loads((folder / f"{n}.json").read_text()) for n in ("status", "summary")
-    )
+    assert main([*SMALL, target, *words, f"hydra.run.dir={outputs}"]) == 0
+    files = (outputs / "status.json", outputs / "summary.json")
+    status, summary = (json.loads(file.read_text()) for file in files)
     why = "eval/loss did not improve by 100 in 2 evaluations (best "
     assert status["ended_early"] == summary["ended_early"]
     assert status["ended_early"].startswith(why)

@@ -71,8 +71,8 @@ def by_sklearn(kind):
     inputs, targets = held_out(kind)
     with torch.no_grad():
         outputs = network(kind)(inputs)
+    wanted, got = targets.flatten().numpy(), outputs.flatten().numpy()
     if kind == "numbers":
-        wanted, got = targets.flatten().numpy(), outputs.flatten().numpy()
         return {
             "eval/mse": sklearn.mean_squared_error(wanted, got),
             "eval/mae": sklearn.mean_absolute_error(wanted, got),
@@ -80,9 +80,8 @@ def by_sklearn(kind):
             "eval/pearson": torch.corrcoef(torch.stack([targets[:, 0], outputs[:, 0]]))[0, 1],
         }
     if kind == "labels":
-        wanted, got = targets.flatten().numpy(), (outputs.flatten() > 0).numpy()
-        accuracy = sklearn.accuracy_score(wanted, got)
-        return {"eval/accuracy": accuracy, "eval/f1": sklearn.f1_score(wanted, got)}
+        accuracy, f1 = sklearn.accuracy_score(wanted, got > 0), sklearn.f1_score(wanted, got > 0)
+        return {"eval/accuracy": accuracy, "eval/f1": f1}
     counted = targets != IGNORED
     wanted, chances = targets[counted].numpy(), outputs[counted].softmax(1).numpy()
     got = chances.argmax(1)

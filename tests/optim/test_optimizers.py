@@ -1,4 +1,4 @@
-"""Which parameters Muon steps, and that both optimizers are torch's."""
+"""Which parameters Muon steps; steps of ``optimizer=muon``, ``lion`` and ``adafactor``, resumed."""
 
 import pytest
 import torch
@@ -6,8 +6,14 @@ from torch import nn
 from torch.optim import AdamW, Muon
 
 from runner.clip.units import head_weights
+from runner.config.notation import Duration
+from runner.config.request import request
 from runner.models.gpt import GPT
 from runner.optim.muon import hidden_matrices, muon_with_adamw
+from runner.train.build import make_trainer
+from tests.clip.reference import refused
+from tests.ranks import run_ranks
+from tests.trainers import fitted
 
 SHAPE = {"vocabulary": 17, "context": 8, "layers": 2, "heads": 2, "width": 8, "dropout": 0.0}
 INNER = [f"attention.{name}" for name in ("query", "key", "value", "out")] + ["mlp.up", "mlp.down"]
@@ -44,10 +50,10 @@ def test_hidden_matrices_are_those_of_inner_layers():
     assert found == {"recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "router.weight"}
     assert "classifier.weight" in set(hidden_matrices(model))  # without heads it is a matrix
     assert set(hidden_matrices(model, heads, ["router.*"])) == found - {"router.weight"}
-    with pytest.raises(ValueError, match=r"exclude: ruoter\.\* matches no parameter"):
-        list(hidden_matrices(model, (), ["ruoter.*"]))
-    with pytest.raises(ValueError, match="Sequential has no hidden matrix"):
-        muon_with_adamw(nn.Sequential(nn.Linear(4, 2)), heads=["0.weight"])
+    words, last = "exclude: ruoter.* matches no parameter", nn.Sequential(nn.Linear(4, 2))
+    refused(ValueError, words, lambda: list(hidden_matrices(model, (), ["ruoter.*"])))
+    words = "Sequential has no hidden matrix"
+    refused(ValueError, words, lambda: muon_with_adamw(last, heads=["0.weight"]))
     [muon] = muon_with_adamw(nn.Sequential(nn.Linear(3, 3, bias=False)))
     assert type(muon) is Muon
 
@@ -73,3 +79,44 @@ def test_steps_are_those_of_torch_with_these_settings():
                 optimizer.zero_grad()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, named[name]), name
+
+
+# -- resumed trainings
+
+SMALL = ["model=gpt", "model.context=16", "model.width=16", "model.layers=1", "data=text"]
+SMALL += ["data.sequence_length=16", "data.max_bytes=30000", "tracker=none", "device=cpu"]
+RUN = [*SMALL, "eval.interval=1000ba", "train.max_duration=4ba", "clip.threshold=0.5"]
+ONE_RANK = [("single", name) for name in ("muon", "lion", "adafactor")]
+TWO_RANKS = [("zero", "adafactor"), ("fsdp", "muon"), ("zero", "muon")]
+
+
+def local_tensors(trainer):
+    tensors = {shard.name: shard.weight for shard in trainer.optimizer.layout.shards}
+    for i, optimizer in enumerate(trainer.optimizer.optimizers):
+        for j, state in enumerate(optimizer.state.values()):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    local = value.to_local() if hasattr(value, "to_local") else value
+                    tensors[f"{i}/{j}/{key}"] = local
+    return tensors
+
+
+def require_exact_resume(given, folder):
+    """Assert that a training saved after step 2 ends with the bits of one that was not."""
+    for plugin, name in given:
+        ranks = "data.batch_size=8" if plugin == "single" else "data.batch_size=4 plugin.nproc=2"
+        [job] = request([*RUN, f"optimizer={name}", f"plugin={plugin}", *ranks.split()]).jobs
+        made = job.config
+        whole, second = (make_trainer(made, [], evaluates=False) for _ in range(2))
+        first = make_trainer(made, [], evaluates=False, max_duration=Duration(2, "ba"))
+        path = fitted(first).save(folder / f"{plugin}_{name}")
+        wanted, found = local_tensors(fitted(whole)), local_tensors(fitted(second, path))
+        assert found.keys() == wanted.keys()
+        differing = [key for key in wanted if not torch.equal(found[key], wanted[key])]
+        assert differing == [], (plugin, name)
+
+
+def test_a_training_that_was_saved_continues_with_the_same_bits(tmp_path):
+    pytest.importorskip("timm")
+    require_exact_resume(ONE_RANK, tmp_path)
+    run_ranks(require_exact_resume, 2, TWO_RANKS, tmp_path)

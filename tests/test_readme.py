@@ -76,10 +76,10 @@ def reference(source):
 
 def recipe_rows():
     """The rows of the table of recipes, from the headers of their files."""
-    for recipe in recipes.read_all():
-        purpose = recipe.purpose.rstrip(".")
-        link = f"[`{recipe.name}`]({recipe.name}.yaml)"
-        yield f"| {link} | {purpose} | {reference(recipe.source)} |"
+    for name, file in recipes.files_of().items():
+        source = re.search(r"(?m)^# source:(.*)", file.read_text())[1].strip()
+        purpose = recipes.purpose(file).rstrip(".")
+        yield f"| [`{name}`]({name}.yaml) | {purpose} | {reference(source)} |"
 
 
 def test_tables_list_every_group_option_mode_plugin_and_recipe():

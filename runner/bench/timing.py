@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from runner.bench import TABLES
-from runner.config.problem import Stopped
 from runner.run_folder.status import now, provenance
 from runner.run_folder.strict_json import write_object, write_text
 from runner.telemetry.sinks.console import print_line
@@ -158,7 +157,7 @@ def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) 
             rows.append({**each, "limit": None} if setting.quick else each)
             line(line_of(rows[-1]))
             if number := stop.reset():  # a training has noted the signal
-                raise Stopped(number)
+                raise stop.Stopped(number)
         found["tables"][name] = {"title": title, "rows": rows}
         write_object(folder / FILE, found)
         write_text(folder / TEXT, "\n".join(lines) + "\n")

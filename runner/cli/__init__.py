@@ -7,8 +7,9 @@ from datetime import datetime
 from inspect import getdoc
 from pathlib import Path
 
-from runner.config.folders import obstacle, outputs
+from runner.config.folders import outputs
 from runner.config.problem import Problem, RequestError
+from runner.run_folder.strict_json import obstacle
 
 FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
 """Exit codes; that of a run that another signal stopped is 129 (SIGHUP) or 143."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from runner.cli import folder
 from runner.config.environment import joins, started_rank
-from runner.config.folders import obstacle
 from runner.config.identity import digest
 from runner.config.jobs import Job, Where
 from runner.config.problem import NOTHING, Problem, RequestError
@@ -25,6 +24,7 @@ from runner.config.request import Request, request
 from runner.config.schema import RunConfig
 from runner.launch.resume import require_one_machine
 from runner.run_folder.status import earlier_record
+from runner.run_folder.strict_json import obstacle
 from runner.telemetry.sinks.console import announce, print_line
 
 if TYPE_CHECKING:
@@ -70,15 +70,15 @@ def checked(args: argparse.Namespace) -> Request:
     wanted = request(args.overrides, multirun=args.multirun, config_dir=args.config_dir)
     if joins():
         return wanted  # the first rank may have begun the record
-    sweep, home, message = wanted.sweep, wanted.folder, obstacle(wanted.folder)
-    key, value = f"hydra.{'sweep' if sweep else 'run'}.dir", str(home)
-    if sweep is None:
+    home, message = wanted.folder, obstacle(wanted.folder)
+    key, value = f"hydra.{'sweep' if wanted.sweep else 'run'}.dir", str(home)
+    if not wanted.sweep:
         message = message or earlier_record(home)
     elif message is None:
-        listed = [job.hash for job in wanted.jobs] if sweep.trials is None else []
-        key, value = "sweep.name", sweep.name
-        message = earlier_record(home, sweep.identity, listed)
-        if message is None and sweep.where == "elsewhere" and not shutil.which("sbatch"):
+        listed = [job.hash for job in wanted.jobs] if wanted.trials is None else []
+        key, value = "sweep.name", wanted.sweep
+        message = earlier_record(home, wanted.identity, listed)
+        if message is None and wanted.where == "elsewhere" and not shutil.which("sbatch"):
             key, value = "hydra/launcher", "submitit_slurm"
             message = "there is no sbatch here: run this on a machine that submits jobs to Slurm"
     if message:
@@ -90,7 +90,7 @@ def single(words: Sequence[str], purpose: str) -> Request:
     """Read and check a request for one run; nothing is created."""
     args = read(words, purpose)
     wanted = request(args.overrides, config_dir=args.config_dir)
-    if wanted.sweep is not None:
+    if wanted.sweep:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
     require_one_machine(wanted.jobs[0].config)

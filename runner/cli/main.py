@@ -19,9 +19,9 @@ from inspect import getdoc
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
 from runner.config.environment import joins, started_rank
-from runner.config.folders import disk_full
-from runner.config.problem import Interrupted, RequestError
+from runner.config.problem import RequestError
 from runner.launch import signals
+from runner.run_folder.strict_json import disk_full
 from runner.telemetry.sinks import ending
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(LISTENING)
         code = WRONG_REQUEST
     except KeyboardInterrupt as interrupt:
-        if not isinstance(interrupt, Interrupted) and not joins():
+        if not isinstance(interrupt, signals.Interrupted) and not joins():
             print_line("interrupted", sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:

@@ -39,8 +39,7 @@ def calibrate(words: Sequence[str]) -> int:
     if config.clip.info.nested or config.clip.info.derived:
         message = "has no one threshold to calibrate; clip=norm shows how large gradients are"
         raise RequestError([Problem("clip", config.clip.mode, message)])
-    output = config.calibrate.output
-    given = Path(output) if output else None
+    given = Path(config.calibrate.output) if config.calibrate.output else None
     folder = new_folder("calibration", "calibrate.json", "calibrate.output", given)
     from runner.launch.failure import Failure
     from runner.tools.calibrate import describe, end_of, execute, lines

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli import FAILED, WRONG_REQUEST, command_parser
-from runner.config.folders import find, obstacle, options, read_yaml
+from runner.config.folders import find, options, read_yaml
 from runner.config.notation import first_few
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.config.recipes import files_of
+from runner.run_folder.strict_json import obstacle, write_text
 from runner.telemetry.sinks.console import print_line
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -30,7 +31,6 @@ def report(words: Sequence[str]) -> int:
     """Write report.html, one page, for a run or for a sweep."""
     from runner.report import FORMATS, NoRunError, findings, read
     from runner.report.page import write_page
-    from runner.run_folder.strict_json import write_text
 
     parser = command_parser(report)
     add = parser.add_argument

@@ -39,7 +39,7 @@ def run(words: Sequence[str]) -> int:
 def _run(wanted: Request, words: Sequence[str]) -> int:
     for job in wanted.jobs:
         resume.require_one_machine(job.config)
-    if wanted.sweep is not None:
+    if wanted.sweep:
         from runner.sweep.control import run_sweep
 
         if (started := started_rank()) and started.world_size > 1:
@@ -98,12 +98,12 @@ def plan(words: Sequence[str]) -> int:
         left += [count] if state == "to run" else []
     rows.sort(key=lambda row: int(row[0] or 0))
     print(live.columns([("run", "", "steps", "state"), *rows]))
-    if wanted.sweep is None:
+    if not wanted.sweep:
         print("one run, in a folder of its own in outputs/runs")
-    elif wanted.sweep.trials is not None:
-        runs = f"{plural(wanted.sweep.trials, 'run')} that the sweeper chooses as it goes"
-        print(f"{runs}, of the kinds above, in {wanted.sweep.folder}")
+    elif wanted.trials is not None:
+        runs = f"{plural(wanted.trials, 'run')} that the sweeper chooses as it goes"
+        print(f"{runs}, of the kinds above, in {wanted.folder}")
     else:
         total = "" if None in left else f", {plural(sum(filter(None, left)), 'step')}"
-        print(f"{len(left)} of {len(rows)} to run{total}, in {wanted.sweep.folder}")
+        print(f"{len(left)} of {len(rows)} to run{total}, in {wanted.folder}")
     return 0

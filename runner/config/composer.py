@@ -13,15 +13,15 @@ import logging
 import os
 import re
 import secrets
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -33,7 +33,7 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from runner.config.folders import CONFIG_NAME, Refusal, find, outputs
+from runner.config.folders import Refusal, find, outputs
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
 from runner.config.recipes import Recipe, files_of, read
 from runner.config.schema import SHORT, owned_keys
@@ -41,8 +41,6 @@ from runner.config.schema import SHORT, owned_keys
 OPEN = ("model", "data", "optimizer", "scheduler", "loss")  # they pass any key to their target
 
 _NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}  # what a number means
-
-_ODD = re.compile("[\0\ud800-\udfff]")  # no file can hold NUL, or bytes that are no UTF-8
 
 _UNREADABLE = (
     "cannot be read as KEY=VALUE or GROUP=OPTION; text with spaces or signs goes in quotes within "
@@ -85,7 +83,7 @@ class Composed:
 @lru_cache(maxsize=64)
 def _composed(files: object, directory: str, *words: str) -> DictConfig:
     """Compose choices of options; the configuration holds the working directory."""
-    return compose(CONFIG_NAME, [*words], return_hydra_config=True)
+    return compose("config", [*words], return_hydra_config=True)
 
 
 class Composer:
@@ -124,30 +122,26 @@ class Composer:
             root.handlers[:] = handlers
             root.setLevel(level)
 
-    @property
-    def loader(self) -> ConfigLoader:
-        return GlobalHydra.instance().config_loader()
-
     def options(self, group: str) -> list[str]:
         if group not in self._options:
             self._options[group] = []
+            loader = GlobalHydra.instance().config_loader()
             with suppress(OSError, HydraException):  # such as a name that is too long for a file
-                self._options[group] = self.loader.get_group_options(group, ObjectType.CONFIG)
+                self._options[group] = loader.get_group_options(group, ObjectType.CONFIG)
         return self._options[group]
 
     def read(self, words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
         """Parse overrides."""
-        parser = OverridesParser.create(config_loader=self.loader)
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
         overrides: list[Override] = []
         problems = []
         for word in spelled_out(words):
             try:
-                if _ODD.search(word):
+                if re.search("[\0\ud800-\udfff]", word):  # no file can hold these
                     raise ValueError
                 overrides += parser.parse_overrides([word])
             except Exception:  # HydraException, RecursionError, ValueError of a number
-                key, equals, value = word.partition("=")
-                problems.append(Problem(key, value if equals else NOTHING, _UNREADABLE))
+                problems.append(Problem(word, NOTHING, _UNREADABLE))
         return overrides, problems
 
     def load_sweep_config(
@@ -178,10 +172,8 @@ class Composer:
             try:
                 if layer := self._layer(group, one):
                     layers[word] = layer
-                    choices = layer.choices.items()
-                    words |= {
-                        f"{key}={option}": word for key, option in choices if key not in typed
-                    }
+                    chosen = layer.choices.items()
+                    words |= {f"{key}={name}": word for key, name in chosen if key not in typed}
                 elif group != "recipe":
                     words[word] = word
             except Refusal as error:
@@ -193,18 +185,26 @@ class Composer:
         made.config.hydra.job.override_dirname = ",".join(sorted(task))
         with open_dict(made.config):
             made.config.update({key: one for key, one in (base or {}).items() if key not in typed})
-        free = _add(layers, typed, made)  # where keys may be added without a plus
-        values = [one for one in overrides if not self._chooses(one)]
-        for one in values:
-            section, _, rest = one.key_or_group.partition(".")
-            if rest.rpartition(".")[2] == "_target_":
-                free.append(one.key_or_group.removesuffix("_target_"))
-            if rest == "_target_" and not one.is_delete():
-                _drop_arguments(made.config, section, one.value())
-        for one in values:
-            if one.key_or_group.partition(".")[0] in made.unsettled.intersection(OPEN):
-                continue  # its key depends on an option that does not exist
-            made.problems += _set(one, made.config, one.key_or_group.startswith(tuple(free)))
+        final = ChainMap({group: one.value() for group, one in typed.items()})
+        final.maps += [layer.names for layer in reversed(layers.values())]
+        # Values for a section whose option or target a layer names hold only with this one: the
+        # learning rate of a recipe for SGD is no learning rate for AdamW.
+        values = [
+            (word, section, content, True)
+            for word, layer in layers.items()
+            for section, content in layer.content.items()
+            if final.get(section) == layer.names.get(section, final.get(section))
+        ]
+        again = [one for key, one in typed.items() if layers and key.startswith("hydra.")]
+        rest = [one for one in overrides if not self._chooses(one)]
+        # Arguments are set after the target that they are for.
+        rest.sort(key=lambda one: not one.key_or_group.endswith("._target_"))
+        for one in (*again, *rest):
+            key, adds = one.get_key_element().lstrip("+~"), one.is_add() or one.is_force_add()
+            value = NOTHING if one.is_delete() else one.value()
+            if key not in made.unsettled:
+                values.append((one.input_line or "", key, value, adds))
+        _set(values, made)
         return made
 
     def _chooses(self, override: Override) -> bool:
@@ -242,8 +242,7 @@ class Composer:
                 options, text = self.options(group), reason(error)
                 if options and re.fullmatch(r"[\w.-]+", option) and option not in options:
                     text = _no_option(group, option, options)
-                key, equals, value = typed.partition("=")
-                made.problems.append(Problem(key, value if equals else NOTHING, text))
+                made.problems.append(Problem(typed, NOTHING, text))
                 made.unsettled.add(group.lstrip("+~"))
                 if not word:
                     raise RequestError(made.problems) from None
@@ -264,86 +263,56 @@ def spelled_out(given: Iterable[str]) -> list[str]:
     return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in words]
 
 
-def _add(layers: Mapping[str, Recipe], typed: Mapping[str, Override], made: Composed) -> list[str]:
-    """Add the values of recipe and experiments; return the sections that got a target of theirs.
+def _set(values: Iterable[tuple[str, str, Any, bool]], made: Composed) -> None:
+    """Set values, or remove the keys of those that are NOTHING, and note what is wrong with each.
 
-    Values for a section whose option or target a layer names hold only with this one: the learning
-    rate of a recipe for SGD is no learning rate for AdamW.
+    A section of ``OPEN`` takes a key that its option lacks only with a plus, or beside a target.
     """
-    final: dict[str, Any] = {}
-    for layer in layers.values():
-        final |= layer.names
-    final |= {group: one.value() for group, one in typed.items()}
-    found = []
-    for word, layer in layers.items():
+    config = made.config
+    free: tuple[str, ...] = ()  # where keys may be added without a plus
+    for word, key, value, adds in values:
+        section = key.partition(".")[0]
+        if section in made.unsettled.intersection(OPEN):
+            continue  # its key depends on an option that does not exist
         try:
-            for section, content in layer.content.items():
-                if final.get(section) != layer.names.get(section, final.get(section)):
-                    continue
-                if isinstance(content, dict) and "_target_" in content:
-                    _drop_arguments(made.config, section, content["_target_"])
-                    found.append(f"{section}.")
-                OmegaConf.update(made.config, section, content, merge=True, force_add=True)
-        except Exception as error:  # of OmegaConf
-            key, _, value = word.partition("=")
-            made.problems.append(Problem(key, value, reason(error)))
-    with suppress(Exception):  # which is reported already
-        for key, one in typed.items():
-            if layers and key.startswith("hydra."):
-                OmegaConf.update(made.config, key, one.value(), merge=True)
-    return found
-
-
-def _drop_arguments(config: DictConfig, section: str, target: Any) -> None:
-    """Remove the arguments of a section that gets another target."""
-    node = config.get(section) if section in (*OPEN, "clip") else None
-    if not isinstance(node, DictConfig):
-        return
-    plain: Any = OmegaConf.to_container(node)
-    if target not in (None, plain.get("_target_")):
-        with open_dict(node):
-            for key in plain:
-                if f"{section}.{key}" not in owned_keys():
-                    del node[key]
-
-
-def _set(one: Override, config: DictConfig, takes_any: bool) -> list[Problem]:
-    """Set or remove a value; return what is wrong with it.
-
-    A section of ``OPEN`` takes a key that its option lacks with a plus, or if it ``takes_any``.
-    """
-    key = one.get_key_element().lstrip("+~")
-    section = key.partition(".")[0]
-    value = NOTHING if one.is_delete() else one.value()
-    try:
-        node = config[section] if section in [*config] else None
-        plain: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-        there = [name for name, _ in leaves(section, plain)] if section in [*config] else []
-        asked = []
-        if one.is_delete():
-            asked = [(key, NOTHING)]
-        elif section in OPEN and not (one.is_add() or one.is_force_add() or takes_any):
-            asked = [*leaves(key, value)]
-        problems = []
-        for leaf, content in asked:
-            if not any(f"{name}.".startswith(f"{leaf}.") for name in there):
-                if takes_any:
-                    return []  # it is removed with the option
-                problem = unknown_key(leaf, {*owned_keys({section: plain}), *there}, content)
-                text = f"; a further argument of its _target_ is +{leaf}=VALUE"
-                told = problem.message + text * (section in OPEN and "." in leaf)
-                problems.append(Problem(leaf, content, told))
-        if problems:
-            return problems
-        if one.is_delete():
+            plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, section))
+            for leaf, target in leaves(key, value):
+                if leaf.endswith("._target_"):
+                    free += (leaf.removesuffix("_target_"),)
+                    if leaf == f"{section}._target_" and section in (*OPEN, "clip"):
+                        _drop_arguments(config, section, plain.get(section), target)
+            found = [] if adds or key.startswith(free) else [*_unknown(key, value, plain)]
+            made.problems += found
             parent, _, last = key.rpartition(".")
             with open_dict(config):
-                del (OmegaConf.select(config, parent) if parent else config)[last]
-        else:
-            OmegaConf.update(config, key, value, merge=True, force_add=True)
-    except Exception as error:  # OmegaConf raises TypeError, IndexError and more for odd keys
-        return [Problem(key, value, reason(error))]
-    return []
+                if value is NOTHING and not found:
+                    (OmegaConf.select(config, parent) or {}).pop(last, None)
+                elif not found:
+                    OmegaConf.update(config, key, value, merge=True, force_add=True)
+        except Exception as error:  # OmegaConf raises TypeError, IndexError and more for odd keys
+            made.problems.append(Problem(word, NOTHING, reason(error)))
+
+
+def _drop_arguments(config: DictConfig, section: str, given: Any, target: Any) -> None:
+    """Remove what a section is ``given`` if it gets another target."""
+    if isinstance(given, dict) and target not in (None, NOTHING, given.get("_target_")):
+        with open_dict(config):
+            for key in (one for one in given if f"{section}.{one}" not in owned_keys()):
+                del config[section][key]
+
+
+def _unknown(key: str, value: Any, plain: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the keys that are to be removed, or set in a section of ``OPEN``, and do not exist."""
+    section = key.partition(".")[0]
+    if section not in OPEN and value is not NOTHING:
+        return  # the typed check names them
+    there = dict(leaves("", plain))
+    for leaf, content in leaves(key, value):
+        if not any(f"{name}.".startswith(f"{leaf}.") for name in there):
+            problem = unknown_key(leaf, {*owned_keys(plain), *there}, content)
+            text = f"; a further argument of its _target_ is +{leaf}=VALUE"
+            told = problem.message + text * (section in OPEN and "." in leaf)
+            yield replace(problem, message=told)
 
 
 def _no_option(group: str, option: str, options: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 from runner.config.notation import Duration
@@ -53,13 +53,14 @@ def masked(value: Any, key: str = "") -> Any:
 
 def masked_words(words: Iterable[str]) -> list[str]:
     """Return overrides, or arguments of a command, with the values of secret keys masked."""
-    found = []
-    for word in words:
+
+    def shown(word: str) -> str:
         key, equals, value = word.partition("=")
         inside = any(map(_SECRET.search, _INSIDE.findall(value)))
         secret = inside or masked(value, key.lstrip("+")) == MASK
-        found.append(f"{key}={MASK}" if equals and secret else word)
-    return found
+        return f"{key}={MASK}" if equals and secret else word
+
+    return [*map(shown, words)]
 
 
 def branching(source: str) -> tuple[str, int] | None:
@@ -78,35 +79,25 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys in which a run must not differ from the one that it continues."""
     before, now = (dict(leaves("", one)) for one in (saved, wanted))
-    found = {}
-    for key in dict.fromkeys([*now, *before]):
-        pair = before.get(key, MISSING), now.get(key, MISSING)
-        counts = key not in MAY_CHANGE and key.partition(".")[0] not in MAY_CHANGE
-        if counts and pair[0] != pair[1] and not (key == "train.max_duration" and _longer(*pair)):
-            found[key] = pair
-    return found
+    pairs = {key: (before.get(key, MISSING), now.get(key, MISSING)) for key in {**now, **before}}
+    return {
+        key: pair
+        for key, pair in pairs.items()
+        if pair[0] != pair[1]
+        and not {key, key.partition(".")[0]} & {*MAY_CHANGE}
+        and not (key == "train.max_duration" and _longer(*pair))
+    }
 
 
 def _longer(saved: Any, wanted: Any) -> bool:
-    try:
+    with suppress(ValueError):
         before, now = Duration.parse(saved), Duration.parse(wanted)
-    except ValueError:
-        return False
-    return before.unit == now.unit and before.value <= now.value
-
-
-def sweep_name(recipe: str, keys: Iterable[str], identity: str) -> str:
-    """Return the default name of a sweep: its recipe, the keys that vary, and its hash."""
-    parts = [*([recipe] if recipe != "none" else []), *keys]
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))[:48].strip("-._")
-    return f"{readable or 'sweep'}-{identity[:8]}"
+        return before.unit == now.unit and before.value <= now.value
+    return False
 
 
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of a value in plain containers."""
-    dumped = partial(json.dumps, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    try:
-        canonical = dumped(value)
-    except TypeError:  # names of several types have no order: as text they have
-        canonical = dumped(json.loads(json.dumps(value)))
+    plain = json.loads(json.dumps(value))  # names of several types have no order
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

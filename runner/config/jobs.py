@@ -29,10 +29,8 @@ from runner.config.identity import (
     MASK,
     NOT_HASHED,
     config_hash,
-    digest,
     masked,
     masked_words,
-    sweep_name,
 )
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
@@ -48,8 +46,6 @@ LAUNCHERS: Mapping[str, Where] = {
     "SlurmLauncher": "elsewhere",
 }
 """Where the runs of a launcher run, by the last part of its ``_target_``."""
-
-_UNSET = "=unset"  # value in a list of ``sweep.zip`` that leaves its key out of the job
 
 
 @dataclass(frozen=True)
@@ -68,18 +64,6 @@ class Job:
     @cached_property
     def hash(self) -> str:
         return config_hash(self.plain)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep before it starts."""
-
-    name: str
-    folder: Path
-    identity: str
-    trials: int | None  # runs that a sweeper chooses as it goes; None if the jobs are listed
-    lists: Mapping[str, str]  # overrides that list values, by their keys
-    where: Where
 
 
 def job_of(made: Composed, folder: Path, number: int | None = None) -> Job:
@@ -123,58 +107,47 @@ def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str,
         # Ranks and the record get the plan, not the path of its file; the check says what is wrong.
         with suppress(ValueError):
             plugin["tp_plan"] = read_plan(plugin["tp_plan"])
-    # What is resolved from a secret, or from the environment, stays as it is written, and so does
-    # every value that quotes one.
-    secrets = {*_secrets("", written, resolved)}
+    secrets: set[str] = set()
 
-    def recorded(text: Any, value: Any) -> Any:
+    def recorded(text: Any, value: Any, key: str = "") -> Any:
+        """Return ``value``, but as it is written if it comes from the environment or a secret."""
         if isinstance(text, dict) and isinstance(value, dict):
-            return {key: recorded(text.get(key), one) for key, one in value.items()}
-        if isinstance(text, list):
-            return [recorded(*pair) for pair in zip(text, value, strict=True)]
-        quotes = "oc.env:" in str(text) or any(one and one in str(value) for one in secrets)
-        return text if "${" in str(text) and quotes else value
+            return {name: recorded(text.get(name), one, name) for name, one in value.items()}
+        if isinstance(text, list) and isinstance(value, list):
+            return [recorded(*pair, key) for pair in zip(text, value, strict=True)]
+        if "oc.env:" in str(text) or masked(value, key) == MASK:
+            secrets.add(str(value))
+        quotes = any(one in str(value) for one in secrets - {""})
+        return text if "${" in str(text) and (quotes or "oc.env:" in str(text)) else value
 
+    recorded(written, resolved)  # finds all secrets, which values before them may quote
     return resolved, masked(recorded(written, resolved))
-
-
-def _secrets(key: str, text: Any, value: Any) -> Iterator[str]:
-    """Yield what is secret of the value of a key, which is written as ``text``."""
-    if isinstance(value, dict):
-        for name, one in value.items():
-            yield from _secrets(str(name), text.get(name) if isinstance(text, dict) else None, one)
-    elif isinstance(value, list):
-        texts = text if isinstance(text, list) else [text] * len(value)
-        for pair in zip(texts, value, strict=True):
-            yield from _secrets(key, *pair)
-    elif "oc.env:" in str(text) or masked(value, key) == MASK:
-        yield str(value)
 
 
 def write_composition(home: Path) -> None:
     """Write the files of the run that Hydra has just begun to ``home``, but without secrets."""
-    content = unresolved_composition(HydraConfig.instance().cfg)
+    content = unresolved(HydraConfig.instance().cfg)
     hydra = content.pop("hydra")
     home.mkdir(exist_ok=True)
     parts = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
     for name, part in parts.items():
-        (home / f"{name}.yaml").write_text(as_yaml(part), encoding="utf-8")
+        write_yaml(home / f"{name}.yaml", part)
 
 
-def unresolved_composition(config: Any) -> dict[str, Any]:
+def unresolved(config: Any) -> dict[str, Any]:
     """Return a composition in plain containers, references unresolved, without secrets."""
     content: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     job, overrides = content["hydra"]["job"], content["hydra"]["overrides"]
-    for name in job["env_copy"]:  # Hydra has copied the values into env_set
-        job["env_set"][name] = f"${{oc.env:{name}}}"
-    for part, words in overrides.items():
-        overrides[part] = masked_words(words)
+    # Hydra has copied the values of these into env_set.
+    job["env_set"] |= {name: f"${{oc.env:{name}}}" for name in job["env_copy"]}
+    overrides |= {part: masked_words(words) for part, words in overrides.items()}
     job["override_dirname"] = ",".join(overrides["task"])
     return dict(masked(content))
 
 
-def as_yaml(content: Any) -> str:
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+def write_yaml(file: Path, content: Any) -> None:
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    file.write_text(text, encoding="utf-8")
 
 
 def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -> Job:
@@ -189,13 +162,11 @@ def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -
     with composer.active():
         overrides, problems = composer.read(given)
         text = "must be one value of this run's configuration: the run is trained already"
-        wrong = [
-            one
-            for one in overrides
-            if one.is_sweep_override() or one.is_hydra_override() or one.key_or_group == "recipe"
-        ]
-        problems += (Problem(one.key_or_group, one.get_value_string(), text) for one in wrong)
-        made = composer.compose([one for one in overrides if one not in wrong], content)
+        for one in [*overrides]:
+            if one.is_sweep_override() or one.is_hydra_override() or one.key_or_group == "recipe":
+                overrides.remove(one)
+                problems.append(Problem(one.key_or_group, one.get_value_string(), text))
+        made = composer.compose(overrides, content)
         made.problems += problems
         for key, value in leaves("", OmegaConf.to_container(made.config)):
             if value == MASK and key.partition(".")[0] not in NOT_HASHED:
@@ -218,26 +189,6 @@ def destination(config: DictConfig, kind: str) -> Path:
 def searches(master: DictConfig) -> bool:
     """Return whether a sweeper chooses the runs as it goes, as Optuna does."""
     return not str(setting(master, "hydra.sweeper._target_")).endswith(".BasicSweeper")
-
-
-def placed(master: DictConfig, jobs: Sequence[Job], lists: Mapping[str, str]) -> Sweep:
-    """Return the sweep of ``jobs``: its name follows from them, so that it is found again."""
-    search, section = searches(master), jobs[0].config.sweep
-    typed: Any = OmegaConf.to_container(master.hydra.overrides.hydra)
-    settings = sorted([*typed, *lists.values()] if search else [])
-    identity = digest([sorted(job.hash for job in jobs), settings])
-    recipes = {job.config.recipe for job in jobs}
-    recipe = recipes.pop() if len(recipes) == 1 else "none"
-    keys = (key.lstrip("+") for key in lists)
-    master.sweep.name = section.name or sweep_name(recipe, keys, identity)
-    folder = destination(master, "sweep")
-    master.hydra.sweep.dir = str(folder).replace("${", "\\${")
-    master.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
-    if search and section.maximizes:
-        master.hydra.sweeper.direction = "maximize"
-    trials = int(setting(master, "hydra.sweeper.n_trials") or 0) if search else None
-    place = LAUNCHERS[setting(master, "hydra.launcher._target_").rpartition(".")[2]]
-    return Sweep(master.sweep.name, folder, identity, trials, lists, place)
 
 
 def setting(master: DictConfig, key: str) -> Any:
@@ -299,7 +250,8 @@ def combined(overrides: Iterable[Override], master: DictConfig) -> Iterator[list
     if zipped:
         first, *others = (key for key in values if key in columns.values())
         rows = zip(values[first], *map(values.pop, others), strict=True)
-        values[first] = [[one for one in chain(*row) if not one.endswith(_UNSET)] for row in rows]
+        # unset leaves a key out of the job.
+        values[first] = [[one for one in chain(*row) if not one.endswith("=unset")] for row in rows]
     axes = [*values.values()]
     count = max(map(len, axes), default=1) if search else prod(map(len, axes))
     if count > most:

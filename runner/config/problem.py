@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 from runner.config.notation import plural
@@ -20,19 +22,14 @@ def shown(value: Any) -> str:
             return "null" if value is None else str(value).lower()
         case str():
             other = value.strip() != value or value.lower() in {"", "null", "true", "false"}
-            return repr(value) if other or _is_number(value) else value
+            with suppress(ValueError):  # a file has no other way to write nan and inf
+                other = other or isfinite(float(value))
+            return repr(value) if other else value
         case list() | tuple():
             return "[" + ",".join(map(shown, value)) + "]"
         case dict():
             return "{" + ",".join(f"{key}:{shown(one)}" for key, one in value.items()) + "}"
     return str(value)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return abs(float(text)) < float("inf")  # a file has no other way to write nan and inf
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -61,28 +58,15 @@ class RequestError(Exception):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
         width = min(max((len(one.word) for one in self.problems), default=0), 40)
         text = f"clip-runner: this request cannot be run ({plural(len(self.problems), 'problem')})"
         for one in self.problems:
             place = f"  (in the job {_brief(one.job)})" if one.job else ""
             text += f"\n  {one.word:<{width}}  {_brief(one.message, 4000)}{place}"
-        super().__init__(text)
-
-    def __reduce__(self) -> tuple[type[RequestError], tuple[tuple[Problem, ...]]]:
-        # Exception's own would hand the finished text to __init__ in another process.
-        return type(self), (self.problems,)
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C was pressed, and a message about what it ended has been printed."""
-
-
-class Stopped(Exception):
-    """Training ended after a step because a signal asked for it; the run can be resumed."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.signal = number
+        return text
 
 
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).

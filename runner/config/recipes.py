@@ -6,8 +6,7 @@ Such a file chooses options of groups, ``defaults: [{override /clip: norm}]``, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +15,29 @@ from runner.config.folders import Refusal, find, read_yaml
 
 @dataclass(frozen=True)
 class Recipe:
-    name: str
-    purpose: str = ""
-    source: str = ""
-    choices: dict[str, str] = field(default_factory=dict)  # of options, by group
-    content: dict[str, Any] = field(default_factory=dict)
-    is_global: bool = False  # whether it says so in the form of Hydra: # @package _global_
+    choices: dict[str, str]  # of options, by group
+    content: dict[str, Any]
+    is_global: bool  # whether it says so in the form of Hydra: # @package _global_
 
     @property
-    def names(self) -> dict[str, str]:
+    def names(self) -> dict[str, Any]:
         """The option or the target that this file names for a section."""
         given = {key: one for key, one in self.content.items() if isinstance(one, dict)}
-        targets = {key: str(one["_target_"]) for key, one in given.items() if "_target_" in one}
+        targets = {key: one["_target_"] for key, one in given.items() if "_target_" in one}
         return self.choices | targets
 
 
 def files_of(extra: Path | None = None) -> dict[str, Path]:
     """Return the files of all recipes by name; those of a user's own folder come first."""
     homes = [find("recipes"), *([extra / "recipe"] if extra else [])]
-    return {file.stem: file for home in homes for file in sorted(home.glob("*.yaml"))}
+    files = {file.stem: file for home in homes for file in home.glob("*.yaml")}
+    return dict(sorted(files.items()))
 
 
-def read_all(extra: Path | None = None) -> Iterator[Recipe]:
-    """Yield every recipe; one that cannot be read has the reason as its purpose."""
-    for name, file in sorted(files_of(extra).items()):
-        try:
-            yield read(file)
-        except Refusal as error:
-            yield Recipe(name, str(error))
+def purpose(file: Path) -> str:
+    """Return what a recipe is for, by its first line: ``# name: purpose``."""
+    found = re.match(r"#[^:\n]*:(.*)", file.read_text(encoding="utf-8", errors="replace"))
+    return found[1].strip() if found else ""
 
 
 def read(file: Path) -> Recipe:
@@ -54,17 +48,11 @@ def read(file: Path) -> Recipe:
     if not isinstance(defaults, list):
         raise Refusal(f"{file}: defaults must be a list")
     for entry in defaults:
-        pairs = entry.items() if isinstance(entry, dict) else [(entry, None)]
-        for key, option in pairs:
+        for key, option in (entry if isinstance(entry, dict) else {entry: None}).items():
             override, _, group = str(key).partition(" ")
             if override == "override":
                 choices[group.strip().lstrip("/")] = str(option)
             elif key != "_self_":
                 raise Refusal(f"{file}: {key} in its defaults is no 'override /GROUP: OPTION'")
-    text = file.read_text(encoding="utf-8")
-    about = {
-        field: found[1].strip() if (found := re.search(form, text)) else ""
-        for field, form in (("purpose", r"\A#[^:\n]*:(.*)"), ("source", r"(?m)^# source:(.*)"))
-    }
-    is_global = bool(re.search(r"(?m)^# *@package +_global_", text))
-    return Recipe(file.stem, **about, choices=choices, content=content, is_global=is_global)
+    header = re.search(r"(?m)^# *@package +_global_", file.read_text(encoding="utf-8"))
+    return Recipe(choices, content, header is not None)

@@ -111,13 +111,15 @@ def problems_of(
 ) -> Iterator[Problem]:
     """Yield what pydantic's errors say of each key of ``plain``; ``known`` has the fields."""
     found: dict[str, dict[str, None]] = {}
+    sections = {name.partition(".")[0] for name in known}
+    right = [name for name, _ in leaves("", plain) if name.partition(".")[0] in sections]
     for one in errors:
         parts = [*map(str, one["loc"])]
         # What is inside of a value, or one of the types that it may have, is no key.
         above = [".".join(parts[:end]) for end in range(len(parts), 0, -1)] or [""]
         if one["type"] in ("extra_forbidden", "invalid_key"):
             for name, value in leaves(above[0], one["input"]):
-                every = known if "." in name else {*known, *(each for each, _ in leaves("", plain))}
+                every = known if "." in name else {*known, *right}
                 yield unknown_key(name, every, value)
         elif one["type"] == "conflict":
             given = value_at(plain, above[0]) if one["input"] is NOTHING else one["input"]

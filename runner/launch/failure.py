@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import socket
 import threading
 import time
 import traceback
@@ -15,12 +16,10 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any, Literal
 
-from runner.config.environment import node_name, started_nodes
-from runner.config.folders import disk_full
-from runner.config.problem import Stopped
+from runner.config.environment import started_nodes
 from runner.launch import signals
 from runner.run_folder import files
-from runner.run_folder.strict_json import read_object, write_object
+from runner.run_folder.strict_json import disk_full, read_object, write_object
 from runner.train import stop
 
 PATIENCE = 3.0  # seconds in which ranks write how they ended, after one lost a connection
@@ -80,7 +79,7 @@ def stopped_by(error: BaseException) -> int:
     """Return the signal that ``error`` follows from; 0 for none."""
     if isinstance(error, KeyboardInterrupt):
         return SIGINT
-    if isinstance(error, Stopped | signals.Terminated):
+    if isinstance(error, stop.Stopped | signals.Terminated):
         return error.signal
     return stop.requested() if _WORKER.search(str(error)) or may_be_lost_peer(error) else 0
 
@@ -129,7 +128,8 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def _write(file: Path, **told: str) -> bool:
-    node = {"node": node_name()} if (started_nodes() or 1) > 1 else {}
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = {"node": name} if (started_nodes() or 1) > 1 else {}
     with suppress(OSError):  # the folder may be that of an evaluation on another machine
         file.parent.mkdir(exist_ok=True)
         write_object(file, {**node, **told})

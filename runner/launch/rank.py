@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.config.environment import cores, started_rank
-from runner.config.problem import Stopped
+from runner.config.environment import started_rank, variable
 from runner.config.schema import RunConfig
 from runner.launch import failure, signals
 from runner.launch.failure import described, may_be_lost_peer, stopped_by
@@ -55,7 +54,10 @@ def local_main(job: Job) -> dict[str, Any]:
     started = started_rank()
     assert started is not None
     _answer_signals(job)
-    torch.set_num_threads(max(1, cores() // started.local_world_size))
+    own = hasattr(os, "sched_getaffinity")
+    usable = (len(os.sched_getaffinity(0)) if own else os.cpu_count()) or 1
+    cores = min(usable, variable("SLURM_CPUS_ON_NODE") or usable)
+    torch.set_num_threads(max(1, cores // started.local_world_size))
     _log_to(job.folder / files.LOG, started.rank)
     try:
         return train_as_rank(job, job.config.launch.timeout, seed=job.config.seed)
@@ -78,7 +80,7 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     try:
         train_as_rank(None, timeout)
         return 0
-    except Stopped as stopped:
+    except stop.Stopped as stopped:
         leave()
         return signals.exit_code(stopped.signal)
     except BaseException as error:

@@ -35,6 +35,10 @@ class Terminated(SystemExit):
         self.signal = number
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C was pressed, and a message about what it ended has been printed."""
+
+
 class _State:
     number, at, timeout = 0, 0.0, 30.0
     listens = raised = False

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from runner.config.environment import OWN_STORE, started_rank
-from runner.config.problem import Interrupted, Stopped
+from runner.config.environment import started_rank
 from runner.config.schema import RunConfig
 from runner.launch import failure, signals
 from runner.launch.failure import KNOBS, Failure, attempt, may_be_lost_peer
@@ -76,7 +75,7 @@ def train(
                 stand_alone()
             ended = perform(job, shown)
     except BaseException as error:
-        if joined is None or isinstance(error, Stopped):
+        if joined is None or isinstance(error, stop.Stopped):
             leave()
             raise
         abandon()
@@ -132,7 +131,9 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the end of a run says it shorter
-    os.environ[OWN_STORE] = "1"
+    # Gives the ranks of each attempt a store of their own; that which torchrun keeps by default has
+    # addresses of the ranks before: https://github.com/pytorch/pytorch/issues/135712
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _ensure_running()
     asked = LaunchConfig(
         min_nodes=1,
@@ -159,10 +160,10 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
     before = {number: signal.signal(number, end) for number in job.handled}
     try:
         if number := stop.requested():
-            raise Stopped(number)
+            raise stop.Stopped(number)
         return dict(elastic_launch(asked, local_main)(job)[0])
     except SignalException as error:
-        raise Stopped(int(error.sigval)) from None
+        raise stop.Stopped(int(error.sigval)) from None
     except ChildFailedError as error:
         raise _end_of(job, ranks, *error.get_first_failure()) from None
     finally:
@@ -173,7 +174,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
 def _end_of(job: Job, size: int, rank: int, process: Any) -> Exception:
     code = process.exitcode  # of the first one that ended; it may only have lost a connection
     if code in (129, 130, 143):  # a signal reached this rank alone
-        return Stopped(code - 128)
+        return stop.Stopped(code - 128)
     if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
         return failure.blamed(job.folder, size, job.config.launch.timeout)
     if code > 0:
@@ -258,7 +259,7 @@ def run(
         print_line(str(place))
     late = stop.reset()  # a signal after the training had ended
     if exit_code > 128:
-        raise Interrupted if exit_code == 130 else SystemExit(exit_code)
+        raise signals.Interrupted if exit_code == 130 else SystemExit(exit_code)
     if late and swept is not None:  # the sweep ends
         raise signals.Terminated(late)
     return failed

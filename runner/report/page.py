@@ -12,14 +12,13 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from runner.config.folders import disk_full
 from runner.report.findings import choice, find
 from runner.report.look import SMOOTHING, on_dark, plural
 from runner.report.run import Run, SweepRuns, command_of, read
 from runner.report.table import headings, rows_of
 from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
-from runner.run_folder.strict_json import write_text
+from runner.run_folder.strict_json import disk_full, write_text
 
 log = logging.getLogger(__name__)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import time
@@ -21,12 +23,18 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from runner.config.environment import elastic_agent, elastic_job, slurm_job
-from runner.config.folders import require_room
+from runner.config.environment import slurm_job
 from runner.config.identity import config_hash, masked_words
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files, keys
-from runner.run_folder.strict_json import encode, number, read_object, write_object, write_text
+from runner.run_folder.strict_json import (
+    encode,
+    not_written,
+    number,
+    read_object,
+    write_object,
+    write_text,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +50,9 @@ def claimed(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
     """Make a folder, and hold it against other processes."""
     from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
 
-    require_room(folder)
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if shutil.disk_usage(there).free < 2**16:  # bytes that the record of a run needs
+        raise not_written(OSError(errno.ENOSPC, ""), folder, folder.name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / files.LOCK, timeout=RELEASED):
@@ -113,8 +123,11 @@ def now() -> str:
 
 def job_ids(slurm: bool = True, elastic: bool = True) -> dict[str, str]:
     """Return the jobs that this process belongs to, as a status has them."""
-    jobs = {"slurm_job_id": slurm_job() if slurm else None, "torchelastic_agent": elastic_agent()}
-    jobs |= {"torchelastic_run_id": elastic_job() if elastic else None}
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    # The process of torchrun, which starts this one again after a failure
+    agent = f"{socket.gethostname()}-{os.getppid()}" if name else None
+    jobs = {"slurm_job_id": slurm_job() if slurm else None, "torchelastic_agent": agent}
+    jobs |= {"torchelastic_run_id": (agent if name == "none" else name) if elastic else None}
     return {key: job for key, job in jobs.items() if job}
 
 

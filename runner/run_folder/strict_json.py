@@ -6,23 +6,27 @@ as Protocol Buffers do (https://protobuf.dev/programming-guides/json).
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
+import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from runner.config.folders import not_written
 from runner.run_folder import keys
 
 Row: TypeAlias = dict[str, int | float]  # metrics of one step by key, with `keys.TRAIN_STEP`
 _POLL = 0.1  # seconds between two looks at a file that grows
 _NUMBERS = (int, float)
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -43,6 +47,37 @@ def write_text(path: Path, text: str) -> None:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise not_written(error, path, path.name) from error
+
+
+def obstacle(folder: Path) -> str | None:
+    """Return why ``folder`` cannot be created and written; None if it can."""
+    parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    try:
+        with suppress(FileNotFoundError):
+            os.lstat(folder)  # refuses a name that is too long
+        with tempfile.TemporaryDirectory(prefix=".writable-", dir=parent):
+            return None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        return f"must be a folder that can be written: {parent}: {why}"
+
+
+def not_written(error: OSError, path: Path, what: str) -> OSError:
+    """Return ``error`` with a message of one line that says what could not be written."""
+    if error.errno not in _FULL:
+        why = error.strerror or str(error)
+        return OSError(error.errno, f"{what} could not be written to {path}: {why}")
+    place = path.resolve()
+    while not os.path.ismount(place):
+        place = place.parent
+    return OSError(errno.ENOSPC, f"the disk {place} is full: {what} could not be written")
+
+
+def disk_full(error: BaseException | str | None) -> str | None:
+    """Return the one line of a full disk, if ``error``, or its traceback, says one; else None."""
+    lines = traceback.format_exception(error) if isinstance(error, BaseException) else [str(error)]
+    found = re.findall(rf"\[Errno (?:{'|'.join(map(str, _FULL))})\] (.*)", "".join(lines))
+    return found[-1] if found else None
 
 
 def encode(value: Any, *, indent: int | None = None) -> str:

@@ -11,11 +11,20 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from signal import SIGINT, SIGTERM
+from typing import Any
 
-from runner.config.jobs import Job, Sweep, Where
-from runner.config.problem import Interrupted, Problem, RequestError
+from hydra.core.plugins import Plugins
+from hydra.core.utils import configure_log
+from hydra.experimental.callback import Callback
+from hydra.types import HydraContext
+from omegaconf import OmegaConf
+
+from runner.config.composer import refer_to, spelled_out
+from runner.config.jobs import Job, Where, setting, unresolved, write_yaml
+from runner.config.problem import Problem, RequestError
 from runner.config.request import Request
 from runner.launch import signals
 from runner.report.page import written
@@ -35,46 +44,44 @@ def run_sweep(
     typed: Sequence[str],
     check: Callable[[Sequence[Job], Where], None],
 ) -> int:
-    sweep = request.sweep
-    assert sweep is not None
-    search = sweep.trials is not None
-    if left := _left(request, sweep, plan_runs(request)):
-        check(left, sweep.where)
+    search, sweep = request.trials is not None, request.folder
+    if left := _left(request, plan_runs(request)):
+        check(left, request.where)
         require_same(left)
-    with claimed(sweep.folder, "hydra.sweep.dir"):
+    with claimed(sweep, "hydra.sweep.dir"):
         _wait_for_slurm(plan_runs(request))
         entries = plan_runs(request)
         if done := live.resumed(entries):
             print_line(done, sys.stderr)
-        if not _left(request, sweep, entries):
-            return _show(sweep.folder, SweepRecord.read(sweep.folder))
-        _begin(request, sweep, entries, typed)
+        if not _left(request, entries):
+            return _show(sweep, SweepRecord.read(sweep))
+        _begin(request, entries, typed)
         code, interrupted = 1, False
         try:
-            with signals.last_words(lambda code, why: _end(sweep.folder, code, True, search)):
-                _launch(request, sweep, entries)
+            with signals.last_words(lambda code, why: _end(sweep, code, True, search)):
+                _launch(request, entries)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
             interrupted = code in (129, 130, 143)
         except KeyboardInterrupt:
             interrupted = True
-            raise Interrupted from None
+            raise signals.Interrupted from None
         except Exception:  # of Hydra's sweeper or launcher
             traceback.print_exc()
         finally:
             signals.requested()  # a signal is noted from here on: the record is written whole
-            record = _end(sweep.folder, code, interrupted, search)
+            record = _end(sweep, code, interrupted, search)
             if record.state == "interrupted":
                 print_line(live.interruption(record, search), sys.stderr)
-            failed = _show(sweep.folder, record)
+            failed = _show(sweep, record)
         return max(code, failed)
 
 
-def _left(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> list[Job]:
+def _left(request: Request, entries: Sequence[Entry]) -> list[Job]:
     """Return the jobs that have to run; representative jobs of a search that is not finished."""
-    if sweep.trials is not None:
-        record = SweepRecord.find(sweep.folder)
+    if request.trials is not None:
+        record = SweepRecord.find(request.folder)
         return [] if record and record.state == "finished" else list(request.jobs)
     waiting = [entry.config_hash for entry in entries if entry.state == "waiting"]
     return [job for job in request.jobs if job.hash in waiting]
@@ -100,43 +107,68 @@ def _queued() -> set[str]:
     return set(found.stdout.split())
 
 
-def _begin(request: Request, sweep: Sweep, entries: list[Entry], typed: Sequence[str]) -> None:
+def _begin(request: Request, entries: list[Entry], typed: Sequence[str]) -> None:
     """Archive old files of the runs that will run, and write the record."""
-    before, config = SweepRecord.find(sweep.folder), request.jobs[0].config
+    before, config = SweepRecord.find(request.folder), request.jobs[0].config
     never = config.resume.source == "never"
     waiting = [one for one in entries if one.state == "waiting"]
-    old = [one.folder for one in waiting if never or not continues(one, sweep.folder)]
-    if sweep.trials is not None:  # a search learns from its first run on, so it starts afresh
-        old = [one.name for one in sweep.folder.iterdir() if one.name.isdecimal()]
-    archive(sweep.folder, old)
+    old = [one.folder for one in waiting if never or not continues(one, request.folder)]
+    if request.trials is not None:  # a search learns from its first run on, so it starts afresh
+        old = [one.name for one in request.folder.iterdir() if one.name.isdecimal()]
+    archive(request.folder, old)
     record = SweepRecord(
-        name=sweep.name,
+        name=request.sweep,
         words=list(typed),
-        request=sweep.identity,
+        request=request.identity,
         objective=config.sweep.objective,
         maximizes=config.sweep.maximizes,
         max_failures=config.sweep.max_failures,
-        keys=list(sweep.lists),
-        total=len(entries) if sweep.trials is None else sweep.trials,
+        keys=list(request.lists),
+        total=len(entries) if request.trials is None else request.trials,
         started=before.started if before else now(),
         entries=entries,
     )
-    record.write(sweep.folder)
+    record.write(request.folder)
 
 
-def _launch(request: Request, sweep: Sweep, entries: Sequence[Entry]) -> None:
-    """Let Hydra's sweeper and launcher run what waits."""
-    waiting = [(one.number, one.words) for one in entries if one.state == "waiting"]
-    launch = partial(request.launch, run_job, waiting, sweep.folder / files.MULTIRUN)
-    if sweep.where == "here":
+def _launch(request: Request, entries: Sequence[Entry]) -> None:
+    """Run what waits, where the launcher runs it."""
+    waiting = [one for one in entries if one.state == "waiting"]
+    launch = partial(_launch_by_hydra, request, waiting)
+    if request.where == "here":
         launch()
-    elif sweep.where == "beside":
+    elif request.where == "beside":
         signals.set_timeout(request.jobs[0].config.shutdown.timeout + _LATER)
-        _launch_beside(sweep.folder, launch)
+        _launch_beside(request.folder, launch)
     else:
-        _launch_in_slurm(sweep.folder, [number for number, _ in waiting], launch)
-    if (record := SweepRecord.read(sweep.folder)).gives_up:
+        _launch_in_slurm(request.folder, [one.number for one in waiting], launch)
+    if (record := SweepRecord.read(request.folder)).gives_up:
         stop_sweep(f"sweep.max_failures={record.max_failures}")
+
+
+def _launch_by_hydra(request: Request, waiting: Sequence[Entry]) -> None:
+    """Let Hydra's launcher, or the sweeper of a search, run what waits."""
+    config = request.made.config
+    with request.composer.active():
+        refer_to(config)
+        configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+        write_yaml(request.folder / files.MULTIRUN, unresolved(config))
+        context = HydraContext(request.composer, Callback())  # type: ignore[arg-type]
+        given: Any = {"hydra_context": context, "task_function": run_job, "config": config}
+        if request.trials is not None:
+            if params := setting(config, "hydra.sweeper.params"):
+                words = spelled_out(f"{key}={value}" for key, value in params.items())
+                config.hydra.sweeper.params = dict(word.split("=", 1) for word in words)
+            typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references too
+            sweeper = Plugins.instance().instantiate_sweeper(**given)
+            sweeper.sweep([*typed, *request.lists.values()])
+            return
+        launcher = Plugins.instance().instantiate_launcher(**given)
+        # Hydra numbers the runs of one launch without a gap.
+        for _, numbered in groupby(enumerate(waiting), lambda one: one[1].number - one[0]):
+            batch = [one for _, one in numbered]
+            for ended in launcher.launch([one.words for one in batch], batch[0].number):
+                _ = ended.return_value  # raises what a job raised
 
 
 def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:

@@ -17,7 +17,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.environment import slurm_job
-from runner.config.folders import disk_full
 from runner.config.identity import config_hash, masked_words
 from runner.config.jobs import LAUNCHERS, resolved_and_recorded, write_composition
 from runner.config.schema import parse
@@ -25,6 +24,7 @@ from runner.launch import signals
 from runner.report.page import written
 from runner.run_folder import files
 from runner.run_folder.status import Entry, SweepRecord, changed, claimed
+from runner.run_folder.strict_json import disk_full
 from runner.sweep import live
 from runner.sweep.resume import load_status
 from runner.telemetry.sinks.console import print_line

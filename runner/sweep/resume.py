@@ -19,10 +19,9 @@ from runner.run_folder.strict_json import read_object
 
 def plan_runs(request: Request) -> list[Entry]:
     """Return the runs of a sweep, each with the state in its folder; nothing is written."""
-    sweep = request.sweep
-    if sweep is None or sweep.trials is not None:
+    if not request.sweep or request.trials is not None:
         return []
-    record = SweepRecord.find(sweep.folder)
+    record = SweepRecord.find(request.folder)
     before: dict[str, list[Entry]] = defaultdict(list)
     for entry in record.entries if record else ():
         before[entry.config_hash].append(entry)
@@ -35,7 +34,7 @@ def plan_runs(request: Request) -> list[Entry]:
         waiting = Entry(number, str(number), list(job.apart), list(job.words), job.hash)
         waiting.job = old.job if old else None
         entry = replace(waiting)
-        load_status(entry, sweep.folder, job.config.sweep.objective)
+        load_status(entry, request.folder, job.config.sweep.objective)
         planned.append(entry if entry.state == "finished" else waiting)
     return sorted(planned, key=lambda entry: entry.number)
 

@@ -7,6 +7,14 @@ _number = 0
 _polled = False
 
 
+class Stopped(Exception):
+    """Training ended after a step because a signal asked for it; the run can be resumed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
 def beat() -> None:
     global begun
     begun += 1

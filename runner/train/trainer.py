@@ -24,7 +24,6 @@ from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.config.notation import Duration
-from runner.config.problem import Stopped
 from runner.run_folder import keys
 from runner.telemetry.meter import Gauges, Meter, StepMetrics
 from runner.telemetry.sinks import Sink
@@ -32,7 +31,7 @@ from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.train.callbacks import Callbacks, SkippedSteps
 from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO, Asked, EvalMetrics, Passes, count
 from runner.train.state import Progress, TrainState, Window, Windows, total_steps
-from runner.train.stop import requested
+from runner.train.stop import Stopped, requested
 
 _logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from runner import CheckpointSaver
 from runner.booster import SinglePlugin
 from runner.checkpoint import folder as checkpoints
 from runner.clip import build
-from runner.config.problem import Stopped
 from runner.data.dataset import TensorPairs, collate_pairs
+from runner.train.stop import Stopped
 from tests.clip.reference import refused
 from tests.distributed.training import Rows
 from tests.ranks import PRELOAD

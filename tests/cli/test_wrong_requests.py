@@ -66,11 +66,11 @@ VALUES = [
         f"seed={'9' * 5000} optimizer.lr={'9' * 400} tracker.project=a\0b clip=adaptive "
         f"clip.exclude={'[' * 3000}{']' * 3000}",
         [
-            *("seed=", "cannot be read", "(5,000 characters)", "finite number"),
+            *("seed=", "cannot be read", "(5,005 characters)", "finite number"),
             *("tracker.project=a\\x00b", "clip.exclude=[["),
         ],
     ),
-    ("clip=adaptive clip.exclude=[a,[choice(1,2)]]", ["clip.exclude=", "ChoiceSweep"]),
+    ("clip=adaptive clip.exclude=[a,[choice(1,2)]]", ["clip.exclude=", "choice(1,2)"]),
 ]
 COMBINATIONS = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "takes none"]),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.config.jobs import as_yaml, recorded
+from runner.config.jobs import recorded, write_yaml
 from runner.config.problem import RequestError
 from runner.config.request import request
 
@@ -96,12 +96,11 @@ def test_overrides_beat_the_recipe_which_beats_the_defaults(own):
 
 
 def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
-    for words, threshold in (
-        (["+experiment=big"], 0.3),
-        (["+experiment=big", "clip.threshold=2"], 2),
-    ):
-        config = job(own, *words)
+    for more, threshold in (([], 0.3), (["clip.threshold=2"], 2)):
+        config = job(own, "+experiment=big", *more)
         assert (config.clip.mode, config.clip.threshold) == ("value", threshold)
+    config = job(own, "model={_target_:own.Other,width:3}", "model.depth=2")
+    assert config.model.mapping() == {"_target_": "own.Other", "width": 3, "depth": 2}
     config = job(own, "+experiment=own", "model.depth=2", "data.samples=9")
     assert config.model.mapping() == {"_target_": "own.Net", "width": 32, "depth": 2}
     assert config.data.arguments == {"samples": 9}
@@ -122,7 +121,7 @@ def test_recipes_are_swept_over_and_may_be_sweeps(own):
 def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
     file = own / "run.yaml"
     [made] = request(["recipe=loss"], config_dir=own).jobs
-    file.write_text(as_yaml(made.plain))
+    write_yaml(file, made.plain)
     changed = recorded(file, ["data=own.points", "data.rows=3", "loss=own.Other"], own).config
     assert changed.data.mapping() == {"_target_": "own.points", "rows": 3}
     assert changed.loss.mapping() == {"_target_": "own.Other"}

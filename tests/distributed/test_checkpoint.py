@@ -13,9 +13,9 @@ from runner import CheckpointSaver
 from runner.checkpoint import content, folder
 from runner.checkpoint.content import whole_model
 from runner.config.notation import Duration
-from runner.config.problem import Stopped
 from runner.optim.schedulers import CosineAnnealingLR
 from runner.parallel.full_state_dict import Folder
+from runner.train.stop import Stopped
 from tests.distributed.cases import FAMILIES, MODELS, Case, trainer
 from tests.distributed.training import Rows
 from tests.kept import same

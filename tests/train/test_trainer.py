@@ -13,9 +13,9 @@ from torch.utils.data.distributed import DistributedSampler
 from runner import Booster, GradientClipping, Log, Trainer
 from runner.booster import NonFiniteGradient
 from runner.config.notation import Duration
-from runner.config.problem import Stopped
 from runner.train.callbacks import Probe
 from runner.train.state import Progress, total_steps
+from runner.train.stop import Stopped
 from tests.clip.reference import refused
 from tests.distributed.training import Rows
 from tests.trainers import trainer_of

@@ -1,7 +1,6 @@
 """Clipping adds a few collectives to a step, whatever the number of parameters, and no waits."""
 
 from collections import Counter
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,9 +23,9 @@ COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 """Of these, the ones that send nothing."""
 
-STATED_MODES = ("none", "L2", "value", "adaptive")
+NORMS = ("none", "L1", "L2", "inf")
 
-# Model, and collectives of modes norm, value, adaptive. One is the norm; counts take another one.
+# Model, and collectives of a norm, value, adaptive. One is the norm; counts take another one.
 # Adaptive clipping needs one more for each group of ranks that share units: vectors, rows of a
 # transposed convolution under sharding, rows of row-parallel weights under tensor parallelism.
 STATED: dict[int, dict[str, tuple[str, int, int, int]]] = {
@@ -76,60 +75,27 @@ def network(model: str, layers: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), *transposed, nn.Flatten(), nn.Linear(4 * 36, 10))
 
 
-def counted(plugin: str, model: str, layers: int) -> dict[str, list[int]]:
-    """Of each mode, the collectives of ``optimizer.clip`` in two steps, on final gradients."""
-    turns = iter([mode for mode in STATED_MODES for _ in range(2)])
-    case = Case(model, "none", steps=2 * len(STATED_MODES), double=False)
+def counted(plugin: str, model: str, layers: int) -> tuple[dict[str, list[int]], list[str]]:
+    """Of each mode, the collectives of ``optimizer.clip`` in two steps, on final gradients; and
+    what makes the host wait in it and in ``step``.
+    """
+    turns = iter([mode for mode in (*NORMS, "value", "adaptive") for _ in range(2)])
+    case = Case(model, "none", steps=12, double=False, optimizer="adamw")
     made = trainer(case, plugin, model=network(model, layers))
-    clip = made.optimizer.clip
-    calls: dict[str, list[int]] = {mode: [] for mode in STATED_MODES}
+    clip, step, waits = made.optimizer.clip, made.optimizer.step, Waits()
+    calls: dict[str, list[int]] = {}
 
-    def counting(_: ClipMode, **options: bool) -> Decision:
+    def clipped(_: ClipMode, **options: bool) -> Decision:
         mode = next(turns)
         kind, of_mode = MODES[mode]
         rule = build(kind, **of_mode)
         rule.bind(made.optimizer.layout)
         # Adding up over ranks is what a step without clipping does as well.
         made.optimizer.unscale()
-        with Counting() as counter:
-            outcome = clip(rule)
-        calls[mode].append(counter.calls.total())
+        with Counting() as counter, waits:
+            outcome = clip(rule, **options)
+        calls.setdefault(mode, []).append(counter.calls.total())
         return outcome
-
-    made.optimizer.clip = counting  # type: ignore[method-assign]
-    made.fit()
-    return calls
-
-
-def count_all(plugins: dict[str, Any]) -> list[dict[str, list[int]]]:
-    """With 2 layers, and with 6."""
-    pairs = product(plugins.items(), (2, 6))
-    return [counted(plugin, model, layers) for (plugin, (model, *_)), layers in pairs]
-
-
-@pytest.mark.parametrize("world", STATED)
-def test_clipping_adds_the_stated_collectives(world):
-    # The same on every rank, in every step, and whatever the number of parameters.
-    expected = []
-    for _, norm, value, adaptive in STATED[world].values():
-        stated = {"none": norm, "L2": norm, "value": value, "adaptive": adaptive}
-        expected += [{mode: [number] * 2 for mode, number in stated.items()}] * 2
-    assert run_ranks(count_all, world, STATED[world]) == [expected] * world
-
-
-# -- what makes the host wait for an accelerator
-
-
-def waits_of(plugin: str, model: str, mode: str) -> list[str]:
-    """What makes the host wait in ``clip`` and ``step``, on final gradients."""
-    adamw = partial(torch.optim.AdamW, lr=0.1, fused=True)
-    made = trainer(Case(model, mode, steps=2), plugin, optimizer=adamw)
-    clip, step, waits = made.optimizer.clip, made.optimizer.step, Waits()
-
-    def clipped(rule: ClipMode, **options: bool) -> Decision:
-        made.optimizer.unscale()
-        with waits:
-            return clip(rule, **options)
 
     def stepped() -> bool:
         with waits:
@@ -137,22 +103,24 @@ def waits_of(plugin: str, model: str, mode: str) -> list[str]:
 
     made.optimizer.clip, made.optimizer.step = clipped, stepped  # type: ignore[method-assign]
     made.fit()
-    return [f"{plugin}, {mode}: {wait}" for wait in waits.found]
+    return calls, waits.found
 
 
-def waits_under(plugins: dict[str, Any]) -> list[str]:
-    others = ("none", "L1", "inf", "value")
-    return [
-        wait
-        for turn, (plugin, (model, *_)) in enumerate(plugins.items())
-        for mode in ("adaptive", others[turn % 4])
-        for wait in waits_of(plugin, model, mode)
-    ]
+def count_all(plugins: dict[str, Any]) -> list[Any]:
+    """With 2 layers, and with 6."""
+    pairs = product(plugins.items(), (2, 6))
+    return [counted(plugin, model, layers) for (plugin, (model, *_)), layers in pairs]
 
 
 @pytest.mark.parametrize("world", STATED)
-def test_no_step_waits_for_the_device(world):
-    assert run_ranks(call_kept_on_device, world, waits_under, STATED[world]) == [[]] * world
+def test_clipping_adds_the_stated_collectives_and_waits_for_no_device(world):
+    # The same on every rank, in every step, and whatever the number of parameters.
+    expected = []
+    for _, norm, value, adaptive in STATED[world].values():
+        stated = {**dict.fromkeys(NORMS, norm), "value": value, "adaptive": adaptive}
+        expected += [({mode: [number] * 2 for mode, number in stated.items()}, [])] * 2
+    found = run_ranks(call_kept_on_device, world, count_all, STATED[world])
+    assert found == [expected] * world
 
 
 # -- query, key and value share one reduction of their gradients

@@ -29,10 +29,16 @@ Clip = tuple[str, float | None, float]
 
 NORM: Clip = ("norm", 0.05, 2.0)
 
+PLAN = {"embed": "embedding_rowwise", "up": "colwise", "down": "rowwise", "head": "colwise_rep"}
+WHOLE = PLAN | {"norm": "replicated_with_grad_allreduce"}
+GATHERED = {**dict.fromkeys(("up", "head"), "colwise_gather_output"), "down": "rowwise_split_input"}
 PLUGINS: dict[str, Callable[[], Plugin]] = cases.PLUGINS | {
     "some_split": partial(
         cases.Tensors, tp_plan={"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
     ),
+    "planned": partial(cases.Tensors, tp_plan=WHOLE),
+    "gathered": partial(cases.Tensors, tp_plan=GATHERED),
+    "planned_zero3": partial(cases.Hybrid, tp_size=2, zero_stage=3, tp_plan=WHOLE),
 }
 SGD = partial(torch.optim.SGD, lr=1.0)
 
@@ -59,6 +65,21 @@ class Odd(nn.Module):
         return logits
 
 
+class Heads(nn.Module):
+    """A norm of single heads between split layers; the vocabulary divides by no number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 8, padding_idx=0)
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.RMSNorm(3), nn.Linear(12, 8)
+        self.head = nn.Linear(8, 17)
+
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.embed(tokens)
+        heads = self.norm(self.up(hidden).unflatten(-1, (-1, 3)))
+        return self.head(hidden + self.down(heads.flatten(-2)).tanh())
+
+
 def unrouted() -> nn.Module:
     """A mixture whose last expert no token ever chooses."""
     model = cases.MODELS["moe"]()
@@ -78,6 +99,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "few_words": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=False, bias=True),
     "few_words_tied": lambda: GPT(**(SHAPE | {"vocabulary": 3}), tied=True, bias=True),
     "odd": Odd,
+    "heads": Heads,
     "unrouted": unrouted,
 }
 NOT_OF_TOKENS = ("conv", "odd")

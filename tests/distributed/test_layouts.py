@@ -1,7 +1,7 @@
 """A mode is written once: it clips gradients that are split over ranks in any way like whole ones.
 
 Rows, columns, cut vectors, several meshes, uneven and empty shards, replicas, ranks without a
-gradient, and partial sums.
+gradient.
 """
 
 import math
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from runner.clip import Layout, build, total_norm
+from runner.clip import Layout, build
 from runner.clip.shard import local
-from tests.distributed.by_hand import Clip, Loop, batch_for, make
+from tests.distributed.by_hand import Clip
 from tests.ranks import run_ranks
 
 PLACED = {
@@ -95,26 +95,3 @@ def test_several_meshes_plain_tensors_and_absent_gradients_in_one_layout():
             close = pytest.approx([wanted[i] for i in at], rel=1e-12, nan_ok=True)
             assert [ours[i] for i in at] == close, (silent, clip)
             assert unlike == [], (silent, clip)
-
-
-def partial_sums() -> tuple[set[str], set[str]]:
-    """Names of gradients that are partial sums before and after clipping; it refuses others."""
-    loop = Loop("sequence", make("gpt"))
-    loop.backward(*batch_for("gpt"))
-
-    def partial() -> set[str]:
-        named = {n: p.grad for n, p in loop.raw.named_parameters() if isinstance(p.grad, DTensor)}
-        return {n for n, g in named.items() if any(each.is_partial() for each in g.placements)}
-
-    before = partial()
-    with pytest.raises(TypeError, match="not added up yet"):
-        total_norm(loop.layout)
-    loop.optimizer.clip_grad_by_norm(0.1)
-    return before, partial()
-
-
-def test_partial_sums_are_added_up_or_refused():
-    for before, after in run_ranks(partial_sums, 2):
-        # What works on a part of the sequence: norms, and the biases of row-wise layers.
-        assert {"norm.weight", "blocks.0.mlp.down.bias"} <= before
-        assert after == set()

@@ -6,16 +6,30 @@ Each step is compared with one process. Steps with ranks of one kind share a sta
 import math
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from runner.clip import Layout, build, total_norm
 from runner.clip.shard import LayoutError
-from tests.distributed.by_hand import MODELS, NORM, Clip, Loop, assert_one_process, batch_for, make
+from runner.parallel.tensor_styles import PlanError
+from tests.distributed import cases
+from tests.distributed.by_hand import (
+    MODELS,
+    NORM,
+    PLAN,
+    Clip,
+    Loop,
+    assert_one_process,
+    batch_for,
+    make,
+)
 from tests.ranks import run_ranks
 
 VALUE: Clip = ("value", 0.001, 2.0)
 ADAPTIVE: Clip = ("adaptive", 0.01, 2.0)
 ALL_UNITS: Clip = ("adaptive", 1e-6, 2.0)
+BY_PLAN: Clip = ("adaptive", 0.02, 2.0)
 SOME = (NORM, ADAPTIVE)
 ODD = (NORM, ("norm", 0.02, math.inf), ("value", 0.05, 2.0), ("adaptive", 0.05, 2.0))
 LINES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
@@ -62,6 +76,7 @@ STARTS = {
         *asked("tied", ("tensor", "sequence"), SOME, ("norm.weight",)),
         *asked("tied", ("tensor",), (ALL_UNITS,)),
         *asked("odd", ("tensor",), ODD, ("head.bias",)),
+        *asked("heads", ("planned", "gathered"), (BY_PLAN,), ()),
         *CUT["tensor"],
     ],
     "stages": [
@@ -74,6 +89,7 @@ STARTS = {
     "four ranks": [
         *asked("tied", ("hybrid_fsdp_tp",), SOME, ("norm.weight",)),
         *asked("odd", ("fsdp", "tensor"), ODD, ("head.bias",)),
+        *asked("heads", ("planned", "gathered", "planned_zero3"), (BY_PLAN,), ()),
         # A vocabulary smaller than the ranks.
         *(
             step
@@ -93,8 +109,9 @@ def test_steps_are_those_of_one_process(start):
         model, plugin = step["model"], step["plugin"]
         names = [name for name, _ in MODELS[model]().named_parameters()]
         assert all(result["names"] == sorted(names) for result in results)
-        if model == "odd":
+        if model in ("odd", "heads"):
             assert all(result["metrics"][3] == 1.0 for result in results)
+        if model == "odd":
             assert world == 2 or any(result["empty"] for result in results)
         if model == "unrouted":
             unused = [g for n, g in results[0]["gradients"].items() if ".experts.4." in n]
@@ -107,9 +124,30 @@ def test_steps_are_those_of_one_process(start):
             assert {result["heads"] for result in results} == {(HEADS[model],)}
 
 
+def partial_sums(loop):
+    """Names of gradients that are not added up over ranks."""
+    held = [(n, p.grad) for n, p in loop.raw.named_parameters() if isinstance(p.grad, DTensor)]
+    return {name for name, grad in held if any(each.is_partial() for each in grad.placements)}
+
+
 def refused_and_met_twice():
-    """A wrong number of replicas, and a glob without a match on any rank, are errors."""
+    """Wrong replicas and plans, partial sums, and globs without a match on any rank, are errors."""
     norms = []
+    loop = Loop("sequence", make("gpt"))
+    loop.backward(*batch_for("gpt"))
+    # What works on a part of the sequence: norms, and the biases of row-wise layers.
+    assert {"norm.weight", "blocks.0.mlp.down.bias"} <= partial_sums(loop)
+    with pytest.raises(TypeError, match="not added up yet"):
+        total_norm(loop.layout)
+    loop.optimizer.clip_grad_by_norm(0.1)
+    assert not partial_sums(loop)
+    loop = Loop(cases.Tensors(tp_plan=PLAN), make("heads"))
+    for token in (17, -1):
+        with pytest.raises(IndexError, match="index out of range"):
+            loop.model(torch.tensor([[2, token, 3]]))
+    loop.backward(*batch_for("heads"))
+    with pytest.raises(PlanError, match=r"norm.weight: .* replicated_with_grad_allreduce"):
+        loop.stepped()
     loop = Loop("1f1b", make("gpt"))
     with pytest.raises(ValueError, match=r"clip\.exclude=blocks\.9\.\*"):
         build("adaptive", threshold=0.1, exclude=("blocks.9.*",)).bind(loop.layout)
@@ -133,7 +171,7 @@ def refused_and_met_twice():
     return norms
 
 
-def test_wrong_replicas_are_named_and_a_module_under_two_names_counts_once():
+def test_wrong_replicas_and_plans_are_named_and_a_module_under_two_names_counts_once():
     first, second = run_ranks(refused_and_met_twice, 2)
     assert first == second
     loop = Loop(None, make("gpt"))

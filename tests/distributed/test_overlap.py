@@ -13,14 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.booster import Booster
-from runner.booster.plugin import (
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
 from runner.parallel import collectives
 from runner.parallel.collectives import full
+from tests.distributed.cases import Ddp, Fsdp, Hybrid, Zero
 from tests.ranks import run_ranks
 
 
@@ -121,7 +116,7 @@ def trained_each(make):
     return {name: trained(way, make) for name, way in WAYS.items()}
 
 
-@pytest.mark.parametrize(("make", "world"), [(HybridParallelPlugin, 2), (LowLevelZeroPlugin, 3)])
+@pytest.mark.parametrize(("make", "world"), [(Hybrid, 2), (Zero, 3)])
 def test_gradients_are_the_average_in_whatever_way_they_came_about(make, world):
     for rank in run_ranks(trained_each, world, make):
         assert {name: wrong for name, (wrong, _) in rank.items() if wrong} == {}
@@ -135,7 +130,7 @@ def both_in_one_pass():
     torch.manual_seed(1)
     models, wrong = [Forked().double(), Forked().double()], []
     alone = copy.deepcopy(models)
-    booster = Booster(plugin=HybridParallelPlugin())
+    booster = Booster(plugin=Hybrid())
     made = [booster.boost(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in models]
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(6):
@@ -171,7 +166,7 @@ def after_a_dropped_window(make, inside):
 
 
 def several():
-    kinds = [TorchDDPPlugin, TorchFSDPPlugin, partial(TorchFSDPPlugin, param_dtype="bf16")]
+    kinds = [Ddp, Fsdp, partial(Fsdp, param_dtype="bf16")]
     asked = product(kinds, (False, True))
     return both_in_one_pass(), [after_a_dropped_window(*each) for each in asked]
 

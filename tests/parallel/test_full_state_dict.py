@@ -53,12 +53,35 @@ def shard_channels_last():
     assert torch.equal(model.weight.full_tensor(), before)
 
 
+def what_is_left():
+    """Gradients of tied stages and of experts are made final once: what is left is refused."""
+    for plugin, model in (("1f1b", "tied"), ("moe", "moe")):
+        loop = Loop(plugin, make(model))
+        for _ in range(2):
+            loop.backward(*batch_for(model))
+            loop.clip(("norm", 1e9, 2.0))
+            loop.optimizer.step()
+            with pytest.raises(StepOrderError, match="gradients of the step before are left"):
+                loop.clip(("norm", 1e9, 2.0))
+            loop.optimizer.zero_grad()
+        loop.backward(*batch_for(model))
+        loop.optimizer.step()
+        for parameter in loop.raw.parameters():  # as model.zero_grad() does
+            parameter.grad = None
+        loop.backward(*batch_for(model))
+        loop.optimizer.step()
+        loop.backward(*batch_for(model))
+        with pytest.raises(StepOrderError, match="gradients of the step before are left"):
+            loop.optimizer.step()
+
+
 def on_two(asked):
     state = make("tied").state_dict()
     # Not a mapping, and not a tensor: what fails on the first rank fails on all.
     given = [state | {"extra": torch.ones(2)}, [1], state | {next(iter(state)): 1.0}]
     messages = [refused(each if dist.get_rank() == 0 else None, "zero3") for each in given]
     shard_channels_last()
+    what_is_left()
     return loaded(asked), messages
 
 
@@ -99,29 +122,3 @@ def test_the_state_of_a_compiled_model_fits():
     booster.load_state_dict(boosted, state)
     got = booster.state_dict(boosted)
     assert all(torch.equal(got[n.removeprefix("_orig_mod.")], t) for n, t in state.items())
-
-
-def what_is_left():
-    """Gradients of tied stages and of experts are made final once."""
-    for plugin, model in (("1f1b", "tied"), ("moe", "moe")):
-        loop = Loop(plugin, make(model))
-        for _ in range(2):
-            loop.backward(*batch_for(model))
-            loop.clip(("norm", 1e9, 2.0))
-            loop.optimizer.step()
-            with pytest.raises(StepOrderError, match="gradients of the step before are left"):
-                loop.clip(("norm", 1e9, 2.0))
-            loop.optimizer.zero_grad()
-        loop.backward(*batch_for(model))
-        loop.optimizer.step()
-        for parameter in loop.raw.parameters():  # as model.zero_grad() does
-            parameter.grad = None
-        loop.backward(*batch_for(model))
-        loop.optimizer.step()
-        loop.backward(*batch_for(model))
-        with pytest.raises(StepOrderError, match="gradients of the step before are left"):
-            loop.optimizer.step()
-
-
-def test_gradients_that_are_left_are_not_made_final_again():
-    run_ranks(what_is_left, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from math import lcm, prod
+from math import lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,22 +79,16 @@ class PluginSection(Section):
                 yield name, f"has no meaning below plugin.zero_stage={least}"
 
     @property
-    def given(self) -> dict[str, int]:
-        """The sizes that are numbers. Data-parallel ranks, if None, take the ranks of others."""
-        sizes = {name: getattr(self, name) for name in ("dp_size", "tp_size", "pp_size")}
-        return {name: size for name, size in sizes.items() if size is not None}
-
-    @property
     def least_ranks(self) -> int:
         """The world size to start: ``nnodes`` x ``nproc``, or the product of the given sizes."""
-        nodes = self.nnodes or 1
+        nodes, tp = self.nnodes or 1, self.tp_size or 1
         if self.nproc is not None:
             return nodes * self.nproc
-        experts = (self.ep_size or 1) if self.dp_size is None else 1
-        sized = experts * prod(self.given.values())
-        return lcm(sized, nodes * (self.tp_size or 1)) if nodes > 1 else sized
+        data = self.dp_size or self.ep_size or 1
+        return lcm(data * tp * (self.pp_size or 1), nodes * tp)
 
     @property
     def may_grow(self) -> bool:
         """Whether more ranks than that fit: ``nproc`` and one of the sizes are null."""
-        return self.name != "single" and self.nproc is None and len(self.given) < 3
+        sizes = (self.dp_size, self.tp_size, self.pp_size)
+        return self.name != "single" and self.nproc is None and None in sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -13,15 +13,14 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from runner.booster import saved
 from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe, unknown
-from runner.booster.plugin.base import ParallelModel, Plugin, SinglePlugin, dtype_of
+from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
 from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import BoostedParameters, ModelWrapper, checked, no_backward, wrappers
 from runner.clip.functional import register
@@ -113,7 +112,7 @@ class Booster(saved.CheckpointIO):
         wrapper = ModelWrapper(model, self.dtype, made.renamed, names, made.pipeline)
         boosted = None
         if optimizers:
-            _rebind(optimizers, given, model, made)
+            made.rebind(optimizers, given, model)
             for each in optimizers:
                 require_safe(each, made, plugin)
             made.layout.leave_unscaled(unscaled)
@@ -125,8 +124,8 @@ class Booster(saved.CheckpointIO):
             boosted, wrapper.optimizer, wrapper.watch = ours, ours, ours.watch
         elif made.sync_grads is not nothing:
             wrapper.watch = partial(no_backward, model)
-        if made.pipeline is not None:
-            made.pipeline.autocast(self.dtype)
+        for stage in () if made.pipeline is None else made.pipeline.stages.values():
+            stage.dtype = self.dtype
         wrappers[model] = ref(wrapper)
         if wrapper.watch is not None:  # Without an optimizer others' gradients are never final.
             # What users may give to a function that clips, also parameters that were replaced.
@@ -180,22 +179,19 @@ class Booster(saved.CheckpointIO):
         known = self._window_loss
         if known is None or known[0] is not criterion:  # kept, so that it is checked only once
             known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
-        window, batch = known[1], next(data_iter)
-        total, weight, outputs = torch.zeros(()), 1.0, None
-        if optimizer is not None or (return_loss and pipeline.last):
-            count = window.items(batch).items
-            weight = 1.0 / window.divisor(count)
+        window, batch, loss = known[1], next(data_iter), None
         if optimizer is not None:
             kept: list[Tensor] | None = [] if return_outputs else None
-            pair = batch, batch
-            total = self.train_pipeline(model, optimizer, window, pair, weight, True, kept)
+            weight, pair = 1.0 / window.divisor(window.items(batch).items), (batch, batch)
+            loss = self.train_pipeline(model, optimizer, window, pair, weight, True, kept) * weight
             outputs = kept[0] if kept else None
         else:
             outputs = pipeline.evaluate(window.call(batch).only_tensor())
             if outputs is not None and return_loss:
-                total = window.sum(outputs, batch, count)
+                count = window.items(batch).items
+                loss = window.sum(outputs, batch, count) * (1.0 / window.divisor(count))
         return {
-            "loss": total * weight if return_loss and pipeline.last else None,
+            "loss": loss if return_loss and pipeline.last else None,
             "outputs": outputs if return_outputs else None,
         }
 
@@ -211,8 +207,7 @@ class Booster(saved.CheckpointIO):
     ) -> Tensor:
         """Train on a batch, on the host and on the device, in microbatches; return its summed loss.
 
-        ``weight`` is what the loss is multiplied by, ``counts`` whether this rank has samples, and
-        ``kept`` takes the outputs of the last stage.
+        ``counts``: whether this rank has samples; ``kept`` takes the outputs of the last stage.
         """
         host, batch = batches
         assert model.pipeline is not None
@@ -242,27 +237,3 @@ class Booster(saved.CheckpointIO):
         total = model.pipeline.train(inputs, summed, kept) / factor
         optimizer.end_backward()
         return total
-
-
-def _rebind(
-    optimizers: Sequence[Optimizer],
-    given: Mapping[str, nn.Parameter],
-    model: nn.Module,
-    made: ParallelModel,
-) -> None:
-    """Replace the parameters of optimizers by those that this rank steps after distribution."""
-    now: dict[str, list[nn.Parameter]] = {}
-    for own, parameter in model.named_parameters():
-        if made.steps is None or id(parameter) in made.steps:
-            now.setdefault(made.renamed.get(own, own), []).append(parameter)
-    replaced = {id(old): now.get(name, []) for name, old in given.items()}
-    if all([id(p) for p in new] == [old] for old, new in replaced.items()):
-        return
-    if any(optimizer.state for optimizer in optimizers):
-        raise ValueError("boost the model before the first step: the optimizer has state")
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new for p in group["params"] for new in replaced[id(p)]]
-            sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
-            if sharded and not isinstance(optimizer, Adam):
-                group["fused"] = None  # Only fused Adam, and AdamW, accept DTensors.

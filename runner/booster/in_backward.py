@@ -42,11 +42,9 @@ class InBackward:
         self.begin_step()
 
     def begin_step(self) -> None:
-        self.began = False  # whether gradients of this step were clipped
-        self._waits = False
+        self.began: bool | None = None  # whether gradients of this step are clipped, once asked
         self._broken = False  # whether the host knows of a gradient that is not finite
-        self._done: set[str] = set()
-        self._found: list[Decision] = []
+        self._found: dict[str, Decision] = {}
         self._powers: list[Powers] = []
         self._history: dict[str, Number] = {}
 
@@ -63,12 +61,11 @@ class InBackward:
     @torch.no_grad()
     def clip(self, parameter: Tensor) -> None:
         """Clip a gradient that has become final."""
-        if not (self.began or self._waits):
-            self._waits = not self.mode.ready_for_parts()
-            self.began, self._history = not self._waits, dict(self.mode.history)
-        if self._waits or (name := self._names.get(id(parameter))) is None:
+        if self.began is None:
+            self.began, self._history = self.mode.ready_for_parts(), dict(self.mode.history)
+        if not self.began or (name := self._names.get(id(parameter))) is None:
             return
-        if name in self._done:
+        if name in self._found:
             raise StepOrderError(
                 f"the gradient of {name} was clipped already: with clip.when=backward a step "
                 "has one backward pass outside of no_sync, which accumulates each gradient once "
@@ -78,7 +75,6 @@ class InBackward:
 
     def _clip(self, name: str, parameter: Tensor) -> None:
         """Measure, decide and apply; the step follows while the gradient is in a cache."""
-        self._done.add(name)
         if name not in self._parts:
             own = self._layout.restricted([name])
             self._parts[name] = own, self.mode.of_part(own)
@@ -86,7 +82,7 @@ class InBackward:
         stats = mode.measure(layout, self._each)
         self._broken |= stats.finite is False
         decision = mode.clip(layout, stats)
-        self._found.append(decision)
+        self._found[name] = decision
         if stats.powers is not None:
             self._powers.append(stats.powers)
         if not self.steps or self._broken:
@@ -113,20 +109,20 @@ class InBackward:
         """Clip, and step, what no hook has told of; return ‖G‖."""
         for shard in self._layout.shards:
             trained = shard.param.requires_grad and shard.param.grad is not None
-            if trained and shard.name not in self._done:
+            if trained and shard.name not in self._found:
                 self._clip(shard.name, shard.param)
         wide, found = transfer.widest(self._layout.device), self._powers
         each = [torch.as_tensor(own.each, dtype=wide) for own in found]
         shards = [shard for own in found for shard in own.shards]
         self.powers = Powers(shards, torch.cat(each), self.mode.norm_type) if found else None
-        return self._total([own.norm for own in self._found])
+        return self._total([own.norm for own in self._found.values()])
 
     def decide(self, norm: Number, finite: bool | Tensor) -> Decision:
         self.mode.end_parts()
         self.mode.undo(self._history, finite)
         if finite is False:
             return Decision.skipped(norm, self.mode.threshold)
-        found, p, kind = self._found, self.mode.norm_type, self.mode.info.clips
+        found, p, kind = [*self._found.values()], self.mode.norm_type, self.mode.info.clips
         changed: Number = sum((own.fraction * own.total for own in found), 0.0)
         total: Number = sum((own.total for own in found), 0.0)
         after = self._total([own.norm_clipped for own in found])

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from runner.booster.in_backward import InBackward, why_not_in_parts
 from runner.booster.optimizers import BoostedGroups, match_strides, step_where
-from runner.booster.plugin.base import ParallelModel, Plugin
+from runner.booster.plugin.base import Plugin
 from runner.booster.step_order import (
     LossScale,
     Nonfinite,
@@ -25,6 +25,7 @@ from runner.booster.step_order import (
 from runner.clip import ClipMode, Decision, GradStats, Number, build, total_norm, transfer
 from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule
+from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 
 
@@ -115,8 +116,8 @@ class OptimizerWrapper(StepOrder):
         super()._make_final()
 
     def _has_gradients(self) -> bool:
-        clipped = self.in_backward is not None and self.in_backward.began
-        return clipped or super()._has_gradients()
+        early = self.in_backward
+        return (early is not None and early.began is True) or super()._has_gradients()
 
     @torch.no_grad()
     def clip(self, mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
@@ -199,7 +200,7 @@ class OptimizerWrapper(StepOrder):
         if closure is not None:
             raise TypeError("step() takes no closure: run the backward passes before clipping")
         early, finite = self.in_backward, self._finish_gradients()
-        stepped = early is not None and early.steps and early.began
+        stepped = early is not None and early.steps and early.began is True
         if self.stage is not StepState.CLIPPED:
             self.decision = None
         if finite is not False and any(group.get("fused") for group in self.param_groups):

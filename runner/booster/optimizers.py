@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from runner.booster.plugin import ParallelModel, Plugin
+from runner.booster.plugin import Plugin
 from runner.clip import Layout, Number
 from runner.clip.shard import is_sharded
 from runner.parallel.collectives import raise_first
+from runner.parallel.distribution import ParallelModel
 
 log = logging.getLogger(__name__)
 

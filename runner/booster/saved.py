@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,8 +25,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.wrapper import ModelWrapper
 from runner.config.notation import first_few
-from runner.parallel.collectives import on_first, several_ranks
-from runner.parallel.full_state_dict import Folder, Stored, fill, gathered, load, write
+from runner.parallel.collectives import from_all, on_first
+from runner.parallel.full_state_dict import Folder, Stored, gathered, load, write
 from runner.parallel.sharding import reshard
 
 OPTIMIZER = "optimizer/"
@@ -45,7 +44,8 @@ def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, T
 def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
     """Return the tensors of a model by name; a rank with two stages may hold a tied one twice."""
     module, known = model.unwrap(), set(model.names.values())
-    reshard(model.roots())  # a forward pass may have left whole parameters in place of the shards
+    stages = () if model.pipeline is None else model.pipeline.stages.values()
+    reshard([module, *stages])  # a forward pass may have left whole parameters for the shards
     found: dict[str, list[Tensor]] = {}
     buffers = module.named_buffers() if with_buffers else ()
     for own, tensor in (*module.named_parameters(), *buffers):
@@ -60,10 +60,7 @@ def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
 
 def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return all of the optimizers that is no tensor; every rank has to call this."""
-    listed = [{k: value for k, value in _state(optimizer) if not isinstance(value, Tensor)}]
-    if several_ranks():
-        listed *= dist.get_world_size()
-        dist.all_gather_object(listed, listed[0])
+    listed = from_all({k: v for k, v in _state(optimizer) if not isinstance(v, Tensor)})
     groups = [
         [{key: group[key] for key in group if key not in _OF_LAYOUT} for group in each.param_groups]
         for each in optimizer.optimizers
@@ -189,8 +186,7 @@ class CheckpointIO:
 
         A ValueError on every rank lists what is not the model's, names only if ``strict``.
         """
-        reshard(model.roots())
-        load(model.unwrap(), model.renamed, model.names, state, strict)
+        load(model_slots(model), model.names, state, strict)
 
     def save_model(
         self,
@@ -218,7 +214,7 @@ class CheckpointIO:
         path, state = Path(checkpoint), {}
         if path.is_dir():
             slots, source = model_slots(model), Folder(path)
-            fill({name: slots[name] for name in slots if strict or name in source.stored}, source)
+            source.fill({name: slots[name] for name in slots if strict or name in source.stored})
         else:
             on_first(lambda: state.update(_read(path)))
             self.load_state_dict(model, state, strict)
@@ -234,7 +230,7 @@ class CheckpointIO:
         path = Path(checkpoint)
         source = Folder(path)
         tensors, assign = optimizer_slots(optimizer, source.stored, _read(path / _VALUES))
-        fill(tensors, source)
+        source.fill(tensors)
         assign()
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:

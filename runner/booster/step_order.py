@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.booster.plugin.base import ParallelModel
 from runner.clip import Layout
 from runner.clip.norms import Powers
 from runner.config.notation import first_few, ranks_as_text
+from runner.parallel.collectives import from_all
+from runner.parallel.distribution import ParallelModel
 
 Nonfinite = Literal["skip", "error", "ignore"]
 
@@ -43,10 +44,8 @@ class NonFiniteGradient(FloatingPointError):
 
 def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
     """Name the parameters whose gradient is not finite, and their ranks; a collective."""
-    group, every = layout.group, [[] if powers is None else powers.not_finite()]
-    if group is not None:
-        every *= group.size()
-        dist.all_gather_object(every, every[0], group=group)
+    group, mine = layout.group, [] if powers is None else powers.not_finite()
+    every = [mine] if group is None else from_all(mine, group)
     bad = {name for names in every for name in names}
     text = f"the gradient's norm is {norm}: {first_few([n for n in layout.names if n in bad])}"
     if group is None:

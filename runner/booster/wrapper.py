@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from runner.config.notation import first_few
 from runner.parallel.hooks import computed_with, held_tensors
+from runner.parallel.stages import full_precision
 
 if TYPE_CHECKING:
     from runner.booster.optimizer import OptimizerWrapper
@@ -30,13 +31,8 @@ _BEFORE = "change the model before booster.boost, or no gradient of it is synchr
 class ModelWrapper(nn.Module):
     """A boosted model: the forward pass runs under autocast and returns float32 outputs.
 
-    Attributes:
-        module: the user's model.
-        renamed: name in the whole model of each parameter that has another name on this rank.
-        names: each name in the state dict of the whole model, with the first name of its tensor.
-        optimizer: optimizer that was boosted with the model, or None.
-        boosted: the parameters at boost; None without an optimizer.
-        watch: called with each output of a forward pass that trains.
+    ``renamed``: see :class:`ParallelModel`; ``names``: each name in the state dict of the whole
+    model, with the first name of its tensor.
     """
 
     def __init__(
@@ -51,8 +47,8 @@ class ModelWrapper(nn.Module):
         self.module, self.dtype, self.pipeline = module, dtype, pipeline
         self.renamed, self.names = renamed, names
         self.optimizer: OptimizerWrapper | None = None
-        self.boosted: BoostedParameters | None = None
-        self.watch: Callable[[Tensor], None] | None = None
+        self.boosted: BoostedParameters | None = None  # where there is an optimizer
+        self.watch: Callable[[Tensor], None] | None = None  # gets outputs of passes that train
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
         """Copy the model without its optimizer, for an average of its weights."""
@@ -71,11 +67,6 @@ class ModelWrapper(nn.Module):
         """Return the user's model."""
         return self.module
 
-    def roots(self) -> list[nn.Module]:
-        """Return the model, and its pipeline stages on this rank: what ``fully_shard`` shards."""
-        pipeline = self.pipeline
-        return [self.module, *(() if pipeline is None else pipeline.stages.values())]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; half-precision outputs become float32, so that losses are exact."""
         if self.pipeline is not None:
@@ -89,15 +80,11 @@ class ModelWrapper(nn.Module):
             device = next(self.module.parameters()).device.type
             with torch.autocast(device, self.dtype):
                 outputs = self.module(*args, **kwargs)
-            outputs = tree_map_only(Tensor, _to_float32, outputs)
+            outputs = tree_map_only(Tensor, full_precision, outputs)
         if trains and self.watch is not None:
             for output in held_tensors(outputs):
                 self.watch(output)
         return outputs
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def no_backward(model: nn.Module, output: Tensor) -> None:
@@ -123,7 +110,6 @@ class BoostedParameters:
         self._model, self._renamed, self._alone = model, renamed, alone
         self._known = {id(p): (name, p) for name, p in self._named()}
         self._trained = [p.requires_grad for _, p in self._known.values()]
-        self._forward_checked = False
         self._record()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -136,7 +122,6 @@ class BoostedParameters:
 
     def require_same(self) -> None:
         """Check that the model has the parameters of boost; it looks at dictionaries alone."""
-        self._forward_checked = True
         if not (
             all(held.get(key) is value for held, key, value in self._slots)
             and sum(map(len, self._dicts)) == len(self._slots)
@@ -165,9 +150,7 @@ class BoostedParameters:
 
     def require_final(self) -> None:
         """Check, once a step, that no gradient belongs to a parameter that was frozen since."""
-        if not self._forward_checked:
-            self.require_same()
-        self._forward_checked = False
+        self.require_same()
         trained = [p.requires_grad for _, p in self._known.values()]
         for (name, p), was in zip(self._known.values(), self._trained, strict=True):
             if was and not p.requires_grad and p.grad is not None and not self._alone:
@@ -219,16 +202,11 @@ def checked(model: nn.Module, criterion: Any, plugin: str) -> tuple[nn.Module, d
 
 def _compiled_in_place(model: nn.Module) -> nn.Module:
     """Compile in place what :func:`torch.compile` wrapped, which adds ``_orig_mod.`` to names."""
-    for parent in list(model.modules()):
+    top = nn.ModuleList([model])
+    for parent in list(top.modules()):
         for name, child in parent._modules.items():
-            if child is not None and child is not model._modules.get("_orig_mod"):
-                parent._modules[name] = _uncompiled(child)
-    return _uncompiled(model)
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    inner = module._modules.get("_orig_mod")
-    if inner is None or not hasattr(module, "dynamo_ctx"):
-        return module
-    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
-    return inner
+            inner = None if child is None else child._modules.get("_orig_mod")
+            if inner is not None and hasattr(child, "dynamo_ctx"):
+                inner._compiled_call_impl = child.dynamo_ctx(inner._call_impl)  # type: ignore
+                parent._modules[name] = inner
+    return top[0]

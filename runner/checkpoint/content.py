@@ -25,8 +25,8 @@ from runner.booster.saved import OPTIMIZER
 from runner.checkpoint import folder
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.notation import MINUTES, Duration, higher_is_better
-from runner.parallel.collectives import is_first, on_first, several_ranks
-from runner.parallel.full_state_dict import Folder, fill, one_error, write, write_later
+from runner.parallel.collectives import from_all, is_first, on_first, several_ranks
+from runner.parallel.full_state_dict import Folder, one_error, write, write_later
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import replacing
 
@@ -86,7 +86,7 @@ def load(
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{checkpoint} holds no state of a training: {error}") from None
-    fill(saved.model_slots(training.model) | tensors, source)
+    source.fill(saved.model_slots(training.model) | tensors)
     assign()
     training.state.load_state_dict(rest, keep)
 
@@ -95,7 +95,7 @@ def load_weights(training: Training, checkpoint: Path | None) -> None:
     """Load the weights alone, to evaluate them, from the checkpoint that the first rank names."""
     found = on_first(lambda: checkpoint)
     assert found is not None
-    fill(saved.model_slots(training.model), Folder(found))
+    Folder(found).fill(saved.model_slots(training.model))
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
@@ -115,10 +115,8 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
     """Return the tensors of this rank, and the rest of the state as a file on the first rank."""
     rest = _values(training)
-    if several_ranks():
-        parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, rest["random"])
-        rest["random"] = {key: value for part in parts for key, value in part.items()}
+    parts = from_all(rest["random"])
+    rest["random"] = {key: value for part in parts for key, value in part.items()}
     content = bytearray()
     on_first(lambda: content.extend(saved.packed(rest)))
     return _model(training) | saved.optimizer_tensors(training.optimizer), bytes(content)
@@ -146,7 +144,7 @@ def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tens
         for name, one in source.stored.items()
         if not name.startswith(OPTIMIZER)
     }
-    source.read({name: [tensor] for name, tensor in model.items()})
+    source.fill({name: [tensor] for name, tensor in model.items()})
     return model | {name: model[first] for name, first in manifest.get("tied", {}).items()}
 
 

@@ -185,13 +185,17 @@ def is_first() -> bool:
     return not several_ranks() or dist.get_rank() == 0
 
 
+def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank; every rank has to call this."""
+    every = [mine] * (dist.get_world_size(group) if dist.is_initialized() else 1)
+    if len(every) > 1:
+        dist.all_gather_object(every, mine, group=group)
+    return every
+
+
 def raise_first(problem: str, alone: bool = False) -> None:
     """Raise the first problem of any rank as a ValueError; every rank calls this unless alone."""
-    found = [problem]
-    if several_ranks() and not alone:
-        found = [""] * dist.get_world_size()
-        dist.all_gather_object(found, problem)
-    if first := next(filter(None, found), ""):
+    if first := next(filter(None, [problem] if alone else from_all(problem)), ""):
         raise ValueError(first)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
-from runner.parallel.collectives import full, is_first, on_first, several_ranks, sharded
+from runner.parallel.collectives import from_all, full, is_first, on_first, several_ranks, sharded
 
 _ADVICE = "torch.distributed is disabled"  # torch warns where one process saves
 
@@ -46,10 +46,7 @@ def gathered(
         if tensor is not None:
             here[renamed.get(own, own)] = tensor
     here |= model.named_buffers() if of is None else {}
-    rank, names = 0, [list(here)]
-    if several_ranks():
-        rank, names = dist.get_rank(), [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(names, list(here))
+    names, rank = from_all(list(here)), dist.get_rank() if several_ranks() else 0
     lower = {name for others in names[:rank] for name in others}
     mine = {}
     for name, tensor in here.items():
@@ -65,24 +62,17 @@ def gathered(
 
 @torch.no_grad()
 def load(
-    model: nn.Module,
-    renamed: Mapping[str, str],
+    here: Mapping[str, Sequence[Tensor]],
     names: Mapping[str, str],
     state: Mapping[str, Tensor],
     strict: bool = True,
 ) -> None:
     """Load a state dict of the whole model, which only the first rank reads.
 
-    ``names``: each name of the model, with the first name of its tensor. Every rank has to call
-    this. One tensor is sent at a time.
+    ``here``: by name, the copies of each tensor on this rank. ``names``: each name of the model,
+    with the first name of its tensor. Every rank calls this. One tensor is sent at a time.
     """
-    here: dict[str, list[Tensor]] = {}
-    for own, tensor in (*model.named_parameters(), *model.named_buffers()):
-        here.setdefault(renamed.get(own, own), []).append(tensor)
-    listed: list[Any] = [{name: (held[0].shape, held[0].dtype) for name, held in here.items()}]
-    if several_ranks():
-        known, listed = listed[0], [None] * dist.get_world_size()
-        dist.all_gather_object(listed, known)
+    listed = from_all({name: (held[0].shape, held[0].dtype) for name, held in here.items()})
     kinds = {name: kind for part in listed for name, kind in part.items()}
     given: dict[str, Tensor] = {}
 
@@ -185,8 +175,17 @@ class Folder:
         return {name: Stored(tuple(one.size), one.properties.dtype) for name, one in held.items()}
 
     @torch.no_grad()
-    def read(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill copies of tensors, which are stored in the same shape; every rank calls this."""
+    def fill(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Fill copies of tensors; ValueError if one is not there in this shape; a collective."""
+        held = self.stored
+        if missing := [name for name in tensors if name not in held]:
+            raise ValueError(f"what is loaded does not hold {first_few(missing)}")
+        for name, (tensor, *_) in tensors.items():
+            if held[name].shape != tuple(tensor.shape):
+                raise ValueError(
+                    f"{name} has shape {list(held[name].shape)} where it is stored, but "
+                    f"{list(tensor.shape)} here"
+                )
         content = {name: first.detach() for name, (first, *_) in tensors.items()}
         reader = hf_storage.HuggingFaceStorageReader(self._path)
         with one_error():
@@ -194,20 +193,6 @@ class Folder:
         for first, *others in tensors.values():
             for other in others:
                 local(other).copy_(local(first))
-
-
-def fill(tensors: Mapping[str, Sequence[Tensor]], source: Folder) -> None:
-    """Fill ``tensors`` from ``source``; ValueError if it lacks one, or has another shape of it."""
-    held = source.stored
-    if missing := [name for name in tensors if name not in held]:
-        raise ValueError(f"what is loaded does not hold {first_few(missing)}")
-    for name, (tensor, *_) in tensors.items():
-        if held[name].shape != tuple(tensor.shape):
-            raise ValueError(
-                f"{name} has shape {list(held[name].shape)} where it is stored, but "
-                f"{list(tensor.shape)} here"
-            )
-    source.read(tensors)
 
 
 @contextmanager

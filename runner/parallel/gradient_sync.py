@@ -140,13 +140,12 @@ class Averaging:
     def finish(self) -> None:
         """Average all gradients over ranks, as :func:`average`; every rank calls it once a step."""
         pairs = [(written(p), self._then[id(p)]) for p in self._parameters if id(p) in self._then]
-        changed = [p.requires_grad for p in self._parameters] != self._trained
+        again = [now[0] for now, then in pairs if now[0] is then[0] and now[1] != then[1]]
+        changed = [p.requires_grad for p in self._parameters] != self._trained or bool(again)
         changed = changed or min(self._left.values(), default=0) < 0
         changed = changed or any(now[0] is not then[0] for now, then in pairs)
-        again = [now[0] for now, then in pairs if now[0] is then[0] and now[1] != then[1]]
         # Only here an accelerator is waited for: zeros are what zero_grad has left of a window.
         wrote = any(bool(g is not None and local(g).any()) for g in again)
-        changed = changed or bool(again)
         # Ranks agree on the host, so that no accelerator is waited for.
         flags = [changed, wrote, *(p.grad is not None for p in self._parameters)]
         if self._parameters:
@@ -240,12 +239,6 @@ def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGro
         dist.all_reduce(summed, group=group)
     for gradient in gradients:
         gradient.copy_(summed)
-
-
-@torch.no_grad()
-def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of rank 0: ranks may draw different weights."""
-    broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], group)
 
 
 def broadcast_buffers(model: nn.Module, axes: Axes, experts: frozenset[str]) -> Callable[[], None]:

@@ -194,10 +194,7 @@ class Usage:
         self._apart.seen.clear()
 
 
-Final = Callable[[Tensor], None]  # called with a parameter whose .grad is final
-
-
-def watch_parameters(model: nn.Module, final: Final) -> None:
+def watch_parameters(model: nn.Module, final: Callable[[Tensor], None]) -> None:
     """Call ``final`` with each parameter of a model that is whole in this process.
 
     A gradient whose memory is another's too, or is still needed, is copied before it is changed.

@@ -59,10 +59,6 @@ class Pipeline:
     def last(self) -> bool:
         return self.count - 1 in self.stages
 
-    def autocast(self, dtype: torch.dtype | None) -> None:
-        for stage in self.stages.values():
-            stage.dtype = dtype
-
     def train(self, inputs: Tensor, loss_of: LossOf, kept: list[Tensor] | None = None) -> Tensor:
         """Run forward and backward passes of a batch, and accumulate gradients.
 

@@ -9,21 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from runner.parallel.hooks import Usage, held_tensors
 from runner.parallel.mesh import mixtures
-
-
-def fsdp_options(reshards: bool, param_dtype: torch.dtype | None, offload: bool) -> dict[str, Any]:
-    """Return options of ``fully_shard``, see :class:`runner.booster.TorchFSDPPlugin`."""
-    given: dict[str, Any] = {"reshard_after_forward": reshards}
-    if param_dtype is not None:
-        given["mp_policy"] = MixedPrecisionPolicy(param_dtype, torch.float32)
-    if offload:
-        given["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    return given
 
 
 def shard_model(

@@ -63,8 +63,11 @@ class Stage(nn.Module):
         with torch.autocast(device, self.dtype) if self.dtype is not None else nullcontext():
             for part in self.parts:
                 hidden = part(hidden)
-        half = hidden.dtype in (torch.float16, torch.bfloat16)
-        return hidden.float() if self.ends and half else hidden
+        return full_precision(hidden) if self.ends else hidden
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def parts_of(model: nn.Module) -> list[Part]:
@@ -170,10 +173,8 @@ def keep_own(
     model: nn.Module, stages: Sequence[Sequence[Part]], rank: int, ranks: int, schedule: str
 ) -> OwnStages:
     """Reduce ``model`` to the stages of this rank, in place."""
-    if not stages:
-        return OwnStages([], {}, {})
     renamed, users = untie(model, stages)
-    own = stages_on(rank, ranks, schedule)
+    own = stages_on(rank, ranks, schedule) if stages else []
     keep(model, stages, own)
     copies = {
         name: sorted(stage_to_rank(number, ranks, schedule) for number in numbers)
@@ -197,21 +198,18 @@ def untie(
                     continue
                 name = names[parameter]
                 copies = held.setdefault(name, {})
-                if number not in copies:
-                    copies[number] = _copy(name, parameter) if copies else parameter
-                    names[copies[number]] = name
+                if not copies:
+                    copies[number] = parameter
+                elif number not in copies:
+                    why = "several stages have a copy of this parameter each"
+                    require_no_post_accumulate([(name, parameter)], why)
+                    copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    carry_over(parameter._backward_hooks, copy)
+                    copies[number], names[copy] = copy, name
                 module._parameters[key] = copies[number]
                 if name != f"{path}.{key}":
                     renamed[f"{path}.{key}"] = name
     return renamed, {name: [*copies] for name, copies in held.items()}
-
-
-def _copy(name: str, parameter: nn.Parameter) -> nn.Parameter:
-    why = "several stages have a copy of this parameter each"
-    require_no_post_accumulate([(name, parameter)], why)
-    copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    carry_over(parameter._backward_hooks, copy)
-    return copy
 
 
 def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:

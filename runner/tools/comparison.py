@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from runner.clip import Decision, Layout
 from runner.config.notation import first_few, plural
-from runner.parallel.collectives import several_ranks
+from runner.parallel.collectives import from_all, several_ranks
 from runner.run_folder import keys
 
-T = TypeVar("T")
 Side = Mapping[str, float]  # what is compared of a Decision
 Naive = dict[str, Any]  # torch.nn.utils.get_total_norm of one rank: the norm, or what it raised
 
@@ -209,15 +208,6 @@ def worst_naive(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
         if one is not None
     ]
     return max(made, key=lambda one: (one["raised"] is not None, one["error"]), default=None)
-
-
-def from_all(mine: T) -> list[T]:
-    """Return the value of each rank; a collective."""
-    every: list[Any] = [mine]
-    if several_ranks():
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, mine)
-    return every
 
 
 HEAD = (

@@ -19,6 +19,7 @@ from runner.booster import Booster, NonFiniteGradient
 from runner.clip import ClipMode, Decision, GradStats, Layout
 from runner.config.notation import Duration
 from runner.config.schema import RunConfig
+from runner.parallel.collectives import from_all
 from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
 from runner.telemetry.sinks import Sink
@@ -26,7 +27,6 @@ from runner.tools.comparison import (
     Naive,
     compare_mode,
     compare_step,
-    from_all,
     naive_norm,
     outcome,
     relative,

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from runner import HybridParallelPlugin, LowLevelZeroPlugin
+from runner import HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from runner.booster import Booster, LossScale, NonFiniteGradient, SinglePlugin, StepOrderError
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.plugin import ParallelModel
@@ -361,7 +362,18 @@ def one_step(plugin):
     return booster.dtype, scale, moved
 
 
+def is_resharded(plugin):
+    """Whether a block is sharded again between its forward and its backward pass."""
+    own = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1)
+    model, *_ = Booster(plugin=plugin).boost(own, torch.optim.SGD(own.parameters(), lr=1.0))
+    outputs = model(torch.ones(1, 2, 4))
+    return isinstance(own.layers[0].linear1.weight, DTensor) and outputs.requires_grad
+
+
 def steps_of_plugins():
+    assert is_resharded(LowLevelZeroPlugin(stage=3))
+    for plugin in (LowLevelZeroPlugin(stage=2, param_dtype="bf16"), TorchFSDPPlugin(False)):
+        assert not is_resharded(plugin)
     for options in ({"param_dtype": "bf16"}, {"cpu_offload": True}):
         words = "cpu_offload|zero_stage 2 and 3"
         refused(ValueError, words, lambda o=options: LowLevelZeroPlugin(stage=1, **o))

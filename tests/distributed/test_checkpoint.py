@@ -98,7 +98,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
     """Tensors of the model and the optimizers, put together."""
     stored = Folder(checkpoint).stored.items()
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored}
-    Folder(checkpoint).read({name: [tensor] for name, tensor in tensors.items()})
+    Folder(checkpoint).fill({name: [tensor] for name, tensor in tensors.items()})
     return tensors
 
 

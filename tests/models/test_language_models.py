@@ -8,12 +8,7 @@ from torch.nn import functional as F
 from runner.models.cnn import GatedConvLanguageModel
 from runner.models.gpt import GPT, MaskedLanguageModel
 from runner.models.mixture import MixtureGPT
-from runner.models.recurrent import (
-    AWDLSTM,
-    LSTMLanguageModel,
-    RNNLanguageModel,
-    WeightDroppedLSTM,
-)
+from runner.models.recurrent import AWDLSTM, LSTMLanguageModel, RNNLanguageModel, WeightDroppedLSTM
 
 V, T = 13, 10
 

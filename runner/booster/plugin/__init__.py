@@ -1,6 +1,6 @@
 """Plugins, which distribute a model over ranks, by their names in a configuration."""
 
-from runner.booster.plugin.base import ParallelModel, Plugin, SinglePlugin
+from runner.booster.plugin.base import Plugin, SinglePlugin
 from runner.booster.plugin.hybrid import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,
@@ -10,6 +10,7 @@ from runner.booster.plugin.hybrid import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from runner.parallel.distribution import ParallelModel
 from runner.parallel.mesh import MeshSizes, SizeError
 
 PLUGINS: dict[str, type[Plugin]] = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,8 @@ from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader
-from runner.parallel import gradient_sync as sync
-from runner.parallel.hooks import Final, watch_parameters
-from runner.parallel.pipeline import Pipeline
+from runner.parallel.distribution import ParallelModel
+from runner.parallel.hooks import watch_parameters
 
 DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,39 +32,6 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     if name not in DTYPES:
         raise ValueError(f"unknown precision {name!r}: use {', '.join(filter(None, DTYPES))}")
     return DTYPES[name]
-
-
-@dataclass(frozen=True)
-class ParallelModel:
-    """How a model lies on ranks, and what an optimizer step does for it, on every rank.
-
-    Attributes:
-        layout: placement of the gradients.
-        sync_grads: makes gradients final, once per step, before they are read.
-        broadcast_params: brings new parameters to all ranks that use them, or frees stale unsharded
-            copies, after the optimizer has stepped.
-        steps: ids of the parameters that the optimizer of this rank steps; None for all.
-        pipeline: runs batches, if the model is split into stages.
-        renamed: name in the whole model of each parameter that has another name on this rank.
-        hold: called with True before backward passes under ``no_sync``, which leave gradients local
-            (but those of sharded pipeline stages), and with False after them.
-        forget: called by ``zero_grad(set_to_none)``, which may drop a window before its step.
-        once: whether gradients that are final must not be made final again: those of tied copies
-            would be summed twice, those of experts divided twice.
-        watch_final: calls a function with each parameter whose gradient has become final in a
-            backward pass; None if they are final only after it.
-    """
-
-    layout: Layout
-    sync_grads: Callable[[], None] = sync.nothing
-    broadcast_params: Callable[[], None] = sync.nothing
-    steps: frozenset[int] | None = None
-    pipeline: Pipeline | None = None
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    hold: Callable[[bool], None] = lambda held: None
-    forget: Callable[[bool], None] = lambda set_to_none: None
-    once: bool = False
-    watch_final: Callable[[Final], None] | None = None
 
 
 class Plugin(ABC):
@@ -90,7 +55,7 @@ class Plugin(ABC):
     max_norm: float = 0.0
 
     @classmethod
-    def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> list[Misfit]:
+    def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> Iterable[Misfit]:
         """Return what would not work, before any rank starts.
 
         Args:
@@ -98,7 +63,7 @@ class Plugin(ABC):
             ranks: world size.
             options: arguments of the constructor.
         """
-        return []
+        return ()
 
     @property
     def rank(self) -> int:

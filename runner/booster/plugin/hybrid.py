@@ -7,27 +7,16 @@ with most sizes set to 1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from runner.booster.plugin import base
-from runner.clip import Layout
-from runner.clip.units import head_weights
 from runner.config.notation import first_few
-from runner.parallel import gradient_sync as sync
-from runner.parallel import mesh as device_mesh
 from runner.parallel import stages, tensor_styles
-from runner.parallel.hooks import Usage, require_no_post_accumulate
-from runner.parallel.mesh import Axes, MeshSizes, grid, mixtures, of_experts, position
-from runner.parallel.pipeline import Pipeline
-from runner.parallel.sharding import fsdp_options, hold, reshard, shard_model
-from runner.parallel.tensor import parallelize, partial_parameters
-
-SIZES = ("dp_size", "tp_size", "pp_size", "ep_size")
+from runner.parallel.distribution import Distribution, ParallelModel
+from runner.parallel.mesh import MeshSizes, mixtures
 
 
 class HybridParallelPlugin(base.Plugin):
@@ -91,164 +80,60 @@ class HybridParallelPlugin(base.Plugin):
                 f"{type(self).__name__} needs a process group: call runner.launch_from_torch() "
                 "first, and start the script by torchrun"
             )
-        self.world = dist.group.WORLD
-        if schedule not in stages.SCHEDULES:
-            raise ValueError(f"unknown schedule {schedule!r}: use {', '.join(stages.SCHEDULES)}")
-        if zero_stage not in range(4):
-            raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {zero_stage}")
-        if zero_stage < 2 and (param_dtype is not None or cpu_offload):
-            raise ValueError(
-                f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {zero_stage}"
-            )
-        self.dp_replicate = 1
-        self.sizes = MeshSizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
-        pp = self.sizes.pp
-        self.zero_stage, self.sharded = zero_stage, zero_stage >= 2
-        self.sync_batchnorm = sync_batchnorm
+        sizes = MeshSizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
+        tensor, pipeline = (sequence_parallel, tp_plan), (schedule, num_microbatches, split)
+        shards = (reshard_after_forward, base.dtype_of(param_dtype), cpu_offload)
+        options = (*tensor, *pipeline, *shards, sync_batchnorm)
+        self.distribution = Distribution(sizes, zero_stage, *options)
         self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
-        self.sequence_parallel, self.tp_plan = sequence_parallel, tp_plan
-        self.schedule, self.split = schedule, split
-        self.stage_count = pp * stages.SCHEDULES[schedule].stages_per_rank
-        self.num_microbatches = num_microbatches or self.stage_count
-        refused = stages.refused_microbatches(schedule, pp, self.num_microbatches)
-        if pp > 1 and refused:
-            raise ValueError(f"num_microbatches={num_microbatches}: {refused}")
-        # A schedule that splits the backward pass looks for the weights of a stage before it
-        # computes gradients, and would not find weights that are unsharded only then.
-        self.splits_backward = pp > 1 and stages.SCHEDULES[schedule].splits_backward
-        reshards = reshard_after_forward and zero_stage == 3 and not self.splits_backward
-        self.sharding = fsdp_options(reshards, base.dtype_of(param_dtype), cpu_offload)
-        # Ranks of a tensor group or a pipeline read the same samples.
-        self.pp_rank, self.data_rank, tp_rank = position(self.rank, self.sizes)
-        self.data_size = self.sizes.dp
-        last = stages.stages_on(self.pp_rank, pp, schedule)[-1] == self.stage_count - 1
-        self.reports_metrics = tp_rank == 0 and (pp == 1 or last)
+        self.data_rank, self.data_size = self.distribution.data_rank, sizes.dp
+        self.reports_metrics = self.distribution.has_loss
 
     @classmethod
     def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
         """Return the sizes of the mesh for arguments ``options``; SizeError if they do not fit."""
-        given = {name: options[name] for name in SIZES if name in options}
+        names = ("dp_size", "tp_size", "pp_size", "ep_size")
+        given = {name: options[name] for name in names if name in options}
         return MeshSizes.of(ranks, **{**dict.fromkeys(cls.open_sizes), **given})
 
     @classmethod
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
-    ) -> list[base.Misfit]:
-        """Return what does not fit the ranks or the model, see :meth:`Plugin.problems`."""
-        return list(_problems(model, ranks, cls.sizes_of(ranks, options), options))
+    ) -> Iterator[base.Misfit]:
+        """Yield what does not fit the ranks or the model, see :meth:`Plugin.problems`."""
+        sizes, kind = cls.sizes_of(ranks, options), type(model).__name__
+        plan, starts = options.get("tp_plan"), options.get("split")
+        if ranks % (replicas := options.get("dp_replicate", 1)):
+            yield "dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)"
+        if sizes.tp > 1 or plan:
+            try:
+                sequence = sizes.tp > 1 and options.get("sequence_parallel", False)
+                tensor_styles.checked_plan(model, plan, sizes.tp, sequence)
+            except tensor_styles.PlanError as error:
+                given = {"tp_plan": plan, "tp_size": sizes.tp, "sequence_parallel": True}
+                yield error.argument, given[error.argument], str(error)
+        if sizes.pp > 1:
+            schedule, many = options.get("schedule", "1f1b"), options.get("num_microbatches")
+            if many and (refused := stages.refused_microbatches(schedule, sizes.pp, many)):
+                yield "num_microbatches", many, refused
+            count = sizes.pp * stages.SCHEDULES[schedule].stages_per_rank
+            try:
+                stages.cut(model, count, starts)
+            except stages.CutError as error:
+                yield "split" if starts else "pp_size", starts or sizes.pp, str(error)
+            if callable(getattr(model, "loss", None)):
+                own = f"{kind} computes its own loss, which a pipeline cannot cut"
+                yield "pp_size", sizes.pp, own
+        asked = options.get("ep_size")
+        stacked = [name for name, _ in model.named_modules() if name.split(".")[-1] == "experts"]
+        if sizes.ep > 1 and (asked or stacked) and not any(mixtures(model)):
+            which = f" ({first_few(stacked, 2)} cannot be; plugin=fsdp shards them)"
+            message = f"{kind} has no experts to spread{which if stacked else ''}"
+            yield "ep_size", asked or sizes.ep, message
 
-    def configure(self, model: nn.Module) -> base.ParallelModel:
-        """Split into stages, distribute experts, shard weights, then shard over data ranks."""
-        sizes = self.sizes
-        device = next(model.parameters()).device
-        axes = Axes.of(device.type, sizes)
-        data = axes.dp.get_group()
-        if self.sync_batchnorm:
-            nn.SyncBatchNorm.convert_sync_batchnorm(model, data)  # type: ignore[no-untyped-call]
-        whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        heads = head_weights(model)
-        experts = of_experts(model) if sizes.ep > 1 else frozenset()
-        styles, sequence = {}, self.sequence_parallel
-        if sizes.tp > 1:
-            styles = tensor_styles.checked_plan(model, self.tp_plan, sizes.tp, sequence)
-        parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
-        self._check_hooks(model)
-        sync.broadcast_model(model, self.world)
-        own = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
-        if sizes.ep > 1:
-            device_mesh.spread_experts(model, axes.ep.get_group())
-        if sizes.tp > 1:
-            parallelize(model, styles, axes.tp, sequence=sequence)
-        modules = {number: stages.Stage(model, parts[number]) for number in own.numbers}
-        roots = list(modules.values()) if parts else [model]
-        usage = Usage()
-        if self.sharded:
-            apart, mesh = axes.edp if sizes.ep > 1 else None, axes.dp
-            if self.dp_replicate > 1:
-                shape = self.dp_replicate, sizes.dp // self.dp_replicate
-                mesh = grid(device.type, shape, ("dp_replicate", "dp_shard"))
-            for root in roots:
-                shard_model(root, mesh, self.sharding, usage, apart, ends=not parts)
-
-        def ranks(name: str) -> int:
-            replicas = sizes.dp // (sizes.ep if name in experts else 1)
-            return replicas * sizes.tp * len(own.copies.get(own.renamed.get(name, name), [0]))
-
-        if max(sizes.tp, sizes.pp, sizes.ep, self.zero_stage + 1) == 1:
-            # All ranks have bitwise equal gradients, so that clipping needs no collective.
-            layout = Layout.of_model(model)
-        else:
-            layout = Layout.of_sharded(model, self.world, whole, ranks, own.renamed, heads)
-        replicas = sync.replicas_of(model, axes, experts, sharded=self.sharded)
-        broadcast_params = partial(reshard, roots) if self.sharded else sync.nothing
-        steps = None
-        if self.zero_stage == 1:
-            partition = sync.Partition(replicas)
-            steps, broadcast_params = partition.mine, partition.broadcast_params
-        tied = sync.tied_copies(model, own.copies, own.renamed, axes)
-        staged = [p for stage in modules.values() for p in stage.parameters()]
-        backwards = {id(p): self.num_microbatches for p in staged}
-        waiting = partial_parameters(model) if sizes.tp > 1 else frozenset()
-        averagings = [sync.Averaging(each, backwards, waiting) for each in replicas]
-        # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
-        waits = data if sizes.ep > 1 or self.sharded else None
-        ways = (self.stage_count, self.schedule, self.num_microbatches)
-        pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
-        calls = [] if pipeline is None else [pipeline.require_unchanged]
-        calls += usage.drops(model, axes, experts) if self.sharded else []
-        if sizes.tp > 1:
-            split = [p for p in model.parameters() if isinstance(p, DTensor)]
-            calls.append(partial(sync.sum_partial, split, axes.tp.get_group()))
-        calls += [each.finish for each in averagings]
-        calls += [*tied, sync.broadcast_buffers(model, axes, experts)]
-        if sizes.tp > 1:
-            replicated = tensor_styles.replicated(model)
-            calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
-        made = (steps, pipeline, own.renamed, partial(hold, model, averagings), usage.forget)
-        finish, once = partial(sync.in_turn, calls), bool(own.copies or experts)
-        return base.ParallelModel(layout, finish, broadcast_params, *made, once=once)
-
-    def _check_hooks(self, model: nn.Module) -> None:
-        """Refuse post-accumulate hooks that would not run."""
-        why = "tensor parallelism replaces parameters by the parts on each rank"
-        if self.sizes.tp == 1 and self.sharded:
-            why = f"zero_stage={self.zero_stage} computes with temporary copies of parameters"
-        elif self.sizes.tp == 1:
-            why = f"schedule={self.schedule} computes the gradients of weights apart"
-        if self.sizes.tp > 1 or self.sharded or self.splits_backward:
-            require_no_post_accumulate(model.named_parameters(), why)
-
-
-def _problems(
-    model: nn.Module, ranks: int, sizes: MeshSizes, options: Mapping[str, Any]
-) -> Iterator[base.Misfit]:
-    kind, plan, starts = type(model).__name__, options.get("tp_plan"), options.get("split")
-    if ranks % (replicas := options.get("dp_replicate", 1)):
-        yield "dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)"
-    if sizes.tp > 1 or plan:
-        try:
-            sequence = sizes.tp > 1 and options.get("sequence_parallel", False)
-            tensor_styles.checked_plan(model, plan, sizes.tp, sequence)
-        except tensor_styles.PlanError as error:
-            given = {"tp_plan": plan, "tp_size": sizes.tp, "sequence_parallel": True}
-            yield error.argument, given[error.argument], str(error)
-    if sizes.pp > 1:
-        schedule, many = options.get("schedule", "1f1b"), options.get("num_microbatches")
-        if many and (refused := stages.refused_microbatches(schedule, sizes.pp, many)):
-            yield "num_microbatches", many, refused
-        count = sizes.pp * stages.SCHEDULES[schedule].stages_per_rank
-        try:
-            stages.cut(model, count, starts)
-        except stages.CutError as error:
-            yield "split" if starts else "pp_size", starts or sizes.pp, str(error)
-        if callable(getattr(model, "loss", None)):
-            own = f"{kind} computes its own loss, which a pipeline cannot cut"
-            yield "pp_size", sizes.pp, own
-    asked = options.get("ep_size")
-    stacked = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
-    if sizes.ep > 1 and (asked or stacked) and not any(mixtures(model)):
-        which = f" ({first_few(stacked, 2)} cannot be; plugin=fsdp shards them)" if stacked else ""
-        yield "ep_size", asked or sizes.ep, f"{kind} has no experts to spread{which}"
+    def configure(self, model: nn.Module) -> ParallelModel:
+        """Distribute ``model`` over the ranks, in place."""
+        return self.distribution.distribute(model)
 
 
 class TorchDDPPlugin(HybridParallelPlugin):
@@ -308,7 +193,7 @@ class TorchFSDPPlugin(HybridParallelPlugin):
         super().__init__(zero_stage=3, **own)
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
-        self.dp_replicate = dp_replicate
+        self.distribution.dp_replicate = dp_replicate
 
 
 class LowLevelZeroPlugin(HybridParallelPlugin):
@@ -325,10 +210,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
     """
 
     def __init__(self, stage: int = 1, zero_stage: int | None = None, **options: Any) -> None:
-        chosen = stage if zero_stage is None else zero_stage
-        if chosen not in (1, 2, 3):
-            raise ValueError(f"zero_stage is 1, 2 or 3, not {chosen}")
-        super().__init__(zero_stage=chosen, **options)
+        super().__init__(zero_stage=stage if zero_stage is None else zero_stage, **options)
 
 
 class _OverRanks(HybridParallelPlugin):

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ class Faulty(DigitsCNN):
 
     ``die`` ends at once, as C code does; ``halt`` is SIGSTOP; ``late`` raises after a signal;
     ``warn`` is on all ranks. Rank -1 is the last one. ``at`` has the microbatch of the first
-    attempt, of the second, and so on; later ones do not fail.
+    attempt, of the second, and so on; later ones do not fail. ``fill`` fills the disk.
     """
 
     def __init__(self, fault: str, rank: int, at: Sequence[int], **options: int) -> None:
@@ -64,6 +65,17 @@ class Faulty(DigitsCNN):
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "memory":
                 torch.empty(2**50)
+            case "fill":
+                fill(Path(os.environ["RUNNER_OUTPUTS"]))
+
+
+def fill(folder: Path) -> None:
+    """Write until not one byte more fits on the disk of ``folder``."""
+    with (folder / "filler").open("ab", buffering=0) as file:
+        for size in (2**16, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
 
 
 def slow_data() -> Data:

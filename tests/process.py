@@ -72,13 +72,3 @@ def inspected(file: Path) -> dict[str, list[Any]]:
     for record in map(json.loads, said.stdout.splitlines()):
         records.setdefault(record["type"], []).append(record.get(record["type"]))
     return records
-
-
-def killed(*words: str, when: Callable[[], bool], env: Mapping[str, str]) -> None:
-    """Run ``python <words>`` until ``when`` is true, and kill it."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    started = subprocess.Popen([sys.executable, *words], env=env, text=True, **pipes)
-    wait_for(lambda: when() or started.poll() is not None)
-    assert started.poll() is None, started.communicate()
-    started.kill()
-    started.communicate(timeout=120)

@@ -28,6 +28,8 @@ def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_tes
     assert {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()} == WRITTEN
     home, train, test = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert (home, test) == ("cd demo", "python -m pytest")
+    assert main(["new", "demo"]) == 2
+    assert "exists already" in capsys.readouterr().err
     words = train.split()
     assert words == ["python", "-m", "runner", "--config-dir", "conf", "recipe=demo"]
     # The console script finds the code here, on every rank.
@@ -52,21 +54,3 @@ def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_tes
     assert "3 passed" in python(*tests, cwd=folder, env=environment).stdout
     lint = ["ruff", "check", "--isolated", "--select", "E,F,W,I,UP,B", "--line-length", "100", "."]
     subprocess.run([sys.executable, "-m", *lint], cwd=folder, check=True, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("my-model", "such as my_model"),
-        ("größe", "must be a Python identifier in ASCII"),
-        ("torch", "is a module that Python finds"),
-        ("gpt", "is an option or a recipe already"),
-        ("there", "exists already"),
-    ],
-)
-def test_a_name_that_cannot_be_used_is_refused(name, expected, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    assert main(["new", name]) == 2
-    assert expected in capsys.readouterr().err
-    assert {one.name for one in tmp_path.iterdir()} == {"there"}

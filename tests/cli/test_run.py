@@ -15,9 +15,9 @@ import yaml
 
 import runner
 from runner.cli.main import COMMANDS, main
+from runner.config.modes import NAMES
 from runner.run_folder import files
 from runner.run_folder.status import claimed
-from tests.mode_names import LISTED
 from tests.process import ROOT
 
 TINY = [
@@ -119,9 +119,9 @@ def test_help_names_every_group_key_recipe_command_flag_and_exit_code(capsys):
     assert main(["--help", "clip=value", "seed=9"]) == 0
     out = capsys.readouterr().out
     for part in (
-        *(LISTED, "clip.threshold=0.5", "seed=9", "train.max_duration=15ep", "  resume=auto "),
-        *("cifar10_resnet34 ", "accumulate_4", "143 terminated", "python -m runner -m"),
-        *(f"python -m runner {command} " for command in set(COMMANDS) - {"run"}),
+        *(", ".join(NAMES), "clip.threshold=0.5", "seed=9", "train.max_duration=15ep"),
+        *("  resume=auto ", "cifar10_resnet34 ", "accumulate_4", "143 terminated"),
+        *(f"python -m runner {command} " for command in {"-m", *COMMANDS} - {"run"}),
     ):
         assert part in out
     assert "hydra/" not in out
@@ -169,3 +169,35 @@ def test_a_reader_that_leaves_early_is_no_error(words, unbuffered):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_folder_without_runs_and_one_of_another_run(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    (tmp_path / "status.json").write_text("{}")
+    assert main(["tracker=none", f"hydra.run.dir={tmp_path}"]) == 2
+    printed = capsys.readouterr().err
+    assert "holds the record of an earlier run" in printed
+    assert "choose another or remove it" in printed
+
+
+def test_help_of_a_group_has_the_keys_of_the_chosen_option(capsys):
+    assert main(["--help", "~report", "~loss"]) == 0
+    every = capsys.readouterr().out
+    assert main(["--help", "optimizer", "optimizer=adamw"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("optimizer.lr=0.05", "optimizer.momentum=0.9", "model.width=32"):
+        assert f"  {text}" in every
+    assert "optimizer=" in printed
+    assert "optimizer.betas=[0.9,0.999]" in printed.replace(" ", "")
+    assert "model.width" not in printed
+
+
+def test_a_batch_larger_than_the_data_is_said(outputs, capsys):
+    words = ["device=cpu", "tracker=none", "data.batch_size=100000", "train.max_duration=1ba"]
+    assert main(words) == 0
+    printed = capsys.readouterr().err
+    assert "a step has all 1,437 samples of the data, not 100,000" in printed
+    assert "cpu, 1 rank (plugin=single), 1,437 samples, " in printed
+    (folder,) = (outputs / "runs").iterdir()
+    assert str(folder) in printed

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from runner.cli.main import main
-from tests.mode_names import LISTED
+from runner.config.modes import NAMES
 
 KEYS = [
     (
@@ -24,7 +24,7 @@ OPTIONS = [
     (
         "clip=nrom plugin=dpp plugin.nproc=2 accumulation=x3 precision=half optimizer=adma",
         [
-            *("(5 problems)", "clip=nrom", "norm?", LISTED, "plugin=dpp", "ddp?"),
+            *("(5 problems)", "clip=nrom", "norm?", ", ".join(NAMES), "plugin=dpp", "ddp?"),
             *("ddp, fsdp, hybrid, moe, pipeline, single, tensor, zero", "accumulation=x3"),
             *("none, x2, x4, x8", "precision=half", "fp16?", "bf16, fp16, fp32", "optimizer=adma"),
             "adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd",
@@ -135,6 +135,12 @@ FOLDERS = [
     (f"hydra.run.dir={'n' * 300}", ["hydra.run.dir=", "File name too long"]),
 ]
 COMMANDS = [
+    ("new my-model", ["such as my_model"]),
+    ("new größe", ["must be a Python identifier in ASCII"]),
+    ("new torch", ["is a module that Python finds"]),
+    ("new gpt", ["is an option or a recipe already"]),
+    ("dashboard --grop x", ["--grop"]),
+    ("dashboard --project", ["--project"]),
     ("plan -m seed=1,-1 clip.treshold=2", ["clip.threshold?", "seed=-1"]),
     ("plan --cfg job", ["--cfg", "unknown flag of a plan"]),
     ("plan -m model=cnn,gpt", ["does not take a sample of"]),  # what torch alone can tell
@@ -144,8 +150,54 @@ COMMANDS = [
     ("verify verify.steps=0 clip.treshold=1", ["at least 1", "clip.threshold?"]),
     ("evaluate nowhere", ["RUN=nowhere", "there is no such folder"]),
 ]
+LINEAR = "model=torch.nn.Linear"
+FIRST_HOUR = [
+    ("clip=0.25", ["did you mean clip.threshold=0.25?"]),
+    ("norm=clip", ["did you mean clip=norm?"]),
+    ("accumulation=4", ["did you mean accumulation.steps=4?"]),
+    ("clip.threshold=abc", ["clip.threshold=abc", "number"]),
+    ("lr=0.1", ["did you mean optimizer.lr?"]),
+    ("batch_size=64", ["did you mean data.batch_size?"]),
+    ("epochs=3", ["did you mean train.max_duration?"]),
+    ("gpus=4", ["did you mean plugin.nproc?"]),
+    *((f"precision={word}", ["did you mean fp16?"]) for word in ("16", "amp")),
+    ("model=resnet50", ["did you mean resnet34?", "model=package.name"]),
+    ("model=nomodule.Net", ["model._target_=nomodule.Net", "No module named 'nomodule'"]),
+    ("model=torch.nn.Linaer", ["torch.nn has no Linaer; did you mean Linear?"]),
+    (LINEAR, ["model.in_features", "model.out_features", "(2 problems)", "no value given"]),
+    (
+        f"{LINEAR} model.in_features=8 model.out_feature=10",
+        ["model.out_feature=10", "did you mean model.out_features?"],
+    ),
+    (f"{LINEAR} model.in_features=3 model.out_features=2", ["does not take a sample of"]),
+    ("loss=torch.nn.MSELoss", ["loss._target_=torch.nn.MSELoss", "does not take"]),
+    ("plugin=tensor plugin.tp_size=2 plugin.nproc=3", ["plugin.nproc=3", "tp_size 2"]),
+    ("resume=/nope", ["resume=/nope", "there is no", "auto, never, or the path of a run"]),
+    ("data=datasets", ["data.train.path", "no value given"]),
+    (
+        "data=own data.train._target_=tests.own_code.Flow data.train.samples=2000 "
+        f"{LINEAR} model.in_features=20 model.out_features=2",
+        ["give train.max_duration in ba or sp", "a stream"],
+    ),
+]
+MOVING_LIMITS = [
+    *((f"calibrate clip={one}", [f"clip={one}", "clip=norm"]) for one in ("percentile", "zscore")),
+    ("clip=zscore clip.what_if=[1]", ["clip.what_if=[1]"]),
+    ("clip=percentile clip.threshold=101", ["clip.threshold=101"]),
+    ("clip=percentile clip.window=3", ["clip.window=3"]),
+    ("clip=percentile clip.history=both", ["clip.history=both", "raw", "clipped"]),
+    ("clip=zscore clip.rule=maen", ["clip.rule=maen", "mean"]),
+    ("clip=schedule clip.of=nrom", ["clip.of.mode=nrom", "norm"]),
+    ("clip=schedule clip.of=none", ["clip.of.threshold"]),
+    ("clip=schedule clip.of={mode:adaptive,epz:1}", ["clip.of.epz=1", "mean eps?"]),
+    ("clip=schedule clip.of={mode:adaptive,eps:-1}", ["clip.of.eps=-1"]),
+    ("clip=schedule clip.of={mode:value,threshold:1}", ["clip.of.threshold=1"]),
+    ("clip=schedule clip.of={mode:adaptive,exclude:[haed.*]}", ["clip.of.exclude"]),
+    ("clip=schedule clip.decay=cosine", ["clip.steps"]),
+]
 WRONG = [
-    *(*KEYS, *OPTIONS, *VALUES, *COMBINATIONS, *FLAGS, *SWEEPS, *FOLDERS, *COMMANDS),
+    *(*KEYS, *OPTIONS, *VALUES, *COMBINATIONS, *FLAGS, *SWEEPS, *FOLDERS, *COMMANDS, *FIRST_HOUR),
+    *((words, ["(1 problem)", *parts]) for words, parts in MOVING_LIMITS),
     ("", ["hydra.run.dir=/dev/null/outputs", "must be a folder that can be written"]),
 ]
 

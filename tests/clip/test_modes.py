@@ -11,8 +11,8 @@ from torch import nn
 from runner import apply_gradient_clipping
 from runner.clip import GradStats, Layout, ParamShard, build, total_norm
 from runner.clip.units import units_of
+from runner.config.modes import NAMES
 from tests.clip.reference import REFERENCE, awkward, norm_of, on, parameters, refused, unwaited
-from tests.mode_names import NAMES
 
 # Nearest to the largest value that a mode compares with λ: just below and just above it.
 SHARES = {torch.bfloat16: (0.3, 2.0), torch.float32: (0.02, 0.3, 0.9999, 1.0001, 1e4)}

@@ -31,14 +31,6 @@ def test_one_line_says_why_it_is_not_saved(start_server, monkeypatch, capsys, fa
     assert server.views == []
 
 
-@pytest.mark.parametrize("words", ["--grop x", "--project"])
-def test_a_wrong_request_is_named(capsys, words):
-    assert main(["dashboard", *words.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert words.split()[0] in printed.err
-
-
 def _leaves(config, above=""):
     """Dotted keys; as on a server, what each top-level key holds lies in its ``value``."""
     for key, value in config.items():

@@ -8,8 +8,8 @@ import pytest
 from runner.cli.main import main
 from runner.report.page import written
 from runner.run_folder.status import Record
-from tests.filling import fill
-from tests.launch.ends import only_run, read, rows_of
+from tests.faulty import fill
+from tests.launch.ends import faulty, only_run, read, rows_of
 
 # Only one worker gets mounts of its own.
 pytestmark = pytest.mark.xdist_group("disk")
@@ -39,11 +39,9 @@ def disk(tmp_path, own_mounts):
 def run(outputs, disk, monkeypatch, capsys):
     """Run a command that writes to that disk, and return what it prints."""
     monkeypatch.setenv("RUNNER_OUTPUTS", str(disk / "outputs"))
-    filling = "model._target_=tests.filling.Filling"
 
-    def run(*words, at=0, code=0, fills=True):
-        monkeypatch.setenv("FILLED", str(disk) if fills else "")
-        assert main(["device=cpu", *SMALL, filling, f"+model.at={at}", *words]) == code
+    def run(*words, at=99, code=0):
+        assert main(["device=cpu", *SMALL, *faulty("fill", at, rank=0), *words]) == code
         printed = "".join(capsys.readouterr())
         for unwanted in ("Traceback", "Logging error", "Error executing job"):
             assert unwanted not in printed
@@ -63,8 +61,8 @@ def test_a_run_whose_rows_do_not_fit_fails_and_continues_once_there_is_space(run
     folder = only_run(disk / "outputs")
     ended = read(folder)  # its file had space for this
     assert (ended["state"], ended["exit_code"], "No space" in ended["error"]) == ("failed", 1, True)
-    (disk / "filler").unlink()
-    run(*words, at=5, fills=False)
+    (disk / "outputs" / "filler").unlink()
+    run(*words, at=5)
     assert [row["train/step"] for row in rows_of(folder)] == list(range(1, 21))
     assert read(folder)["state"] == "finished"
 
@@ -76,8 +74,8 @@ def test_a_sweep_stops_without_weights_and_the_same_command_finishes_it(run, dis
     assert said.count("the sweep stops: ") == 1
     assert about_disk(said, disk)
     assert not (folder / "1" / "status.json").exists()
-    (disk / "filler").unlink()
-    run(*sweep, at=19, fills=False)
+    (disk / "outputs" / "filler").unlink()
+    run(*sweep, at=19)
     assert [read(folder / number)["state"] for number in "01"] == ["finished"] * 2
     assert read(folder, "sweep.json")["state"] == "finished"
     assert [row["train/step"] for row in rows_of(folder / "0")] == list(range(1, 21))

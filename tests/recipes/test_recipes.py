@@ -10,8 +10,8 @@ import pytest
 
 from runner.config import recipes
 from runner.config.folders import find
+from runner.config.modes import NAMES
 from runner.config.request import help_text, request
-from tests.mode_names import NAMES
 from tests.process import python
 
 FILES = recipes.files_of()

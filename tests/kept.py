@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+from tests.launch.ends import read, rows_of
 
 TIMES = ("time/step_s", "throughput/samples_per_s", "wall_s", "git")
 
@@ -18,16 +19,10 @@ def without_times(value: Any) -> Any:
     return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [without_times(json.loads(line)) for line in lines]
-
-
 def assert_alike(run: Path, wanted: Path) -> None:
     """Rows, summary, weights, tensors of optimizers, counts and random states, bit for bit."""
     assert rows_of(run) == rows_of(wanted)
-    summary, other = (json.loads((one / "summary.json").read_text()) for one in (run, wanted))
-    assert without_times(summary) == without_times(other)
+    assert without_times(read(run, "summary.json")) == without_times(read(wanted, "summary.json"))
     names = sorted(one.name for one in (wanted / "checkpoints").iterdir() if one.name[0] != ".")
     newest = [name for name in names if name.startswith("step_")][-1:]
     for name in ("final", *newest):

@@ -66,9 +66,8 @@ def wait_for(
 
 def inspected(file: Path) -> dict[str, list[Any]]:
     """Return the records that wandb's own reader finds in a file, by their kind."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = python("-m", "wandb", "leet", "inspect", "--json", str(file)).stdout
     records: dict[str, list[Any]] = {}
-    for record in map(json.loads, said.stdout.splitlines()):
+    for record in map(json.loads, said.splitlines()):
         records.setdefault(record["type"], []).append(record.get(record["type"]))
     return records

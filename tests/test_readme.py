@@ -1,7 +1,4 @@
-"""All READMEs and CONTRIBUTING agree with the files: tables, keys, commands, examples and links.
-
-``python tests/test_readme.py`` prints the table of recipes for recipes/README.md.
-"""
+"""All READMEs and CONTRIBUTING agree with the files: tables, keys, commands, examples and links."""
 
 import re
 import shlex
@@ -10,6 +7,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from runner.cli import pages
 from runner.cli.main import COMMANDS, PARSED_BY_ARGPARSE
@@ -26,9 +24,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("r*/**/README.
 DOCUMENTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 
 
-def rows(heading):
-    """The cells of README's first table whose header begins with the column ``heading``."""
-    lines = README.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
+def rows(heading, document=README):
+    """The cells of the first table whose header begins with the column ``heading``."""
+    lines = document.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
@@ -63,25 +61,6 @@ def known_keys():
     return found
 
 
-def reference(source):
-    """A recipe's source in short, linked where it has an address."""
-    if source.startswith("none"):
-        return "none"
-    year, address = re.search(r"\b(19|20)\d\d\b", source), re.search(r"https://[^\s,]+", source)
-    if source[0].isdigit():
-        return "several papers, see its header"
-    short = source.partition(",")[0] + (f" {year[0]}" if year else "")
-    return f"[{short}]({address[0]})" if address else short
-
-
-def recipe_rows():
-    """The rows of the table of recipes, from the headers of their files."""
-    for name, file in recipes.files_of().items():
-        source = re.search(r"(?m)^# source:(.*)", file.read_text())[1].strip()
-        purpose = recipes.purpose(file).rstrip(".")
-        yield f"| [`{name}`]({name}.yaml) | {purpose} | {reference(source)} |"
-
-
 def test_tables_list_every_group_option_mode_plugin_and_recipe():
     defaults = [one for one in content("config.yaml")["defaults"] if isinstance(one, dict)]
     first = {group: option for entry in defaults for group, option in entry.items()}
@@ -92,13 +71,12 @@ def test_tables_list_every_group_option_mode_plugin_and_recipe():
         assert sorted(named) == sorted(options(group))
         assert named[0] == first[group]
     assert sorted(quoted(row[0])[0] for row in rows("mode")) == sorted(options("clip"))
-    shown = (
-        DOCUMENTS["recipes/README.md"]
-        .partition("| recipe |")[2]
-        .partition("\n\n")[0]
-        .splitlines()[2:]
-    )
-    assert shown == list(recipe_rows())
+    listed, found = rows("recipe", DOCUMENTS["recipes/README.md"]), recipes.files_of()
+    for (link, purpose, cited), (name, file) in zip(listed, found.items(), strict=True):
+        source = re.search(r"(?m)^# source:(.*)", file.read_text())[1]
+        assert link == f"[`{name}`]({name}.yaml)"
+        assert purpose == recipes.purpose(file).rstrip(".")
+        assert all(url in cited for url in re.findall(r"https://[^\s,]+", source))
     plugins = {quoted(row[0])[0]: set(quoted(row[2])) for row in rows("plugin")}
     assert {"single", *plugins} == set(options("plugin"))
     for plugin, named in plugins.items():
@@ -158,11 +136,8 @@ def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):
     torch.manual_seed(0)
     data = TensorPairs(torch.randn(12, 4), torch.randint(3, (12,)))
     loader = torch.utils.data.DataLoader(data, 4, collate_fn=collate_pairs)
-    sections = [
-        README.partition("## Library\n")[2],
-        CONTRIBUTING.partition("## Library details\n")[2],
-    ]
-    section = "".join(each.partition("\n## ")[0] for each in sections)
+    section = README.partition("## Library\n")[2].partition("\n## ")[0]
+    section += CONTRIBUTING.partition("## Library details\n")[2].partition("\n## ")[0]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(examples) == 4
     try:
@@ -173,16 +148,9 @@ def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):
             model(data.inputs).sum().backward()
             if "loader" in example:
                 optimizer.zero_grad()
-            names = {
-                "torch": torch,
-                "model": model,
-                "optimizer": optimizer,
-                "loader": loader,
-                "test_loader": loader,
-                "criterion": nn.functional.cross_entropy,
-                "loss": 0.5,
-                "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-            }
+            names = {"torch": torch, "model": model, "optimizer": optimizer, "loss": 0.5}
+            names |= {"loader": loader, "test_loader": loader, "criterion": cross_entropy}
+            names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
             exec(compile(example, "README.md", "exec"), names)
     finally:
         leave()
@@ -205,7 +173,3 @@ def test_the_second_command_is_the_gates_own():
     command = "python -m pytest -q -n 2 --dist loadgroup\n"
     gate = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert all(command in text for text in (README, CONTRIBUTING, gate))
-
-
-if __name__ == "__main__":
-    print("| recipe | setting | source |\n|---|---|---|", *recipe_rows(), sep="\n")

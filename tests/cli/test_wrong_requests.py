@@ -139,8 +139,6 @@ COMMANDS = [
     ("new größe", ["must be a Python identifier in ASCII"]),
     ("new torch", ["is a module that Python finds"]),
     ("new gpt", ["is an option or a recipe already"]),
-    ("dashboard --grop x", ["--grop"]),
-    ("dashboard --project", ["--project"]),
     ("plan -m seed=1,-1 clip.treshold=2", ["clip.threshold?", "seed=-1"]),
     ("plan --cfg job", ["--cfg", "unknown flag of a plan"]),
     ("plan -m model=cnn,gpt", ["does not take a sample of"]),  # what torch alone can tell

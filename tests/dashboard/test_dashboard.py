@@ -57,6 +57,9 @@ def test_the_saved_workspace_shows_what_a_run_records(start_server, outputs, cap
         printed, entity = capsys.readouterr(), "team" if "team" in words else "local"
         assert printed.err == ""
         assert printed.out.startswith(f"workspace saved: {server.url}/{entity}/clips?nw=")
+    for words in ("--grop x", "--project"):
+        assert main(["dashboard", *words.split()]) == 2
+        assert words.split()[0] in capsys.readouterr().err
     view, other = server.views
     assert (view["entityName"], other["entityName"]) == ("local", "team")
     assert (view["projectName"], other["displayName"]) == ("clips", "λ-1")

@@ -2,33 +2,23 @@
 
 import json
 import math
-import re
 import socket
-from html import unescape
 
 import numpy as np
 import yaml
 
+from runner.run_folder.status import Entry, SweepRecord, changed
 from runner.run_folder.strict_json import encode
 
 # A process that cannot be: beyond any machine's highest number.
 NO_SUCH_PROCESS = 2**22 + 12345
-HASH = "0123456789abcdef"
-BEGUN = "2026-11-21T04:00:00+00:00"
 
 
 def config(**changes):
     """A resolved configuration; ``section__key=value`` changes one key."""
-    whole = {"recipe": "none", "seed": 0, "device": "auto"}
-    whole["plugin"] = {"name": "single", "nproc": 1}
-    whole["clip"] = {"mode": "norm", "threshold": 1.0, "norm_type": 2.0, "exclude": "auto"}
-    whole |= {"accumulation": {"steps": 1}, "precision": {"name": "fp32"}}
-    whole["model"] = {"_target_": "runner.models.cnn", "width": 32}
-    whole["data"] = {"_target_": "runner.data.digits", "batch_size": 32}
-    whole["optimizer"] = {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9}
-    whole["scheduler"] = {"_target_": "runner.optim.schedulers.CosineAnnealingLR"}
-    whole["tracker"] = {"name": "wandb", "mode": "auto", "tags": []}
-    whole |= {"train": {"max_duration": "15ep"}, "log": {"interval": 1, "flush": 50}}
+    whole = {"seed": 0, "clip": {"mode": "norm", "threshold": 1.0, "exclude": "auto"}}
+    whole |= {"model": {"_target_": "runner.models.cnn", "width": 32}, "log": {"interval": 1}}
+    whole |= {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0.05}, "tracker": {"tags": []}}
     for key, value in changes.items():
         section, _, inner = key.partition("__")
         whole[section] = {**whole[section], inner: value} if inner else value
@@ -84,12 +74,10 @@ def summary(made):
     for key, better in (("train/loss", min), ("eval/loss", min), ("eval/accuracy", max)):
         known = [row[key] for row in made if not math.isnan(row.get(key, math.nan))]
         best |= {key: better(known)} if known else {}
-    norm = {name: float(point) for name, point in points}
-    norm |= {"max": float(finite.max()), "mean": float(finite.mean())}
-    whole = {"final": final, "best": best, "grad/norm": norm}
+    norm = {name: float(point) for name, point in points} | {"max": float(finite.max())}
+    whole = {"final": final, "best": best, "grad/norm": norm, "steps": len(made)}
     whole |= {key: made[-1][key] for key in ("clip/ratio_total", "grad/nonfinite")}
-    whole |= {"steps": len(made), "samples": len(made) * 32, "wall_s": 0.031 * len(made)}
-    return whole | {"parameters": 18_730, "world_size": 1, "device": "cpu"}
+    return whole | {"wall_s": 0.031 * len(made), "world_size": 1, "device": "cpu"}
 
 
 def write_run(folder, made, of, *, overrides=(), state="finished", error=None, torn=False):
@@ -104,17 +92,10 @@ def write_run(folder, made, of, *, overrides=(), state="finished", error=None, t
     whole = state in ("finished", "interrupted")
     if whole and made:
         (folder / "summary.json").write_text(encode(summary(made)))
-    codes = {"finished": 0, "failed": 1, "interrupted": 130}
-    status = {"state": state, "exit_code": codes.get(state), "error": error, "step": len(made)}
-    status |= {"rank": 0 if error else None, "config_hash": HASH, "wandb_run_id": "k3v9x0ab"}
-    status |= {"started": BEGUN, "ended": "2026-11-21T04:00:12.5+00:00" if whole else None}
-    status |= {"wall_s": 12.5, "pid": NO_SUCH_PROCESS, "host": socket.gethostname()}
+    status = {"state": state, "error": error, "step": len(made), "wall_s": 12.5}
+    status |= {"pid": NO_SUCH_PROCESS, "host": socket.gethostname()}
     (folder / "status.json").write_text(json.dumps(status))
     return folder
-
-
-REQUEST = {"request": "fedcba9876543210", "objective": "eval/loss"}
-REQUEST |= {"maximizes": False, "max_failures": None, "keys": ["clip", "clip.threshold"]}
 
 
 def sweep(folder, settings, seeds=(0,), steps=400, **options):
@@ -130,13 +111,33 @@ def sweep(folder, settings, seeds=(0,), steps=400, **options):
             of = config(clip__mode=mode, clip__threshold=threshold, seed=seed)
             write_run(folder / str(number), made, of, overrides=tuple(words))
             best = min(row.get("eval/loss", math.inf) for row in made)
-            about = {"number": number, "folder": str(number), "overrides": words, "words": words}
-            about |= {"state": "finished", "exit_code": 0, "error": None, "objective": best}
-            entries.append(about | {"seconds": 12.5, "config_hash": HASH})
-    typed = ["-m", "clip=norm", "clip.threshold=0.1,0.25,1.0,2.0"]
-    record = {"name": folder.name, "words": typed, **REQUEST, "total": len(entries)}
-    record |= {"runs": entries, "started": BEGUN, "ended": "2026-11-21T04:02:00+00:00"}
-    (folder / "sweep.json").write_text(encode(record | {"state": "finished"}))
+            finished = {"state": "finished", "exit_code": 0, "objective": best, "seconds": 12.5}
+            entries.append(Entry(number, str(number), words, words, "0123abcd", **finished))
+    about = {"request": "fedcba98", "objective": "eval/loss", "maximizes": False}
+    about |= {"words": ["-m", "clip=norm", "clip.threshold=0.1,0.25,1.0,2.0"], "keys": ["clip"]}
+    about |= {"total": len(entries), "state": "finished", "max_failures": None}
+    SweepRecord(folder.name, **about, entries=entries).write(folder)
+    return folder
+
+
+def trained(folder, losses, state="finished", steps=40, layers=(), **changes):
+    """Runs of thresholds (and rates) with the last loss of each seed; NaN for one that diverged."""
+    number = 0
+    for setting, of_seeds in losses.items():
+        threshold, rate = setting if isinstance(setting, tuple) else (setting, 0.05)
+        mode = "norm" if threshold else "none"
+        for seed, loss in enumerate(of_seeds):
+            seed, loss = loss if isinstance(loss, tuple) else (seed, loss)
+            options = {"diverges_at": 20 if loss != loss else None, "layers": layers}
+            made = rows(mode, threshold, steps, seed=number, evaluations=0, **options)
+            if loss == loss:
+                made[steps // 2 - 1]["eval/loss"] = loss + 0.1
+            made[-1] |= {"eval/loss": loss if loss == loss else 0.01, "eval/accuracy": loss}
+            keys = {"clip__mode": mode, "clip__threshold": threshold, "optimizer__lr": rate}
+            words = (f"clip={mode}", f"clip.threshold={threshold}", f"seed={seed}")
+            of = config(**keys, seed=seed, **changes)
+            write_run(folder / str(number), made, of, overrides=words, state=state)
+            number += 1
     return folder
 
 
@@ -162,24 +163,7 @@ def troubled(folder):
     write_run(folder / "7", part, config(clip__threshold=4.0), error=error, **failed)
     torn = {"state": "running", "torn": True, "overrides": ("clip.threshold=2.0",)}
     write_run(folder / "8", part[:77], config(clip__threshold=2.0), **torn)
-    record = json.loads((folder / "sweep.json").read_text())
-    words = ["clip.threshold=16.0"]
-    planned = {"number": 9, "folder": "9", "overrides": words, "words": words}
-    record["runs"].append({**planned, "config_hash": "", "state": "waiting"})
-    (folder / "sweep.json").write_text(json.dumps(record))
+    with changed(folder) as record:
+        words = ["clip.threshold=16.0"]
+        record.entries.append(Entry(9, "9", words, words, ""))
     return folder
-
-
-def cells(page, key):
-    """Value and text of one column, by runs, and by ``setting-N`` of a setting's first row."""
-    place = re.findall(r'<th [^>]*data-key="([^"]*)"', page).index(key)
-    found = {}
-    bodies = r'<tbody id="(setting-\d+)"[^>]*>(.*?)</tbody>'
-    for setting, body in re.findall(bodies, page, re.DOTALL):
-        for row in reversed(re.findall(r"<tr.*?</tr>", body, re.DOTALL)):
-            each = re.findall(r'<t[hd][^>]*data-value="([^"]*)"[^>]*>(.*?)</t[hd]>', row, re.DOTALL)
-            cell = unescape(each[place][0]), unescape(each[place][1])
-            found[setting] = cell
-            for number in re.findall(r'^<tr[^>]*data-run="([^"]*)"', row):
-                found[number] = cell
-    return found

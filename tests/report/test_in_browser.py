@@ -7,7 +7,7 @@ import pytest
 
 from runner.report import write
 from tests.report.browser import Browser, Page
-from tests.report.examples import HOSTILE, LAYERS, config, rows, troubled, write_run
+from tests.report.examples import HOSTILE, LAYERS, rows, trained, troubled
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -33,16 +33,8 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     """The page of a sweep of three thresholds with three seeds, whose best losses are LOSSES."""
-    folder = tmp_path_factory.mktemp("s")
-    for place, loss in enumerate(LOSSES.ravel()):
-        made = rows("norm", 0.5 + place // 3, 100, seed=place, layers=LAYERS)
-        for row in made:
-            row.pop("eval/loss", None)
-        made[49]["eval/loss"], made[-1]["eval/loss"] = loss + 0.1, loss
-        of = config(clip__threshold=0.5 + place // 3, seed=place % 3)
-        words = (f"clip.threshold={0.5 + place // 3}", f"seed={place % 3}")
-        write_run(folder / str(place), made, of, overrides=words)
-    return write(folder)
+    losses = dict(zip((0.5, 1.5, 2.5), LOSSES.tolist(), strict=True))
+    return write(trained(tmp_path_factory.mktemp("s"), losses, steps=100, layers=LAYERS))
 
 
 def assert_quiet(page):

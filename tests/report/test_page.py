@@ -17,19 +17,23 @@ from runner.cli.pages import report as main
 from runner.config.problem import RequestError
 from runner.report import read_run, write
 from tests.process import python
-from tests.report.examples import HOSTILE, NORM, cells, config, rows, sweep, troubled, write_run
+from tests.report.examples import HOSTILE, NORM, config, rows, sweep, troubled, write_run
 
 
 def test_lost_killed_and_planned_runs_show_as_such_and_links_lead_to_files(tmp_path):
     folder = troubled(tmp_path / "s")
     page = write(folder, 1).read_text()
     assert "still running when this page was written, with 1 run left." in page
-    shown = {run: value for run, (value, _) in cells(page, "state").items()}
-    assert [shown[run] for run in "6789"] == ["finished", "failed", "killed", "not started"]
-    assert cells(page, "final/eval/loss")["6"][1] == "NaN"
+    columns = re.findall(r'<th [^>]*data-key="([^"]*)"', page)[1:]
+    shown = {
+        run: dict(zip(columns, re.findall(r"<td[^>]*>(.*?)</td>", row), strict=True))
+        for run, row in re.findall(r'<tr[^>]*data-run="(\d)"(.*?)</tr>', page, re.DOTALL)
+    }
+    states = ["finished", "failed", "killed", "not started"]
+    assert [shown[run]["state"] for run in "6789"] == states
+    assert (shown["6"]["final/eval/loss"], shown["8"]["steps"]) == ("NaN", "77")
     # The loss doubles from step 181 on, and is over twice its start a few steps later.
-    assert 181 <= float(cells(page, "diverged_at")["6"][0]) <= 193
-    assert cells(page, "steps")["8"][0] == "77"
+    assert 181 <= int(shown["6"]["diverged_at"]) <= 193
     for part in ("Run 7 failed at step 120: RuntimeError", "Run 8 was killed at step 77"):
         assert part in page
     html = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)

@@ -15,7 +15,7 @@ from runner.report import read, write
 from runner.report.findings import find
 from runner.report.statistics import LEVEL, Difference, compare, holm
 from runner.report.verdict import remarks, verdict
-from tests.report.examples import NORM, config, rows, sweep, write_run
+from tests.report.examples import NORM, config, rows, sweep, trained, write_run
 
 NAN = math.nan
 ACCURACY = {"objective": "eval/accuracy"}
@@ -25,23 +25,8 @@ CLEAR = {0.5: [0.100, 0.200, 0.300], 1.0: [0.151, 0.250, 0.349], None: [0.199, 0
 OPEN = {0.5: [0.10, 0.21, 0.28], 1.0: [0.12, 0.20, 0.30], None: [0.50, 0.62, 0.69]}
 
 
-def made(folder, losses, state="finished", **changes):
-    """A sweep of thresholds (and rates) with the loss of each seed; NaN for one that diverged."""
-    number = 0
-    for setting, of_seeds in losses.items():
-        threshold, rate = setting if isinstance(setting, tuple) else (setting, 0.05)
-        mode = "norm" if threshold else "none"
-        for seed, loss in enumerate(of_seeds):
-            seed, loss = loss if isinstance(loss, tuple) else (seed, loss)
-            lost = 20 if loss != loss else None
-            lines = rows(mode, threshold, 40, evaluations=0, diverges_at=lost)
-            lines[-1] |= {"eval/loss": 0.01 if lost else loss, "eval/accuracy": loss}
-            keys = {"clip__mode": mode, "clip__threshold": threshold, "optimizer__lr": rate}
-            of = config(**keys, seed=seed, **changes)
-            words = (f"clip={mode}", f"clip.threshold={threshold}", f"seed={seed}")
-            write_run(folder / str(number), lines, of, overrides=words, state=state)
-            number += 1
-    return find(read(folder))
+def made(*arguments, **changes):
+    return find(read(trained(*arguments, **changes)))
 
 
 def case(losses, *said, winner=None, **changes):

@@ -12,7 +12,7 @@ from runner.cli.main import main
 from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read, rows_of
 from tests.launch.test_secrets import Planted
-from tests.process import environment_at, wait_for
+from tests.process import environment_at, python
 
 SMALL = ["device=cpu", "data.batch_size=16", "log.flush=1"]
 SIX = [*SMALL, "train.max_duration=6ba"]
@@ -58,21 +58,15 @@ class Command:
             (self.marks / one.strip("n")).write_text(fault)
         return ["model._target_=tests.sweep.conftest.Net", f"+model.marks={self.marks}", number]
 
-    def start(self, *words, before=("-m", "runner")):
+    def start(self, *words):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, *before, *words]
+        command = [sys.executable, "-m", "runner", *words]
         return subprocess.Popen(command, env=self.environment, start_new_session=True, **pipes)
 
     def __call__(self, *words, code=0, before=("-m", "runner"), limit=300):
         """What it says, on stdout and on stderr."""
-        started = self.start(*words, before=before)
-        out, err = started.communicate(timeout=limit)
-        assert started.returncode == code, out + err
-        return out, err
-
-    def until(self, happened, started):
-        wait_for(lambda: happened() or started.poll() is not None)
-        assert started.poll() is None, started.communicate()
+        done = python(*before, *words, code=code, env=self.environment, timeout=limit)
+        return done.stdout, done.stderr
 
     def has_rows(self, number):
         files = self.sweeps.glob(f"*/{number}/metrics.jsonl")

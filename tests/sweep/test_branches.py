@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from safetensors.torch import load_file
 
 from runner.cli.main import main
+from tests.kept import assert_same_checkpoint
 
 SHORT = ["device=cpu", "tracker=none", "data.batch_size=16", "train.max_duration=10ba"]
 SHORT += ["eval.interval=5ba", "model.width=8"]
@@ -61,11 +61,8 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
         run(*mode, f"hydra.run.dir={whole}", f"callbacks=[{changed}]")
         wanted = [row for row in rows_of(whole) if row["train/step"] > 6]
         assert rows_of(sweep / str(number)) == wanted
-        for file in (whole / "checkpoints" / "final").glob("*.safetensors"):
-            ours = load_file(sweep / str(number) / "checkpoints" / "final" / file.name)
-            theirs = load_file(file)
-            assert ours.keys() == theirs.keys()
-            assert all(ours[key].equal(theirs[key]) for key in theirs)
+        final = "checkpoints/final"
+        assert_same_checkpoint(sweep / str(number) / final, whole / final)
         first = json.loads((sweep / str(number) / "metrics.jsonl").read_text().splitlines()[0])
         assert first["throughput/samples_per_s"] == pytest.approx(16 / first["time/step_s"])
         summary = json.loads((sweep / str(number) / "summary.json").read_text())

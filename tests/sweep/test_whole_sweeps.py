@@ -10,7 +10,7 @@ from runner.cli.main import main
 from runner.run_folder import status
 from tests.launch.ends import read, rows_of
 from tests.launch.test_secrets import leaks
-from tests.process import inspected
+from tests.process import inspected, wait_for
 from tests.sweep.conftest import PLAIN, SMALL, results
 
 pytestmark = pytest.mark.xdist_group("sweep")
@@ -107,7 +107,7 @@ def test_an_interrupt_ends_a_sweep_at_once(command, here, monkeypatch):
     monkeypatch.setattr(status, "RELEASED", 0.1)
     started = command.start(*words)
     try:
-        command.until(lambda: command.has_rows(1), started)
+        wait_for(lambda: command.has_rows(1) or started.poll() is not None)
         page = (command.folder / "report.html").read_text()
         assert "still running when this page was written, with 1 run left" in page
         assert "another process is using this folder" in here(*words, code=2).err

@@ -52,6 +52,7 @@ gradient norm  p50 0.500  p90 1.25  p99 3.50  clipped 37 % of the steps"""
         ([row(100, eval_loss=0.0912, eval_accuracy=0.975)], (450,), f"{WHOLE}  812 samples/s"),
         (CLIPPED, (None, 10), "step 10  clipped 30 %\nstep 20  clipped 50 %"),
         ([], (450, 1, SUMMARY, 0), SUMMARY_LINES),
+        ([{"train/step": 15}], (30, 10, None, 1), "t: failed after 15 of 30 steps"),
     ],
 )
 def test_lines_of_a_file(rows, options, expected):
@@ -86,16 +87,6 @@ def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown, cut):
     ended = seen.replace("\r", "").splitlines()
     assert any(line.startswith("my-run: finished") for line in ended)
     assert "look at clip.threshold" in ended
-
-
-def test_a_file_says_without_colours_that_a_run_failed():
-    stream = io.StringIO()
-    sink = TerminalSink(30, 10, "my-run", stream)
-    for step in range(1, 16):
-        sink.write({"train/step": step, "train/loss": 0.5})
-    sink.close(None, 1)
-    assert "my-run: failed after 15 of 30 steps" in stream.getvalue().splitlines()
-    assert "\x1b" not in stream.getvalue()
 
 
 SCRIPT = """

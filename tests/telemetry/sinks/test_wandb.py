@@ -30,42 +30,34 @@ ROWS = [
 ]
 
 
-class Wandb:
-    """Sinks of one test, and what they recorded."""
+def record(folder, run_id, rows=ROWS, summary=SUMMARY, exit_code=0, **more):
+    """Record a whole run; return its file."""
+    folder.mkdir(exist_ok=True)
+    about = {"project": "clips", "group": "sweep", "tags": ["a", "b"], "job_type": "train"}
+    given = about | {"mode": "auto", "timeout": 120.0, "name": "clip=norm", "config": CONFIG}
+    sink = WandbSink(folder, run_id=run_id, **given | more)
+    for row in rows:
+        sink.write(row)
+    sink.close(summary, exit_code)
+    return file_of(folder, run_id)
 
-    def __init__(self, caplog):
-        self._caplog = caplog
 
-    @property
-    def warnings(self):
-        every = [r for r in self._caplog.records if r.name.startswith("runner")]
-        return [r.getMessage() for r in every if r.levelno >= logging.WARNING]
+def file_of(folder, run_id):
+    return sorted(folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"))[-1]
 
-    def run(self, folder, run_id, rows=ROWS, summary=SUMMARY, exit_code=0, **more):
-        """Record a whole run; return its file."""
-        folder.mkdir(exist_ok=True)
-        about = {"project": "clips", "group": "sweep", "tags": ["a", "b"], "job_type": "train"}
-        given = about | {"mode": "auto", "timeout": 120.0, "name": "clip=norm", "config": CONFIG}
-        sink = WandbSink(folder, run_id=run_id, **given | more)
-        for row in rows:
-            sink.write(row)
-        sink.close(summary, exit_code)
-        return self.file(folder, run_id)
 
-    def file(self, folder, run_id):
-        return sorted(folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"))[-1]
-
-    def history(self, file):
-        """Return the rows, without wandb's own keys."""
-        items = [decode(json.dumps(one["item"])) for one in inspected(file)["history"]]
-        return [{k: v for k, v in item.items() if not k.startswith("_")} for item in items]
+def history(file):
+    """Return the rows, without wandb's own keys."""
+    items = [decode(json.dumps(one["item"])) for one in inspected(file)["history"]]
+    return [{k: v for k, v in item.items() if not k.startswith("_")} for item in items]
 
 
 @pytest.fixture
-def wandb(own_home, caplog, monkeypatch):
-    """Sinks whose servers may take their time, on a busy machine too."""
+def warnings(own_home, caplog, monkeypatch):
+    """The warnings of sinks whose servers may take their time, on a busy machine too."""
     monkeypatch.setattr(wandb_sink, "SERVER_SECONDS", 120.0)
-    return Wandb(caplog)
+    ours = lambda r: r.name.startswith("runner") and r.levelno >= logging.WARNING  # noqa: E731
+    return lambda: [r.getMessage() for r in caplog.records if ours(r)]
 
 
 def assert_same(got, expected):
@@ -77,17 +69,17 @@ def assert_same(got, expected):
 KEY = "local-" + "a" * 40
 
 
-def test_offline_runs_are_recorded_whole(wandb, tmp_path):
+def test_offline_runs_are_recorded_whole(warnings, tmp_path):
     with JsonlSink(tmp_path / "rows.jsonl") as rows:
         for row in ROWS:
             rows.write(row)
-    ended = wandb.run(tmp_path / "0", "ended")
+    ended = record(tmp_path / "0", "ended")
     many = [{"train/step": n, **{f"grad/norm/{k}": k / 7 for k in range(2000)}} for n in range(4)]
-    failed = wandb.run(tmp_path / "1", "failed", many, summary=None, exit_code=1)
-    assert wandb.warnings == []
+    failed = record(tmp_path / "1", "failed", many, summary=None, exit_code=1)
+    assert warnings() == []
     assert {path.name for path in (tmp_path / "0").iterdir()} == {"wandb"}
 
-    assert_same(wandb.history(ended), list(read_rows(tmp_path / "rows.jsonl")))
+    assert_same(history(ended), list(read_rows(tmp_path / "rows.jsonl")))
     records = inspected(ended)
     [run] = records["run"]
     assert {k: v for k, v in run["config"]["update"].items() if k != "_wandb"} == CONFIG
@@ -102,7 +94,7 @@ def test_offline_runs_are_recorded_whole(wandb, tmp_path):
     assert not [key for key in last if key.startswith("final/")]
     for file, code in ((ended, 0), (failed, 1)):
         assert [one.get("exit_code", 0) for one in inspected(file)["exit"]] == [code]
-    assert_same(wandb.history(failed), many)
+    assert_same(history(failed), many)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +105,7 @@ def test_offline_runs_are_recorded_whole(wandb, tmp_path):
     ],
 )
 def test_a_server_that_fails_holds_nothing_up(
-    fault, more, reported, start_server, wandb, tmp_path, monkeypatch
+    fault, more, reported, start_server, warnings, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(wandb_sink, "SERVER_SECONDS", 1.5)
     server = start_server(fault if fault in (401, "hang") else None, **more)
@@ -121,13 +113,13 @@ def test_a_server_that_fails_holds_nothing_up(
         server.close()
     elif fault == "no key":
         monkeypatch.delenv("WANDB_API_KEY")
-    file = wandb.run(tmp_path / "run", "failing1", mode="online", exit_code=1)
-    [warning] = wandb.warnings
+    file = record(tmp_path / "run", "failing1", mode="online", exit_code=1)
+    [warning] = warnings()
     assert reported in warning
     assert "wandb sync" in warning
     [begun] = [path.name for path in file.parents[1].glob("*run-*") if not path.is_symlink()]
     assert begun.startswith("offline-run-") or "offline" not in reported
-    assert_same(wandb.history(file), ROWS)
+    assert_same(history(file), ROWS)
     assert [one["exit_code"] for one in inspected(file)["exit"]] == [1]
 
 
@@ -163,7 +155,7 @@ def program(folder, seconds, timeout, rows):
     return list(map(float, done.stdout.split())), done.stderr
 
 
-def test_a_flood_of_rows_holds_nothing_up(start_server, wandb, tmp_path):
+def test_a_flood_of_rows_holds_nothing_up(start_server, warnings, tmp_path):
     """Behind some ten megabytes for a server that hangs, wandb forgets its own time limits."""
     start_server("hang", only="file_stream")
     begun = time.monotonic()
@@ -171,12 +163,12 @@ def test_a_flood_of_rows_holds_nothing_up(start_server, wandb, tmp_path):
     assert 2.9 < waited[0] < 60
     assert stderr.count("tracker.timeout") == 2
     assert time.monotonic() - begun < 120  # nothing waits for the client when the program exits
-    steps = [row["train/step"] for row in wandb.history(wandb.file(tmp_path / "1", "program1"))]
+    steps = [row["train/step"] for row in history(file_of(tmp_path / "1", "program1"))]
     assert steps == [1, 2]  # the next run has a client of its own
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-def test_no_secret_and_no_argument_is_recorded(start_server, wandb, tmp_path, monkeypatch, mode):
+def test_no_secret_and_no_argument_is_recorded(start_server, warnings, tmp_path, monkeypatch, mode):
     server = start_server()
     monkeypatch.setenv("PLANTED_TOKEN", "planted-in-the-environment")
     monkeypatch.setenv("WANDB_MODE", mode)
@@ -191,15 +183,15 @@ def test_no_secret_and_no_argument_is_recorded(start_server, wandb, tmp_path, mo
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-def test_a_run_that_continues_has_each_row_once(start_server, wandb, tmp_path, mode):
+def test_a_run_that_continues_has_each_row_once(start_server, warnings, tmp_path, mode):
     """``wandb sync`` sends what is offline; the server keeps rows by the client's offsets."""
     server, folder = start_server(), tmp_path / "run"
     rows: list[Row] = [{"train/step": step, "train/loss": 1 / step} for step in range(1, 13)]
-    wandb.run(folder, "again1", rows[:8], mode=mode, summary={"steps": 8}, exit_code=1)
+    record(folder, "again1", rows[:8], mode=mode, summary={"steps": 8}, exit_code=1)
     # The checkpoint is of step 5: three steps are taken again.
     more = {"summary": {"steps": 12}, "sent_until": 8, "resumes": True}
-    wandb.run(folder, "again1", rows[5:], mode=mode, **more)
-    assert wandb.warnings == []
+    record(folder, "again1", rows[5:], mode=mode, **more)
+    assert warnings() == []
     folders = [one for one in (folder / "wandb").glob("*run-*") if one.is_dir()]
     offline = sorted(str(one) for one in folders if one.name.startswith("offline-run-"))
     assert len([one for one in folders if not one.is_symlink()]) == 2  # the first part is kept
@@ -217,7 +209,7 @@ def test_a_run_that_continues_has_each_row_once(start_server, wandb, tmp_path, m
 
 
 def test_a_training_whose_server_never_answers_ends_with_all_its_rows(
-    start_server, wandb, outputs, tmp_path
+    start_server, warnings, outputs, tmp_path
 ):
     start_server("hang")
     begun = time.monotonic()

@@ -1,10 +1,5 @@
 """What two runs must have left alike, if one of them was killed and continued."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 from safetensors.torch import load_file
 
@@ -13,13 +8,13 @@ from tests.launch.ends import read, rows_of
 TIMES = ("time/step_s", "throughput/samples_per_s", "wall_s", "git")
 
 
-def without_times(value: Any) -> Any:
+def without_times(value):
     if isinstance(value, dict):
         return {key: without_times(item) for key, item in value.items() if key not in TIMES}
     return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
-def assert_alike(run: Path, wanted: Path) -> None:
+def assert_alike(run, wanted):
     """Rows, summary, weights, tensors of optimizers, counts and random states, bit for bit."""
     assert rows_of(run) == rows_of(wanted)
     assert without_times(read(run, "summary.json")) == without_times(read(wanted, "summary.json"))
@@ -29,7 +24,7 @@ def assert_alike(run: Path, wanted: Path) -> None:
         assert_same_checkpoint(run / "checkpoints" / name, wanted / "checkpoints" / name)
 
 
-def assert_same_checkpoint(one: Path, other: Path) -> None:
+def assert_same_checkpoint(one, other):
     assert parts_of(one) == parts_of(other)
     if (other / "state.pt").exists():
         states = [torch.load(each / "state.pt", weights_only=True) for each in (one, other)]
@@ -37,7 +32,7 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
             same(states[0][key], states[1][key])
 
 
-def parts_of(checkpoint: Path) -> list[tuple[Any, ...]]:
+def parts_of(checkpoint):
     """Each part of a tensor with its bits: which rank writes a replica is not determined."""
     parts = []
     for file in checkpoint.glob("*.safetensors"):
@@ -48,7 +43,7 @@ def parts_of(checkpoint: Path) -> list[tuple[Any, ...]]:
     return sorted(parts)
 
 
-def same(one: Any, other: Any, where: str = "") -> None:
+def same(one, other, where=""):
     """Assert that nested states are equal, tensors bit for bit."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), where

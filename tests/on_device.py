@@ -1,9 +1,7 @@
 """The accelerator's code on CPU tensors: metrics stay tensors, and the host reads none of them."""
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -13,13 +11,13 @@ from runner.clip import transfer
 
 
 @contextmanager
-def kept_on_device() -> Iterator[None]:
+def kept_on_device():
     """Treat the CPU as an accelerator: reading a value of it is not free."""
     with patch.object(transfer, "can_read", lambda device: False):
         yield
 
 
-def call_kept_on_device(body: Callable[..., Any], *args: Any) -> Any:
+def call_kept_on_device(body, *args):
     """Return ``body(*args)``, computed as on an accelerator; for :func:`tests.ranks.run_ranks`."""
     with kept_on_device():
         return body(*args)
@@ -34,11 +32,11 @@ class Waits(TorchDispatchMode):
 
     READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
         by = args[1] if name in ("index", "index_put_") else ()
         masks = any(index is not None and index.dtype == torch.bool for index in by)

@@ -5,20 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def python(
-    *words: str,
-    code: int = 0,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 170,
-    cwd: Path | None = None,
-) -> Any:
+def python(*words, code=0, env=None, timeout=170, cwd=None):
     """Run ``python <words>`` to its end, and return it with what it printed.
 
     It must exit with ``code`` within ``timeout`` seconds. ``env`` are all its environment
@@ -37,7 +29,7 @@ def python(
     return done
 
 
-def environment_at(home: Path) -> dict[str, str]:
+def environment_at(home):
     """Return environment variables of a command whose runs go to ``home / "outputs"``."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}
     return kept | {
@@ -48,12 +40,7 @@ def environment_at(home: Path) -> dict[str, str]:
     }
 
 
-def wait_for(
-    happened: Callable[[], object],
-    limit: float = 120,
-    shown: Callable[[], object] = str,
-    pause: float = 0.05,
-) -> None:
+def wait_for(happened, limit=120, shown=str, pause=0.05):
     """Wait until something happened; the message of a failure has what ``shown`` returns.
 
     Only something that hangs may reach the limit, also on a busy machine.
@@ -64,10 +51,10 @@ def wait_for(
         time.sleep(pause)
 
 
-def inspected(file: Path) -> dict[str, list[Any]]:
+def inspected(file):
     """Return the records that wandb's own reader finds in a file, by their kind."""
     said = python("-m", "wandb", "leet", "inspect", "--json", str(file)).stdout
-    records: dict[str, list[Any]] = {}
+    records = {}
     for record in map(json.loads, said.splitlines()):
         records.setdefault(record["type"], []).append(record.get(record["type"]))
     return records

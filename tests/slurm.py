@@ -5,16 +5,13 @@ they are missing. The nodes n1 and n2 are both this machine, so that ranks find 
 127.0.0.1. There is no accounting database: ``sacct`` fails.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -55,19 +52,19 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 class Slurm:
     environment: Mapping[str, str]
 
-    def __call__(self, *command: str) -> str:
+    def __call__(self, *command):
         """What a command that succeeds prints, such as ``squeue``, ``sbatch`` or ``scontrol``."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()
 
-    def job(self, number: str) -> str:
+    def job(self, number):
         return self("scontrol", "show", "job", number)
 
-    def restart(self, number: str) -> None:
+    def restart(self, number):
         """Start a job that was queued again at once; by default Slurm waits two minutes."""
 
-        def queued() -> bool:
+        def queued():
             return all(one in self.job(number) for one in ("Restarts=1", "JobState=PENDING"))
 
         wait_for(queued, shown=lambda: self.job(number))
@@ -75,7 +72,7 @@ class Slurm:
 
 
 @contextmanager
-def running(home: Path, environment: Mapping[str, str]) -> Iterator[Slurm]:
+def running(home, environment):
     """Start a Slurm with its files in ``home``, and stop it with all its jobs at the end."""
     if os.geteuid() or not all(map(shutil.which, ("munged", "slurmctld", "slurmd"))):
         pytest.skip("needs root, slurm-wlm and munge")
@@ -106,12 +103,12 @@ def running(home: Path, environment: Mapping[str, str]) -> Iterator[Slurm]:
         yield slurm
 
 
-def _cancel(slurm: Slurm) -> None:
+def _cancel(slurm):
     """End all jobs, and wait for their processes: a slurmd that ends leaves them behind."""
     slurm("scancel", "--me")
     wait_for(lambda: not slurm("squeue", "--noheader"), shown=lambda: slurm("squeue"))
 
 
-def _stop(pid_file: Path) -> None:
+def _stop(pid_file):
     if pid_file.exists():
         kill(int(pid_file.read_text()))

@@ -1,7 +1,5 @@
 """A terminal for tests: what a program writes on one of a given width, and Ctrl-C typed there."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -11,16 +9,9 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
 
 
-def on_a_terminal(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    columns: int = 80,
-    interrupt: Callable[[str], bool] = lambda seen: False,
-    limit: float = 150,
-) -> tuple[str, int]:
+def on_a_terminal(words, environment, columns=80, interrupt=lambda seen: False, limit=150):
     """Run a command as the foreground job of a terminal, for at most ``limit`` seconds.
 
     Ctrl-C is typed once ``interrupt`` returns true for what was written so far. Returns what was
@@ -55,6 +46,6 @@ def on_a_terminal(
     return _plain(seen), started.wait()
 
 
-def _plain(seen: bytes) -> str:
+def _plain(seen):
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode(errors="replace"))
     return text.replace("\r\n", "\n")

@@ -1,10 +1,9 @@
 """Modes whose limit moves, by the command: rows, resume and page."""
 
-import json
-
 import pytest
 
 from runner import report
+from tests.launch.ends import rows_of
 from tests.process import python
 
 SHORT = ["tracker=none", "device=cpu", "eval.interval=1000ba", "data.batch_size=16"]
@@ -13,14 +12,12 @@ MODES = {
     "zscore": ["clip=zscore", "clip.threshold=1", "clip.warmup_steps=5"],
     "schedule": ["clip=schedule", "clip.warmup_steps=0", "clip.decay=cosine", "clip.steps=40"],
 }
+SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("zscore", "schedule")]
 
 
 def run(folder, *words):
     python("-m", "runner", *SHORT, *words, f"hydra.run.dir={folder}", timeout=200)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("zscore", "schedule")]
+    return rows_of(folder)
 
 
 @pytest.mark.parametrize("mode", ["percentile", *SLOW])
@@ -29,12 +26,8 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(mode, tmp_path):
     whole = run(tmp_path / "whole", *words, "train.max_duration=30ba")
     run(tmp_path / "parts", *words, "train.max_duration=15ba")
     part = tmp_path / "parts" / "checkpoints" / "step_000000015"
-    last = run(tmp_path / "rest", *words, "train.max_duration=30ba", f"resume={part}")
-    after = [row for row in last if row["train/step"] > 15]
-    assert len(after) == 15
-    for one, other in zip(whole[15:], after, strict=True):
-        for key in ("grad/norm", "grad/norm_clipped", "clip/threshold", "clip/coef", "train/loss"):
-            assert one[key] == other[key], (one["train/step"], key)
+    rest = run(tmp_path / "rest", *words, "train.max_duration=30ba", f"resume={part}")
+    assert [row for row in rest if row["train/step"] > 15] == whole[15:]
     limits = {row["train/step"]: row["clip/threshold"] for row in whole if "clip/threshold" in row}
     assert len(set(limits.values())) > 10
     curves = report.figures(tmp_path / "whole")[f"norm-{mode}"].data

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.ends import read, rows_of
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -82,9 +84,7 @@ def python_says(wheel, tmp_path):
 
 def recorded(tmp_path):
     (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row) for row in rows], summary
+    return rows_of(folder), read(folder, "summary.json")
 
 
 def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
@@ -112,10 +112,8 @@ def test_the_model_and_data_of_readme_train(python_says, tmp_path, words):
     python_says(*command, *words.split(), "train.max_duration=5ba")
     if "one" in words:
         python_says(*command, "resume=one", "train.max_duration=7ba")
-    steps = [
-        [json.loads(row)["train/step"] for row in file.read_text().splitlines()]
-        for file in sorted(empty.glob("**/metrics.jsonl"))
-    ]
+    files = sorted(empty.glob("**/metrics.jsonl"))
+    steps = [[row["train/step"] for row in rows_of(file.parent)] for file in files]
     one = [*range(1, 6)]
     assert steps == ([one, one] if "-m" in words else [one, [6, 7]] if "one" in words else [one])
 

@@ -1,11 +1,10 @@
 """Trainers for tests whose options are told by one dictionary."""
 
 from dataclasses import fields
-from typing import Any
 
 from torch import nn
 
-from runner import Booster, CheckpointSaver, Evaluate, InBackward, Log, SkippedSteps, Trainer
+from runner import Booster, Evaluate, InBackward, Log, SkippedSteps, Trainer
 
 BOOSTER = {"plugin": "plugin", "precision": "mixed_precision", "loss_scale": "loss_scale"}
 BOOSTER |= {"nonfinite": "nonfinite", "skip": "skip"}
@@ -15,19 +14,19 @@ EVALUATE = {"eval_interval": "interval", "eval_metrics": "metrics"}
 
 
 def trainer_of(
-    model: nn.Module,
-    loader: Any,
-    duration: Any = "1ep",
-    algorithms: Any = (),
+    model,
+    loader,
+    duration="1ep",
+    algorithms=(),
     *,
-    saver: CheckpointSaver | None = None,
-    in_backward: str = "",
-    kind: type[Trainer] = Trainer,
-    **options: Any,
-) -> Any:
+    saver=None,
+    in_backward="",
+    kind=Trainer,
+    **options,
+):
     """A Trainer; options of its groups are given by the names that they have in ``conf/``."""
 
-    def taken(names: dict[str, str]) -> dict[str, Any]:
+    def taken(names):
         return {name: options.pop(key) for key, name in names.items() if key in options}
 
     booster, log, evaluate = Booster(**taken(BOOSTER)), Log(**taken(LOG)), taken(EVALUATE)

@@ -1,6 +1,5 @@
 """``python -m runner calibrate`` from its words to its file."""
 
-import json
 import shlex
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from runner.cli.main import main
 from runner.config.request import request
 from runner.tools.calibrate import commands
+from tests.launch.ends import read, rows_of
 
 SMALL = ["data=synthetic", "data.samples=256", "device=cpu", "train.max_duration=2ep"]
 # 16 steps of 32 samples.
@@ -15,7 +15,7 @@ SMALL = ["data=synthetic", "data.samples=256", "device=cpu", "train.max_duration
 
 def calibrated(outputs, *words):
     assert main(["calibrate", *words, f"calibrate.output={outputs}"]) == 0
-    return json.loads((outputs / "calibrate.json").read_text())
+    return read(outputs, "calibrate.json")
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,15 @@ def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs
     asked = f"clip.what_if=[{','.join(thresholds)}]"
     assert main([*SMALL, f"clip={mode}", "clip.threshold=1e9", "tracker=none", asked]) == 0
     [folder] = outputs.glob("runs/*")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     row = next(row for row in rows if row["train/step"] == 12)
     assert {t: row[f"clip/what_if/{t}"] for t in thresholds} == found["would_clip"]
     start = str(found["suggested"]["start"])
     assert ("would_clip_parts" in found) == (mode != "norm")
     assert 0 < found.get("would_clip_parts", found["would_clip"])[start] < 0.5
     assert found["norms"] == [row["grad/norm"] for row in rows[:12]]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["clip/what_if/" + thresholds[0]] == rows[-1]["clip/what_if/" + thresholds[0]]
+    key = f"clip/what_if/{thresholds[0]}"
+    assert read(folder, "summary.json")[key] == rows[-1][key]
 
 
 def test_two_ranks_measure_what_one_process_measures(outputs, capsys):

@@ -1,6 +1,5 @@
 """``evaluate`` gives the run's own evaluations, and ``export`` a file that a plain model loads."""
 
-import json
 import shutil
 
 import pytest
@@ -12,6 +11,7 @@ from runner.cli.main import main
 from runner.config.jobs import recorded
 from runner.run_folder import files
 from runner.train import build
+from tests.launch.ends import rows_of
 from tests.process import python
 
 SHORT = [
@@ -47,8 +47,7 @@ def fsdp(tmp_path_factory):
 
 def last(run):
     """Loss and accuracy of the last evaluation that a run logged."""
-    rows = [json.loads(line) for line in (run / files.ROWS).read_text().splitlines()]
-    return {key: value for key, value in rows[-1].items() if key.startswith("eval/")}
+    return {key: value for key, value in rows_of(run)[-1].items() if key.startswith("eval/")}
 
 
 def evaluated(capsys, *words):
@@ -154,8 +153,7 @@ def loss_of(file, run):
     ],
 )
 def test_a_plain_model_loads_the_exported_file(fsdp, asked, step, name, tmp_path, capsys):
-    rows = [json.loads(line) for line in (fsdp / files.ROWS).read_text().splitlines()]
-    losses = {row["train/step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    losses = {row["train/step"]: row["eval/loss"] for row in rows_of(fsdp) if "eval/loss" in row}
     step = step or min((3, 6), key=losses.__getitem__)
     file = tmp_path / name
     assert main(["export", str(fsdp), "--output", str(file), *asked.split()]) == 0

@@ -1,33 +1,29 @@
 """Start a run as a user does, end it in some way, and look at what is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.process import wait_for
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "runner")
 
 
-def only_run(home: Path | str) -> Path:
+def only_run(home):
     (folder,) = Path(home, "runs").iterdir()
     return folder
 
 
-def read(folder: Path, name: str = "status.json") -> Any:
+def read(folder, name="status.json"):
     return json.loads((folder / name).read_text())
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder):
     """Rows that are complete, without times."""
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
     timed = ("time/", "throughput/")
@@ -37,7 +33,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def faulty(fault: str, *at: int, rank: int = 1) -> list[str]:
+def faulty(fault, *at, rank=1):
     """Overrides for the fault in these steps, one in each attempt; step 8 by default."""
     model = ["model._target_=tests.faulty.Faulty", f"+model.fault={fault}"]
     return [*model, f"+model.rank={rank}", f"+model.at=[{','.join(map(str, at or [8]))}]"]
@@ -51,38 +47,38 @@ class Started:
     home: Path
 
     @property
-    def printed(self) -> str:
+    def printed(self):
         return (self.home / "printed").read_text(errors="replace")[-4000:]
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         return only_run(self.home / "outputs")
 
     @property
-    def status(self) -> Any:
+    def status(self):
         return read(self.folder)
 
-    def wait_for(self, happened: Callable[[], object]) -> None:
+    def wait_for(self, happened):
         """Wait until something happened, while the command runs."""
         wait_for(lambda: happened() or self.process.poll() is not None, shown=lambda: self.printed)
         assert happened(), self.printed
 
-    def handles_signals(self) -> bool:
+    def handles_signals(self):
         mask = Path(f"/proc/{self.process.pid}/status").read_text().partition("SigCgt:")[2]
         return bool(int(mask.split()[0], 16) & 1 << (signal.SIGUSR1 - 1))
 
-    def wait_for_rows(self, count: int = 1) -> None:
+    def wait_for_rows(self, count=1):
         files = self.home.glob
         self.wait_for(lambda: any(files("outputs/runs/*/metrics.jsonl")))
         self.wait_for(lambda: len(rows_of(self.folder)) >= count)
 
-    def ends(self, code: int) -> None:
+    def ends(self, code):
         """Wait for the end of the command, which leaves nothing behind."""
         assert self.process.wait(120) == code, self.printed
         assert "Traceback" not in self.printed, self.printed
         self.leaves_nothing()
 
-    def processes(self) -> list[int]:
+    def processes(self):
         """Return the processes that the command started, and itself; zombies do not count."""
         mark = f"RUNNER_OUTPUTS={self.home / 'outputs'}".encode()
         found = []
@@ -93,30 +89,25 @@ class Started:
                     found.append(int(process.name))
         return found
 
-    def leaves_nothing(self) -> None:
+    def leaves_nothing(self):
         """Wait until no process is left of the command."""
         wait_for(lambda: not self.processes(), shown=self.processes)
 
 
-def kill(pid: int) -> None:
+def kill(pid):
     """Kill a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
-def started(
-    environment: Mapping[str, str],
-    words: Sequence[str],
-    before: Sequence[str] = ("-m", "runner"),
-    ignored: Sequence[int] = (),
-) -> Iterator[Started]:
+def started(environment, words, before=("-m", "runner"), ignored=()):
     """Start ``python <before> <words>``, which ignores some signals; kill all at the end."""
     home = Path(environment["RUNNER_OUTPUTS"]).parent
     home.mkdir(exist_ok=True)
     command = [sys.executable, *before, "device=cpu", *words]
 
-    def signals() -> None:
+    def signals():
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 

@@ -1,6 +1,5 @@
 """Every file of recipes/ says what it is, is what was published, and runs."""
 
-import json
 import math
 import re
 import shlex
@@ -12,6 +11,7 @@ from runner.config import recipes
 from runner.config.folders import find
 from runner.config.modes import NAMES
 from runner.config.request import help_text, request
+from tests.launch.ends import rows_of
 from tests.process import python
 
 FILES = recipes.files_of()
@@ -128,7 +128,7 @@ def test_it_runs_twenty_steps_to_the_end(name, outputs):
     home = find("recipes").parent
     python("-m", "runner", *words, "tracker=none", "device=cpu", cwd=home)
     [file] = outputs.glob("runs/*/metrics.jsonl")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = rows_of(file.parent)
     assert [row["train/step"] for row in rows] == list(range(1, 21))
     assert all(math.isfinite(row[key]) for row in rows for key in ("train/loss", "grad/norm"))
     assert math.isfinite(rows[-1]["eval/loss"])

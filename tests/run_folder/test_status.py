@@ -17,13 +17,10 @@ from runner.config.problem import RequestError
 from runner.run_folder import status as module
 from runner.run_folder.status import Entry, Record, SweepRecord, changed, earlier_record
 from runner.run_folder.strict_json import write_text
+from tests.launch.ends import read
 from tests.process import ROOT
 
 CONFIG = {"seed": 0, "clip": {"norm_type": math.inf, "exclude": ["head.*"]}, "model": None}
-
-
-def read(folder, name="status.json"):
-    return json.loads((folder / name).read_text())
 
 
 def test_the_files_of_a_run_from_its_beginning_to_its_end(tmp_path):

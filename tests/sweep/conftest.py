@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from runner.cli.main import main
 from runner.models.cnn import DigitsCNN
@@ -22,12 +21,12 @@ PLAIN = ["-m", "plugin=single,ddp", "clip=norm", "clip.threshold=0.1,1", *SIX]
 class Net(DigitsCNN):
     """Does what the file with its number says: ``raise``, ``kill``, ``nan``, or ``meet``."""
 
-    def __init__(self, marks: str, number: int, **options: int) -> None:
+    def __init__(self, marks, number, **options):
         super().__init__(**{"num_classes": 10, "width": 32} | options)
         mark = Path(marks, str(number))
         self.passes, self.here, self.fault = 0, mark, mark.read_text() if mark.exists() else ""
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images):
         if not images.is_meta:
             self.passes += self.training
             if self.fault == "kill" and self.passes == 8:
@@ -46,13 +45,13 @@ class Net(DigitsCNN):
 class Command:
     """The command as a user types it, with outputs of its own, and the marks of its networks."""
 
-    def __init__(self, environment: dict[str, str]):
+    def __init__(self, environment):
         self.sweeps = Path(environment["RUNNER_OUTPUTS"]) / "sweeps"
         self.environment = environment
         self.marks = self.sweeps.parent.parent / "marks"
         self.marks.mkdir()
 
-    def net(self, number: str, **faults: str) -> list[str]:
+    def net(self, number, **faults):
         """Overrides for networks with numbers of their own, and faults by number."""
         for one, fault in faults.items():
             (self.marks / one.strip("n")).write_text(fault)
@@ -73,7 +72,7 @@ class Command:
         return any(file.stat().st_size for file in files)
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         (folder,) = self.sweeps.iterdir()
         return folder
 

@@ -1,11 +1,11 @@
 """One checkpoint, continued under several thresholds: ``resume=RUN@STEP``."""
 
-import json
-
 import pytest
 
 from runner.cli.main import main
+from runner.run_folder.strict_json import read_rows
 from tests.kept import assert_same_checkpoint
+from tests.launch.ends import read
 
 SHORT = ["device=cpu", "tracker=none", "data.batch_size=16", "train.max_duration=10ba"]
 SHORT += ["eval.interval=5ba", "model.width=8"]
@@ -27,11 +27,10 @@ def run(*words, code=0):
 
 
 def rows_of(folder):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     kept = ("train/step", "train/loss", "train/lr", "grad/norm", "clip/", "eval/")
     return [
         {key: one for key, one in row.items() if key.startswith(kept) and "ratio" not in key}
-        for row in rows
+        for row in read_rows(folder / "metrics.jsonl")
     ]
 
 
@@ -63,9 +62,9 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
         assert rows_of(sweep / str(number)) == wanted
         final = "checkpoints/final"
         assert_same_checkpoint(sweep / str(number) / final, whole / final)
-        first = json.loads((sweep / str(number) / "metrics.jsonl").read_text().splitlines()[0])
+        first = next(read_rows(sweep / str(number) / "metrics.jsonl"))
         assert first["throughput/samples_per_s"] == pytest.approx(16 / first["time/step_s"])
-        summary = json.loads((sweep / str(number) / "summary.json").read_text())
+        summary = read(sweep / str(number), "summary.json")
         clipped = [row["clip/clipped"] for row in wanted]
         assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / len(clipped))
     assert "clip.threshold" in (sweep / "report.html").read_text()

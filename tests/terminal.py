@@ -11,8 +11,8 @@ import termios
 import time
 
 
-def on_a_terminal(words, environment, columns=80, interrupt=lambda seen: False, limit=150):
-    """Run a command as the foreground job of a terminal, for at most ``limit`` seconds.
+def on_a_terminal(words, environment, columns=80, interrupt=lambda seen: False):
+    """Run a command as the foreground job of a terminal, for at most 150 seconds.
 
     Ctrl-C is typed once ``interrupt`` returns true for what was written so far. Returns what was
     written, as text without colours, and the exit code.
@@ -29,7 +29,7 @@ def on_a_terminal(words, environment, columns=80, interrupt=lambda seen: False, 
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(follower)
-    seen, typed, until = b"", False, time.monotonic() + limit
+    seen, typed, until = b"", False, time.monotonic() + 150
     try:
         while time.monotonic() < until:
             if not typed and interrupt(_plain(seen)):

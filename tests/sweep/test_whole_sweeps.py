@@ -1,6 +1,5 @@
 """Whole sweeps as a user starts them, kills them, and starts them again."""
 
-import os
 import re
 import signal
 
@@ -8,9 +7,9 @@ import pytest
 
 from runner.cli.main import main
 from runner.run_folder import status
-from tests.launch.ends import read, rows_of
+from tests.launch.ends import read, rows_of, started
 from tests.launch.test_secrets import leaks
-from tests.process import inspected, wait_for
+from tests.process import inspected
 from tests.sweep.conftest import PLAIN, SMALL, results
 
 pytestmark = pytest.mark.xdist_group("sweep")
@@ -105,22 +104,18 @@ def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(co
 def test_an_interrupt_ends_a_sweep_at_once(command, here, monkeypatch):
     words = ["-m", "train.max_duration=6ba,100000ba", *QUIET]
     monkeypatch.setattr(status, "RELEASED", 0.1)
-    started = command.start(*words)
-    try:
-        wait_for(lambda: command.has_rows(1) or started.poll() is not None)
+    with started(command.environment, words) as run:
+        run.wait_for(lambda: command.has_rows(1))
         page = (command.folder / "report.html").read_text()
         assert "still running when this page was written, with 1 run left" in page
         assert "another process is using this folder" in here(*words, code=2).err
-        started.send_signal(signal.SIGINT)
-        out, err = started.communicate(timeout=120)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-    assert started.returncode == 130
+        run.process.send_signal(signal.SIGINT)
+        run.ends(130)
+    printed = run.printed.splitlines()
     ending = "the sweep was interrupted after 1 of 2 runs; the same command runs the rest"
-    assert err.splitlines()[-1] == ending
-    assert re.search(r"^run 1: interrupted after \d+ of 100000 steps$", err, re.M)
-    assert out.splitlines()[-1] == str(command.folder / "report.html")
+    assert ending in printed
+    assert re.search(r"^run 1: interrupted after \d+ of 100000 steps$", run.printed, re.M)
+    assert printed[-1] == str(command.folder / "report.html")
     assert "still running" not in (command.folder / "report.html").read_text()
     assert command.record()["state"] == "interrupted"
     assert command.states() == ["finished", "interrupted"]

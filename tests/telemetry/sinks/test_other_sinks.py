@@ -52,7 +52,7 @@ gradient norm  p50 0.500  p90 1.25  p99 3.50  clipped 37 % of the steps"""
         ([row(100, eval_loss=0.0912, eval_accuracy=0.975)], (450,), f"{WHOLE}  812 samples/s"),
         (CLIPPED, (None, 10), "step 10  clipped 30 %\nstep 20  clipped 50 %"),
         ([], (450, 1, SUMMARY, 0), SUMMARY_LINES),
-        ([{"train/step": 15}], (30, 10, None, 1), "t: failed after 15 of 30 steps"),
+        ([{"train/step": 15}], (30, 10, None, 1), "step 15/30\nt: failed after 15 of 30 steps"),
     ],
 )
 def test_lines_of_a_file(rows, options, expected):

@@ -54,7 +54,7 @@ def trainer_of(
     return made
 
 
-def fitted(made: Any, path: Any = None) -> Any:
+def fitted(made, path=None):
     """Train, from a checkpoint if one is given, and return the trainer."""
     if path is not None:
         made.load(path)

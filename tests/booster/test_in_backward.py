@@ -220,14 +220,14 @@ def test_a_step_that_is_not_finite_changes_nothing():
 def test_what_goes_wrong_in_a_backward_pass_is_refused():
     booster, model, optimizer, mode = boosted(network(), step=False)
     booster.backward(cross_entropy(model, 0), optimizer)
-    again = lambda: booster.backward(cross_entropy(model, 1), optimizer)  # noqa: E731
-    refused(StepOrderError, "one backward pass outside of no_sync", again)
-    refused(ValueError, "already", lambda: optimizer.clip_in_backward(mode))
-    refused(ValueError, "the same mode", lambda: optimizer.clip_grad_by_norm(1.0))
+    again, words = cross_entropy(model, 1), "one backward pass outside of no_sync"
+    refused(StepOrderError, words, booster.backward, again, optimizer)
+    refused(ValueError, "already", optimizer.clip_in_backward, mode)
+    refused(ValueError, "the same mode", optimizer.clip_grad_by_norm, 1.0)
     booster, model, optimizer, _ = boosted(Twice())
     # Reentrant segments accumulate a gradient twice, so it is not final after the first time.
-    twice = lambda: booster.backward(model(batch(0)[0], True).sum(), optimizer)  # noqa: E731
-    refused(StepOrderError, "use_reentrant=False", twice)
+    loss = model(batch(0)[0], True).sum()
+    refused(StepOrderError, "use_reentrant=False", booster.backward, loss, optimizer)
 
 
 def test_what_a_script_asks_for_is_refused_with_the_reason():
@@ -237,7 +237,7 @@ def test_what_a_script_asks_for_is_refused_with_the_reason():
         ({"skip": SkipRule()}, "spike"),
         ({"optimizer": lambda net: torch.optim.LBFGS(net.parameters())}, "LBFGS cannot step"),
     ):
-        refused(ValueError, words, lambda o=options: boosted(network(), **o))
+        refused(ValueError, words, boosted, network(), **options)
 
 
 def test_a_wrapper_that_is_gone_clips_nothing_more():

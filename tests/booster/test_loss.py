@@ -102,7 +102,7 @@ def test_nothing_divides_a_criterion_that_sums_and_one_that_does_not_reduce_is_r
         torch.testing.assert_close(loss.sum(outputs, (None, targets), items), expected)
         for none in (kind(reduction="none"), partial(F.cross_entropy, reduction="none")):
             words = "reduction='none'|'mean'|'sum'"
-            refused(ValueError, words, lambda n=none: WindowLoss(nn.Identity(), n))
+            refused(ValueError, words, WindowLoss, nn.Identity(), none)
     criterion = nn.CrossEntropyLoss()
     WindowLoss(nn.Identity(), criterion)
     assert criterion.reduction == "mean"
@@ -158,4 +158,4 @@ def test_a_batch_whose_targets_cannot_be_found_is_refused_in_one_message():
     ):
         words = f"{what}|has to be a pair (inputs, targets)|collate_fn|loss(outputs, batch)"
         items = WindowLoss(nn.Identity(), nn.MSELoss()).items
-        refused(BatchError, words, lambda items=items, b=batch: items(b))
+        refused(BatchError, words, items, batch)

@@ -105,7 +105,7 @@ def test_the_order_of_a_step(actions, error):
         assert do(module, optimizer, action) is not False
         assert not optimizer.accumulating
     if error:
-        refused(StepOrderError, f"cannot {error}", lambda: do(module, optimizer, last))
+        refused(StepOrderError, f"cannot {error}", do, module, optimizer, last)
     else:
         assert do(module, optimizer, last) is not False
 
@@ -157,7 +157,7 @@ def test_the_norm_that_is_returned_is_the_one_before_clipping(norm_type):
         optimizer.step()
         assert optimizer.get_grad_norm() == pytest.approx(before, rel=1e-6)
         optimizer.zero_grad()
-    refused(ValueError, "greater than 0", lambda: optimizer.clip_grad_by_norm(0.0))
+    refused(ValueError, "greater than 0", optimizer.clip_grad_by_norm, 0.0)
     optimizer.backward(loss_of(module))
     optimizer.clip_grad_by_value(0.05)
     assert norm_of(gradients(module), math.inf) == pytest.approx(0.05)
@@ -236,7 +236,7 @@ def test_a_step_that_is_not_finite(policy, scale, bad):
     optimizer.backward(loss_of(module) + module.bias.sum() * bad)
     kept = module.weight.grad.clone()
     if policy == "error" and not scale:
-        refused(NonFiniteGradient, f"{bad}: bias", lambda: optimizer.clip_grad_by_norm(1.0))
+        refused(NonFiniteGradient, f"{bad}: bias", optimizer.clip_grad_by_norm, 1.0)
         return
     outcome = optimizer.clip(build("norm", threshold=2.0))
     assert not math.isfinite(outcome.norm)
@@ -256,15 +256,15 @@ def test_a_step_that_is_not_finite(policy, scale, bad):
 
 def test_what_is_final_only_after_the_backward_pass_is_not_clipped_in_it():
     _, optimizer, _ = wrapped()  # as under a plugin that does not watch gradients
-    clips = lambda: optimizer.clip_in_backward(build("value", threshold=1.0))  # noqa: E731
-    refused(ValueError, "works with SinglePlugin", clips)
+    mode = build("value", threshold=1.0)
+    refused(ValueError, "works with SinglePlugin", optimizer.clip_in_backward, mode)
 
 
 def test_one_call_may_ask_for_an_error():
     module, optimizer, _ = wrapped()
     optimizer.backward(loss_of(module) * math.inf)
-    asked = {"error_if_nonfinite": True}
-    refused(NonFiniteGradient, "norm is", lambda: optimizer.clip_grad_by_norm(1.0, **asked))
+    clip = optimizer.clip_grad_by_norm
+    refused(NonFiniteGradient, "norm is", clip, 1.0, error_if_nonfinite=True)
 
 
 # -- the loss and its scale
@@ -286,18 +286,18 @@ def test_a_loss_is_weighted_and_scaled_and_gradients_are_divided_once():
     assert equal(gradients(module), [g * 6.0 for g in gradients(plain)])
     assert optimizer.begin_backward() == 2.0
     many = module.weight.sum() * torch.ones(3)
-    refused(ValueError, "[3]|reduce it", lambda: optimizer.backward(many))
+    refused(ValueError, "[3]|reduce it", optimizer.backward, many)
 
 
 def test_a_scale_that_nobody_used_and_float16_gradients_are_refused():
     module, optimizer, _ = wrapped(scale=8.0)
     loss_of(module).backward()
-    refused(StepOrderError, "was not scaled", lambda: optimizer.clip_grad_by_norm(1.0))
+    refused(StepOrderError, "was not scaled", optimizer.clip_grad_by_norm, 1.0)
     module, booster = nn.Linear(4, 2).half(), Booster("fp16")
     model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
     booster.backward(model.unwrap().weight.float().square().sum(), optimizer)
-    refused(TypeError, "weight is float16", lambda: optimizer.clip_grad_by_norm(1.0))
-    refused(ValueError, "fp8", lambda: Booster("fp8"))
+    refused(TypeError, "weight is float16", optimizer.clip_grad_by_norm, 1.0)
+    refused(ValueError, "fp8", Booster, "fp8")
 
 
 def test_fp16_overflow_halves_the_scale_once_and_finite_steps_let_it_grow():
@@ -342,7 +342,7 @@ def test_states_go_round():
     saved, other = several((0.1, 0.2)), several((0.3, 0.4))
     other.load_state_dict(saved.state_dict())
     assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
-    refused(ValueError, "2 optimizers|1 were", lambda: one.load_state_dict(saved.state_dict()))
+    refused(ValueError, "2 optimizers|1 were", one.load_state_dict, saved.state_dict())
     refused(RuntimeError, "2 optimizers", saved.unwrap)
 
 
@@ -376,10 +376,10 @@ def steps_of_plugins():
         assert not is_resharded(plugin)
     for options in ({"param_dtype": "bf16"}, {"cpu_offload": True}):
         words = "cpu_offload|zero_stage 2 and 3"
-        refused(ValueError, words, lambda o=options: LowLevelZeroPlugin(stage=1, **o))
-    refused(ValueError, "zero_stage|not 7", lambda: HybridParallelPlugin(zero_stage=7))
+        refused(ValueError, words, LowLevelZeroPlugin, stage=1, **options)
+    refused(ValueError, "zero_stage|not 7", HybridParallelPlugin, zero_stage=7)
     odd = {"pp_size": 2, "schedule": "interleaved_1f1b", "num_microbatches": 5}
-    refused(ValueError, "num_microbatches=5|multiple of 2", lambda: HybridParallelPlugin(**odd))
+    refused(ValueError, "num_microbatches=5|multiple of 2", HybridParallelPlugin, **odd)
     return [
         one_step(plugin)
         for plugin in (

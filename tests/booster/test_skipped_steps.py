@@ -102,8 +102,7 @@ def test_a_step_that_is_not_finite_can_be_ignored_or_an_error(mode, fused):
     given, bad = ((1, 2), {2: math.nan}, mode), {"kept": True, "fused": fused}
     read = train(*given, nonfinite="ignore", fused=False)
     kept = train(*given, nonfinite="ignore", **bad)
-    error = lambda: train(*given, nonfinite="error", **bad)  # noqa: E731
-    refused(NonFiniteGradient, "nan: 0.weight", error)
+    refused(NonFiniteGradient, "nan: 0.weight", train, *given, nonfinite="error", **bad)
     assert metrics_of(kept[2]) == pytest.approx(metrics_of(read[2]), rel=1e-9, nan_ok=True)
     assert kept[0] == read[0] == [True, True]
     assert all(bool(weight.isnan().all()) for weight in (*kept[1][:4], *read[1][:4]))
@@ -162,7 +161,7 @@ def test_a_spike_is_neither_an_overflow_nor_an_error():
     assert of[2].loss_scale.state_dict() == {"scale": 2.0, "finite_steps": 8}
     error = {"skip": SkipRule(**LIST), "nonfinite": "error"}
     assert train(range(1, 9), {7: 500.0}, **error)[0][6] is False
-    refused(NonFiniteGradient, "nan", lambda: train(range(1, 9), {7: math.nan}, **error))
+    refused(NonFiniteGradient, "nan", train, range(1, 9), {7: math.nan}, **error)
 
 
 @pytest.mark.parametrize("at", [3, 7, 10])

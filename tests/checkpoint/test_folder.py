@@ -30,7 +30,7 @@ def test_a_checkpoint_is_found_and_whole(tmp_path):
     assert list(checkpoints.whole(tmp_path)) == []
     (empty := tmp_path / "step_000000007").mkdir()
     words = "is no checkpoint: manifest.json"
-    refused(DamagedCheckpoint, words, lambda: checkpoints.manifest_of(empty))
+    refused(DamagedCheckpoint, words, checkpoints.manifest_of, empty)
     first, second = write(tmp_path, 9), write(tmp_path, 10)
     assert (first.name, second.name) == ("step_000000009", "step_000000010")
     whole = [(one, about["step"]) for one, about in checkpoints.whole(tmp_path)]
@@ -57,7 +57,7 @@ def test_a_checkpoint_that_is_removed_vanishes_at_once(tmp_path, monkeypatch):
     for step in (1, 2):
         write(tmp_path, step)
     monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
-    refused(KeyboardInterrupt, "", lambda: checkpoints.prune(tmp_path, 1, None, False))
+    refused(KeyboardInterrupt, "", checkpoints.prune, tmp_path, 1, None, False)
     assert [one.name for one in checkpoints.found(tmp_path)] == ["step_000000002"]
     monkeypatch.undo()
     checkpoints.prune(tmp_path, 1, None, False)
@@ -72,38 +72,30 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         assert list(map(checkpoints.step_of, checkpoints.found(tmp_path))) == steps
 
 
-@pytest.mark.parametrize(
-    ("damage", "what"),
-    [
-        (lambda one: one.write_text(one.read_text()[:-1]), "sha256"),
-        (lambda one: one.write_text("y" + one.read_text()[1:]), "sha256"),
-        (Path.unlink, "cannot be read"),
-        (lambda one: (one.unlink(), one.mkdir()), ""),
-    ],
-)
-def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_used(tmp_path, damage, what):
+DAMAGE = [  # of a file, or the text of the manifest
+    (lambda one: one.write_text(one.read_text()[:-1]), "a.safetensors|sha256"),
+    (lambda one: one.write_text("y" + one.read_text()[1:]), "a.safetensors|sha256"),
+    (Path.unlink, "a.safetensors|cannot be read"),
+    (lambda one: (one.unlink(), one.mkdir()), "a.safetensors"),
+    ("[]", "no JSON object"),
+    ("{}", "no manifest of a checkpoint"),
+    ('{"version": 4, "files": []}', "no manifest of a checkpoint"),
+    ('{"version": 3, "files": {}}', "another version"),
+    ('{"version": 4, "files": {"a.safetensors": 3}}', "damaged"),
+    ('{"version": 4, "files": {"../../etc/passwd": {}}}', "passwd', which is no file of"),
+    ('{"version": 4, "files": {"state.pt": {}}}', "holds a.safetensors, which its manifest"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_used(tmp_path, damage, words):
     former, newest = write(tmp_path, 1), write(tmp_path, 2)
-    damage(newest / "a.safetensors")
-    refused(DamagedCheckpoint, f"a.safetensors|{what}", lambda: checkpoints.require_whole(newest))
+    if isinstance(damage, str):
+        (newest / "manifest.json").write_text(damage)
+    else:
+        damage(newest / "a.safetensors")
+    refused(DamagedCheckpoint, words, checkpoints.require_whole, newest)
     assert [one for one, _ in checkpoints.whole(tmp_path)] == [former]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "no JSON object"),
-        ("{}", "no manifest of a checkpoint"),
-        ('{"version": 4, "files": []}', "no manifest of a checkpoint"),
-        ('{"version": 3, "files": {}}', "another version"),
-        ('{"version": 4, "files": {"a.safetensors": 3}}', "damaged"),
-        ('{"version": 4, "files": {"../../etc/passwd": {}}}', "passwd', which is no file of"),
-        ('{"version": 4, "files": {"state.pt": {}}}', "holds a.safetensors, which its manifest"),
-    ],
-)
-def test_a_wrong_manifest_is_refused(tmp_path, text, message):
-    checkpoint = write(tmp_path, 1)
-    (checkpoint / "manifest.json").write_text(text)
-    refused(DamagedCheckpoint, message, lambda: checkpoints.require_whole(checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +113,7 @@ def require_refusal(checkpoint, words, kind=DamagedCheckpoint, training=None):
     training = training or trainer(2)
     before = weights(training)
     files = {one.name: one.read_bytes() for one in checkpoint.iterdir()}
-    assert type(refused(kind, words, lambda: training.load(checkpoint))) is kind
+    assert type(refused(kind, words, training.load, checkpoint)) is kind
     assert all(torch.equal(value, before[name]) for name, value in weights(training).items())
     assert {one.name: one.read_bytes() for one in checkpoint.iterdir()} == files
     training.fit()  # it was not changed, so it can still train

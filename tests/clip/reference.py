@@ -29,10 +29,10 @@ def norm_of(gradients, p=2.0):
     return float(torch.linalg.vector_norm(torch.cat([torch.zeros(1).double(), *every]), p))
 
 
-def refused(error, words, call):
-    """Check the type of an error and the parts of its message, and return it."""
+def refused(error, words, call, /, *args, **options):
+    """Check the type of the error of a call and the parts of its message, and return it."""
     with pytest.raises(error) as raised:
-        call()
+        call(*args, **options)
     missing = [word for word in words.split("|") if word not in str(raised.value)]
     assert not missing, str(raised.value)
     return raised.value

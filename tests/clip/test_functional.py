@@ -41,7 +41,7 @@ def test_a_whole_boosted_model_is_clipped_by_its_optimizer(ask):
     assert outcome.norm == pytest.approx(scaled / 64.0, rel=1e-5)
     assert length(raw) == pytest.approx(0.5, rel=1e-5)
     assert optimizer.stage is StepState.CLIPPED
-    refused(StepOrderError, "already", lambda: apply_gradient_clipping(model, "norm", 0.5))
+    refused(StepOrderError, "already", apply_gradient_clipping, model, "norm", 0.5)
 
 
 def test_a_model_whose_optimizer_is_gone_is_a_plain_one():
@@ -88,7 +88,7 @@ def test_wrapped_models_have_the_names_of_the_users_model_and_fsdp_1_is_refused(
     graded(model, 0)
     apply_gradient_clipping(torch.compile(model), "adaptive", 0.1, exclude=["1.weight"])
     first = nn.Sequential(type("FullyShardedDataParallel", (nn.Module,), {})(), nn.Linear(2, 2))
-    refused(TypeError, "fully_shard", lambda: apply_gradient_clipping(first, "norm", 1.0))
+    refused(TypeError, "fully_shard", apply_gradient_clipping, first, "norm", 1.0)
 
 
 def test_values_of_devices():

@@ -254,9 +254,9 @@ def test_placements_say_who_holds_what():
         assert (shard.name, shard.units) == ("weight", units_of(torch.empty(shape)))
     for placement, ranks, error in ((Partial(), 2, TypeError), (ROW, 3, LayoutError)):
         held = sharded((4, 6), [placement], [2])
-        refused(error, "w is", lambda held=held, n=ranks: placed("w", held, LINEAR, n))
+        refused(error, "w is", placed, "w", held, LINEAR, ranks)
     alone = sharded((4, 6), [ROW], [2])
-    refused(TypeError, "parameters[0] is sharded", lambda: Layout.of_parameters([alone]))
+    refused(TypeError, "parameters[0] is sharded", Layout.of_parameters, [alone])
 
 
 def test_groups_of_a_transposed_convolution_are_not_split():
@@ -269,7 +269,7 @@ def test_groups_of_a_transposed_convolution_are_not_split():
     weight.placements = [Shard(2)]
     assert placed("w", weight, layer, 2).shard_groups == ("axis 0",)
     weight.placements = [ROW]
-    refused(TypeError, "w|transposed convolution", lambda: placed("w", weight, layer, 2))
+    refused(TypeError, "w|transposed convolution", placed, "w", weight, layer, 2)
 
 
 def account(*models, **options):
@@ -294,7 +294,7 @@ def test_parts_that_do_not_add_up_are_refused_by_name():
         (large, {"ranks": lambda name: 1, "whole": {"weight": 10_000}}, "has 10000|for 20000"),
         (large, {"whole": {"weight": 10_001}}, "has 10001"),
     ):
-        refused(LayoutError, words, lambda m=model, o=options: account(m, m, **o))
+        refused(LayoutError, words, account, model, model, **options)
 
 
 def test_names_are_those_of_all_ranks_in_one_order():

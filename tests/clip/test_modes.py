@@ -153,9 +153,9 @@ def test_a_parameter_given_twice_counts_once_and_sparse_and_complex_are_refused(
     assert total_norm(Layout.of_parameters(made)) == pytest.approx(once / 2, rel=1e-6)
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    refused(TypeError, "weight|sparse", lambda: apply_gradient_clipping(table, "norm", 1.0))
+    refused(TypeError, "weight|sparse", apply_gradient_clipping, table, "norm", 1.0)
     half = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    refused(TypeError, "[0]|complex", lambda: Layout.of_parameters([half]))
+    refused(TypeError, "[0]|complex", Layout.of_parameters, [half])
 
 
 # -- adaptive
@@ -223,9 +223,9 @@ def test_wrong_options_are_refused_and_those_at_the_edge_of_their_range_taken():
         for options in wrong:
             word = {"chain": "link", "groups": "groups"}.get(mode, [mode, *options][-1])
             word = "threshold" if options == {"links": [1.0]} else word
-            refused(ValueError, word, lambda m=mode, o=options: build(m, **{"threshold": 1.0, **o}))
-    refused(ValueError, "above 0", lambda: type(build("norm", threshold=1.0))(threshold=-1.0))
-    refused(ValueError, "unknown clipping mode|" + NAMES[0], lambda: build("agc"))
+            refused(ValueError, word, build, mode, **{"threshold": 1.0, **options})
+    refused(ValueError, "above 0", type(build("norm", threshold=1.0)), threshold=-1.0)
+    refused(ValueError, "unknown clipping mode|" + NAMES[0], build, "agc")
     mode = build("adaptive", threshold=1e-300, norm_type=1.0, eps=1e-300, exclude=())
     assert (mode.limit, mode.norm_type, mode.eps) == (1e-300, 1.0, 1e-300)
     assert build("norm", threshold=math.inf, norm_type=math.inf).limit == math.inf

@@ -213,7 +213,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_but_for_a_last_one_for_every
         ),
     ):
         mode = build("groups", groups=groups)
-        refused(OptionError, words, lambda mode=mode: mode.bind(layout_of(made)))
+        refused(OptionError, words, mode.bind, layout_of(made))
     give(made, recorded(1)[0])
     mode = build("groups", groups={"?*": 1.0, "*": "none"})
     assert [i.name for i in mode.clip(layout_of(made)).inner] == ["?*"]

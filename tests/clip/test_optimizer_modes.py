@@ -255,15 +255,15 @@ def test_optimizers_without_the_second_moments_of_adam_are_refused():
         for name in ("SGD", "Adagrad", "Adafactor", "Muon"):
             model = nn.Linear(3, 3, bias=False)
             wrapped = boosted(model, getattr(torch.optim, name)(model.parameters(), lr=0.1))
-            bind = lambda w=wrapped, m=mode: w.bind(build(m, threshold=1.0))  # noqa: E731
-            refused(ValueError, f"clip={mode}|{name}|adamw", bind)
+            words, made = f"clip={mode}|{name}|adamw", build(mode, threshold=1.0)
+            refused(ValueError, words, wrapped.bind, made)
     model = nn.Linear(3, 3)
     wrapped = boosted(model, Debiased(model.parameters()))
     wrapped.bind(build("spike", threshold=1.0))
-    refused(ValueError, "Debiased", lambda: wrapped.bind(build("update", threshold=1.0)))
+    refused(ValueError, "Debiased", wrapped.bind, build("update", threshold=1.0))
     model(torch.ones(1, 3)).sum().backward()
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
     for mode in ("update", "spike"):
-        call = lambda m=mode: apply_gradient_clipping(plain, m, 1.0)  # noqa: E731
-        refused(ValueError, f"clip={mode}|optimizer", call)
+        words = f"clip={mode}|optimizer"
+        refused(ValueError, words, apply_gradient_clipping, plain, mode, 1.0)

@@ -115,4 +115,4 @@ def test_options_that_cannot_be_are_refused():
         ({"window": 9, "min_steps": 10}, "window of 9"),
         ({"accept_after": 0}, "at least 1"),
     ):
-        refused(ValueError, words, lambda o=options: SkipRule(**o))
+        refused(ValueError, words, SkipRule, **options)

@@ -121,9 +121,9 @@ def test_units_that_do_not_fit_the_model_are_errors():
         ({"b": [0, -3]}, "dimension -3 of b|[5, 6]"),
     ):
         mode = build("adaptive", threshold=0.1, units=given)
-        refused(OptionError, words, lambda mode=mode: mode.bind(Layout.of_model(model)))
+        refused(OptionError, words, mode.bind, Layout.of_model(model))
     mode = build("adaptive", threshold=0.1, exclude=("heaad.*",))
-    refused(OptionError, "heaad.*|a, b", lambda: mode.bind(Layout.of_model(model)))
+    refused(OptionError, "heaad.*|a, b", mode.bind, Layout.of_model(model))
 
 
 def test_an_unknown_owner_is_warned_about_once(caplog):

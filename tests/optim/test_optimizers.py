@@ -53,7 +53,7 @@ def test_hidden_matrices_are_those_of_inner_layers():
     words, last = "exclude: ruoter.* matches no parameter", nn.Sequential(nn.Linear(4, 2))
     refused(ValueError, words, lambda: list(hidden_matrices(model, (), ["ruoter.*"])))
     words = "Sequential has no hidden matrix"
-    refused(ValueError, words, lambda: muon_with_adamw(last, heads=["0.weight"]))
+    refused(ValueError, words, muon_with_adamw, last, heads=["0.weight"])
     [muon] = muon_with_adamw(nn.Sequential(nn.Linear(3, 3, bias=False)))
     assert type(muon) is Muon
 

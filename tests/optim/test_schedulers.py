@@ -38,7 +38,7 @@ def test_a_warm_up_in_steps_and_a_line_to_zero():
     found = rates(LinearWarmupLR, 10, warmup_steps=4)
     assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
     assert rates(LinearWarmupLR, 4) == pytest.approx([1, 0.75, 0.5, 0.25])
-    refused(ValueError, "[0, 4), not 4", lambda: rates(LinearWarmupLR, 4, warmup_steps=4))
+    refused(ValueError, "[0, 4), not 4", rates, LinearWarmupLR, 4, warmup_steps=4)
 
 
 @pytest.mark.parametrize("power", [None, 0.0, 0.5, 2.0])
@@ -73,7 +73,7 @@ def test_a_staircase_ends_on_its_last_stair_however_short_the_run(steps):
 def test_numbers_out_of_range_are_refused(kind, name, values):
     right = LINE if kind is LinearWarmupPolynomialLR else {"stairs": 2, "factor": 0.9}
     for value in values:
-        refused(ValueError, name, lambda v=value: made(kind, 10, **right | {name: v}))
+        refused(ValueError, name, made, kind, 10, **right | {name: value})
 
 
 @pytest.mark.parametrize("longer", [100, 200])

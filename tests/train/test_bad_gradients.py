@@ -122,7 +122,7 @@ def test_a_step_that_is_taken_ends_the_row_and_null_never_ends_the_run(bad, limi
         assert trainer.fit()["grad/nonfinite"] == len(bad)
     else:
         refused(NonFiniteGradient, f"up to step {ends}", trainer.fit)
-    refused(ValueError, "max_skips must be at least 1", lambda: training(max_skips=0))
+    refused(ValueError, "max_skips must be at least 1", training, max_skips=0)
 
 
 class Steep(nn.Module):

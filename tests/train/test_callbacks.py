@@ -71,7 +71,7 @@ def test_calls_in_their_order_until_a_callback_ends_the_training(tmp_path):
     assert notes[4][2:] == [3, summary["final"]["grad/norm"]]
     assert (summary["steps"], summary["ended_early"]) == (3, "planted end")
     assert all(map(torch.equal, trainer.model.parameters(), whole.model.parameters()))
-    refused(TypeError, "builtins.list is no callback", lambda: make([]))
+    refused(TypeError, "builtins.list is no callback", make, [])
 
 
 def test_evaluations_without_a_better_value_are_counted():

@@ -36,7 +36,7 @@ def calibrate(words: Sequence[str]) -> int:
     """
     [job] = single(words, "a calibration").jobs
     config = job.config
-    if config.clip.info.nested or config.clip.info.derived:
+    if config.clip.info.nested or config.clip.info.follows == "norms":
         message = "has no one threshold to calibrate; clip=norm shows how large gradients are"
         raise RequestError([Problem("clip", config.clip.mode, message)])
     given = Path(config.calibrate.output) if config.calibrate.output else None

@@ -125,7 +125,7 @@ class ClipMode(Mode, ABC):
     @property
     def limit_moves(self) -> bool:
         """Whether the λ in force is one of the step, which a skipped step has none of."""
-        return self.info.derived
+        return self.info.follows == "norms"
 
     def bind(self, layout: Layout) -> None:
         """Prepare for ``layout``, once; a ``ValueError`` if options do not fit it."""

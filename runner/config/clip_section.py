@@ -25,11 +25,6 @@ class Skip(Section):
     min_steps: t.Count | None = key("skip none before; null: window/2, 1/(1 - decay)", None)
     accept_after: t.Count | None = key("accept a level after so many skips; null: never", 20)
 
-    @property
-    def options(self) -> dict[str, Any] | None:
-        """Arguments that make the rule; None if nothing is skipped."""
-        return None if self.rule is None else dict(self)
-
     def conflicts(self) -> Conflicts:
         if self.rule is None:
             for name, field in type(self).model_fields.items():

@@ -24,7 +24,7 @@ class ModeInfo:
         note: a sentence for the chart of norms.
         published: thresholds of papers, each with who used it; ``grid``: further ones to compare.
         shares: a usual share of parts that is clipped, and the bounds of a usual one.
-        follows: what λ in force follows; None if it is the same in each step.
+        follows: what λ in force follows: the number of the step, or norms of earlier ones.
         tenth: λ that clips about one step in ten, where it is no norm.
         nested: option that holds further modes, if there is one.
         by_tensor: whether a tensor is clipped without the gradients of others.
@@ -53,11 +53,6 @@ class ModeInfo:
     def limits_norm(self) -> bool:
         """Whether λ is a limit of the total norm, the same in each step."""
         return self.unit == "‖G‖" and self.follows is None
-
-    @property
-    def derived(self) -> bool:
-        """Whether λ follows from earlier steps."""
-        return self.follows == "norms"
 
     @property
     def parts(self) -> str | None:

@@ -209,7 +209,7 @@ class RunConfig(Section):
         clip, info = self.clip, self.clip.described.info
         if clip.scales == "all" and info.parts is not None:
             yield "clip.scales", "this mode multiplies no gradients by one coefficient: use auto"
-        if clip.what_if and (info.nested or info.derived):
+        if clip.what_if and (info.nested or info.follows == "norms"):
             yield "clip.what_if", f"clip={clip.mode} has no fixed threshold: leave it empty"
         if clip.step_in_backward and clip.when != "backward":
             yield "clip.step_in_backward", "needs clip.when=backward"

@@ -78,13 +78,8 @@ class Target(Section):
         return dict(self.model_extra or {})
 
     def mapping(self) -> dict[str, Any]:
-        """Return what `hydra.utils.instantiate` takes, without arguments of `_target_: null`."""
-        taken = {
-            name: one
-            for name, one in self.arguments.items()
-            if not isinstance(one, Mapping) or one.get("_target_", name) is not None
-        }
-        return {"_target_": self.target, **taken}
+        """Return what `hydra.utils.instantiate` takes."""
+        return {"_target_": self.target, **self.arguments}
 
     def conflicts(self) -> Conflicts:
         """Yield numbers that would make weights NaN."""

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -76,8 +76,13 @@ def device_of(name: str) -> torch.device:
 
 def maker(target: Target) -> partial[Any]:
     """Return the class or function that ``target`` names, with its arguments bound."""
+    given = {  # without arguments whose class is null, as ``eval`` of data=own
+        name: one
+        for name, one in target.mapping().items()
+        if not isinstance(one, Mapping) or one.get("_target_", name) is not None
+    }
     try:
-        made = instantiate(target.mapping(), _partial_=True, _convert_="all")
+        made = instantiate(given, _partial_=True, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
@@ -342,9 +347,10 @@ def make_trainer(
     train = prepare(data.train, shuffle=shuffles, drop_last=config.data.drop_last)
     held_out = None if data.test is None or not evaluates else prepare(data.test)
     clip, precision, telemetry = config.clip, config.precision, config.telemetry
-    fp16, rule, early = precision.name == "fp16", clip.skip.options, clip.when == "backward"
+    fp16, early = precision.name == "fp16", clip.when == "backward"
     scale = LossScale(precision.initial_scale, precision.growth_interval) if fp16 else None
-    skip = None if rule is None or mode is not None else SkipRule(**rule)
+    skips = clip.skip.rule is not None and mode is None
+    skip = SkipRule(**dict(clip.skip)) if skips else None
     clips = mode or build_mode(clip.kind, **clip.options)
     return Trainer(
         model,

@@ -17,12 +17,12 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config",): 2436,
+    ("config",): 2421,
     ("cli",): 842,
     ("launch",): 1108,
     ("sweep",): 608,
     ("telemetry",): 1310,
-    ("train",): 2080,
+    ("train",): 2086,
     ("booster",): 2479,
     ("parallel",): 2299,
     ("checkpoint",): 495,

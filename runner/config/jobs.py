@@ -25,13 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.composer import Composed, Composer, reason, refer_to
 from runner.config.folders import Refusal, read_yaml
-from runner.config.identity import (
-    MASK,
-    NOT_HASHED,
-    config_hash,
-    masked,
-    masked_words,
-)
+from runner.config.identity import MASK, NOT_HASHED, config_hash, masked, masked_words
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import SHORT, RunConfig, examine
@@ -228,10 +222,7 @@ def combined(overrides: Iterable[Override], master: DictConfig) -> Iterator[list
     for one in overrides:
         key = one.get_key_element()
         try:
-            listed = _listed(one, most, search) if one.is_sweep_override() else None
-            values[key] = (
-                [[one.input_line or ""]] if listed is None else [[f"{key}={v}"] for v in listed]
-            )
+            values[key] = [[word] for word in _words(one, most, search)]
         except Exception as error:  # Hydra raises HydraException, ValueError, TypeError and more
             problems.append(Problem(key, one.get_value_string(), str(error)))
     sizes = ", ".join(f"{key} {len(one):,}" for key, one in values.items() if len(one) > 1)
@@ -261,20 +252,25 @@ def combined(overrides: Iterable[Override], master: DictConfig) -> Iterator[list
     return ([*chain(*parts)] for parts in (chosen if search else product(*axes)))
 
 
-def _listed(override: Override, most: int, search: bool) -> Sequence[str]:
-    """Return the values of a list, at most one more than ``most``, or both ends of an interval."""
-    listed = override.value()
+def _words(override: Override, most: int, search: bool) -> Iterable[str]:
+    """Return an override for each value of a list: at most one more than ``most``.
+
+    Of an interval it returns both ends; an override that is no list is returned as it is.
+    """
+    key, listed = override.get_key_element(), override.value()
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
     if override.is_hydra_override() or override.key_or_group.partition(".")[0] == "sweep":
         raise ValueError("must be one value: all runs of a sweep share it")
+    if isinstance(listed, IntervalSweep) and not search:
+        raise ValueError("must be a list of values, or range(start,stop,step)")
+    found: list[Any] = []
     if isinstance(listed, IntervalSweep):
-        if not search:
-            raise ValueError("must be a list of values, or range(start,stop,step)")
-        return [str(listed.start), str(listed.end)]
-    if isinstance(listed, RangeSweep):  # a range may have billions of values
-        first = [*islice(listed.range(), most + 1)]
-        if len(first) > most:
-            return [str(value) for value in first]
-    found = [*override.sweep_string_iterator()]
+        found = [listed.start, listed.end]
+    elif isinstance(listed, RangeSweep):  # it may have billions of values
+        found = [*islice(listed.range(), most + 1)]
+    if not isinstance(listed, IntervalSweep) and len(found) <= most:
+        found = [*override.sweep_string_iterator()]
     if not found:
         raise ValueError("must have at least one value")
-    return found
+    return (f"{key}={value}" for value in found)

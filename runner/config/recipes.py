@@ -17,14 +17,8 @@ from runner.config.folders import Refusal, find, read_yaml
 class Recipe:
     choices: dict[str, str]  # of options, by group
     content: dict[str, Any]
+    names: dict[str, Any]  # the option or the target that it names for a section
     is_global: bool  # whether it says so in the form of Hydra: # @package _global_
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """The option or the target that this file names for a section."""
-        given = {key: one for key, one in self.content.items() if isinstance(one, dict)}
-        targets = {key: one["_target_"] for key, one in given.items() if "_target_" in one}
-        return self.choices | targets
 
 
 def files_of(extra: Path | None = None) -> dict[str, Path]:
@@ -55,4 +49,6 @@ def read(file: Path) -> Recipe:
             elif key != "_self_":
                 raise Refusal(f"{file}: {key} in its defaults is no 'override /GROUP: OPTION'")
     header = re.search(r"(?m)^# *@package +_global_", file.read_text(encoding="utf-8"))
-    return Recipe(choices, content, header is not None)
+    given = {key: one for key, one in content.items() if isinstance(one, dict)}
+    targets = {key: one["_target_"] for key, one in given.items() if "_target_" in one}
+    return Recipe(choices, content, choices | targets, header is not None)

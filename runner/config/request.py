@@ -44,14 +44,10 @@ class Request:
     made: Composed  # of the job, or of what the jobs share
     folder: Path
     sweep: str = ""  # name of the sweep
+    where: Where = "here"
     identity: str = ""  # of the jobs of a sweep
     trials: int | None = None  # runs that a sweeper chooses as it goes
     lists: Mapping[str, str] = field(default_factory=dict)  # overrides that list values, by key
-
-    @property
-    def where(self) -> Where:
-        """Where the runs of a sweep run."""
-        return LAUNCHERS[str(self.made.config.hydra.launcher._target_).rpartition(".")[2]]
 
     def run(self, work: Callable[[DictConfig], Any], folder: Path) -> Any:
         """Return what ``work`` returns; Hydra makes ``folder`` and sets up logging before."""
@@ -124,7 +120,8 @@ def _as_sweep(wanted: Request) -> Request:
     if search and section.maximizes:
         master.hydra.sweeper.direction = "maximize"
     trials = int(jobs.setting(master, "hydra.sweeper.n_trials") or 0) if search else None
-    return replace(wanted, folder=folder, sweep=name, identity=identity, trials=trials)
+    where = LAUNCHERS[jobs.setting(master, "hydra.launcher._target_").rpartition(".")[2]]
+    return replace(wanted, folder=folder, sweep=name, where=where, identity=identity, trials=trials)
 
 
 @contextmanager
@@ -171,8 +168,7 @@ def composed_text(wanted: Request, part: str, package: str, resolve: bool) -> st
         refer_to(config)
         node: Any = OmegaConf.masked_copy(config, [*parts[part]])
         try:
-            if package not in ("", "_global_"):
-                node = OmegaConf.select(node, package, default=NOTHING)
+            node = OmegaConf.select(node, package.removeprefix("_global_"), default=NOTHING)
             if node is NOTHING:
                 raise RequestError([Problem("--package", package, "there is no such key")])
             is_node = OmegaConf.is_config(node)

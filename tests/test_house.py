@@ -18,7 +18,7 @@ from tests.process import ROOT
 HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config",): 2409,
-    ("cli",): 842,
+    ("cli",): 797,
     ("launch",): 1108,
     ("sweep",): 608,
     ("telemetry",): 1310,

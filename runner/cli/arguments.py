@@ -4,36 +4,31 @@ torch is imported only after the overrides are validated, so that a wrong key, `
 ``--cfg`` cost no more than Python and Hydra do.
 """
 
-from __future__ import annotations
-
 import argparse
-import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runner.cli import folder
+from runner.cli import Parser, folder
 from runner.config.environment import joins, started_rank
 from runner.config.identity import digest
 from runner.config.jobs import Job, Where
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.request import Request, request
 from runner.config.schema import RunConfig
+from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
 from runner.run_folder.status import earlier_record
 from runner.run_folder.strict_json import obstacle
 from runner.telemetry.sinks.console import announce, print_line
 
-if TYPE_CHECKING:
-    from runner.launch.failure import Failure
-
 
 def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     """Read overrides and Hydra's flags, which may stand in any order."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = Parser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--config-dir", "-cd", type=folder)
     if purpose in ("a run", "a plan"):
@@ -49,11 +44,7 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
         add("--package", "-p", default="")
         add("--resolve", action="store_true")
         add("--help", "-h", action="store_true")
-    try:
-        args, rest = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        name = error.argument_name or "flags"
-        raise RequestError([Problem(name, NOTHING, error.message)]) from None
+    args, rest = parser.parse_known_args(words)
     args.overrides = rest
     unknown = [word for word in rest if word.startswith("-")]
     message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
@@ -135,13 +126,11 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
 
 def on_ranks(
     config: RunConfig, home: Path, work: Callable[..., Any], sinks: Sequence[Any] = ()
-) -> dict[str, Any] | Failure:
-    """Return what ``work`` returns on the ranks of a request, or why it failed, which is printed.
+) -> dict[str, Any]:
+    """Return what ``work`` returns on the ranks of a request, or raise the Failure of one.
 
     A rank that joins others ends with the exit code of its part.
     """
-    from runner.launch.failure import Failure, attempt
-
     if joins():
         from runner.launch.rank import join
 
@@ -150,11 +139,8 @@ def on_ranks(
 
     home.mkdir(parents=True, exist_ok=True)
     ended = attempt(lambda: train(config, home, sinks, work))
+    for sink in sinks:
+        sink.close(None, ended.exit_code if isinstance(ended, Failure) else 0)
     if isinstance(ended, Failure):
-        for sink in sinks:
-            sink.close(None, ended.exit_code)
-        # The end of a traceback: the exception, its message and its notes.
-        raised = re.split(r"^  File .*\n(?:    .*\n)*", ended.error, flags=re.MULTILINE)[-1]
-        who = "" if ended.rank is None else f"rank {ended.rank}: "
-        print_line(f"clip-runner: {who}{raised.strip()}", sys.stderr)
+        raise ended
     return ended

@@ -5,10 +5,9 @@ a first line was printed, so that a terminal is not blank while Python imports H
 Ctrl-C in that time ends in one line as it does later.
 """
 
-from __future__ import annotations
-
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,27 +16,23 @@ from importlib import import_module
 from inspect import getdoc
 
 from runner.checkpoint.folder import DamagedCheckpoint
-from runner.cli import FAILED, INTERRUPTED, WRONG_REQUEST
 from runner.config.environment import joins, started_rank
 from runner.config.problem import RequestError
 from runner.launch import signals
+from runner.launch.failure import Failure
 from runner.run_folder.strict_json import disk_full
 from runner.telemetry.sinks import ending
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
 
-PARSED_BY_ARGPARSE = ("bench", "dashboard", "export", "new", "report")
-"""Commands that take no overrides of a run."""
-
 COMMANDS = {
-    **dict.fromkeys(("bench", "calibrate", "verify"), "measure"),
-    **dict.fromkeys(("evaluate", "export"), "checkpoints"),
-    **dict.fromkeys(("dashboard", "new", "report"), "pages"),
+    **dict.fromkeys(("bench", "calibrate", "evaluate", "verify"), "measure"),
+    **dict.fromkeys(("dashboard", "export", "new", "report"), "pages"),
     **dict.fromkeys(("plan", "run"), "run"),
 }
 """Commands, each with its module, which has a function ``COMMAND(arguments) -> exit code``."""
 
-LISTENING = 5.0
-"""Seconds that a rank delays its exit while another one prints why the request is wrong."""
+FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
+"""Exit codes; that of a run that another signal stopped is 129 (SIGHUP) or 143."""
 
 
 def start() -> int:
@@ -46,8 +41,7 @@ def start() -> int:
     signals.listen()
     if not sys.flags.safe_path:  # the console script imports from here, as python -m does
         with suppress(FileNotFoundError):  # the directory was removed
-            here = os.getcwd()
-            sys.path[:0] = [] if here in sys.path or "" in sys.path else [here]
+            sys.path.insert(0, os.getcwd())
     code = main(sys.argv[1:])
     signals.ignore()  # only the end of the interpreter is left, which has no good answer to them
     if code > 128:
@@ -83,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             print_line(str(error), sys.stderr)
         else:
             # torchrun ends all ranks with the first that fails: not before the message is printed.
-            time.sleep(LISTENING)
+            time.sleep(5.0)
         code = WRONG_REQUEST
     except KeyboardInterrupt as interrupt:
         if not isinstance(interrupt, signals.Interrupted) and not joins():
@@ -91,6 +85,12 @@ def main(arguments: Sequence[str]) -> int:
         code = INTERRUPTED
     except BrokenPipeError:
         leave_unread(sys.stdout)
+    except Failure as failed:
+        # The end of a traceback: the exception, its message and its notes.
+        raised = re.split(r"^  File .*\n(?:    .*\n)*", failed.error, flags=re.MULTILINE)[-1]
+        who = "" if failed.rank is None else f"rank {failed.rank}: "
+        print_line(f"clip-runner: {who}{raised.strip()}", sys.stderr)
+        code = failed.exit_code
     except (DamagedCheckpoint, OSError) as error:  # such as a file that cannot be written
         print_line(f"clip-runner: {disk_full(error) or error}", sys.stderr)
         code = FAILED
@@ -107,7 +107,7 @@ def _command(arguments: list[str]) -> int:
         print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
         return 0
     flags = {argument for argument in arguments if argument.startswith("-")}
-    if command not in PARSED_BY_ARGPARSE and flags <= {"-m", "--multirun"}:
+    if command != "bench" and COMMANDS[command] != "pages" and flags <= {"-m", "--multirun"}:
         announce("clip-runner: reading the configuration")
     work = getattr(import_module(f"runner.cli.{COMMANDS[command]}"), command)
     if flags & {"-h", "--help"} and command in ("calibrate", "plan", "verify"):

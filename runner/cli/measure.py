@@ -1,19 +1,22 @@
-"""``python -m runner calibrate``, ``verify`` and ``bench``: train a few steps, and measure them."""
-
-from __future__ import annotations
+"""``python -m runner calibrate``, ``verify``, ``evaluate`` and ``bench``: measure a training."""
 
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from runner.bench import TABLES
-from runner.cli import command_parser, new_folder
-from runner.cli.arguments import on_ranks, single
+from runner.cli import checkpoint_parser, chosen, command_parser, folder, new_folder
+from runner.cli.arguments import check_jobs, on_ranks, single
 from runner.config.environment import joins
 from runner.config.identity import masked_words
+from runner.config.jobs import recorded
+from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
+from runner.launch.failure import Failure, attempt
+from runner.launch.resume import require_one_machine
+from runner.run_folder import files
 from runner.run_folder.status import provenance
 from runner.run_folder.strict_json import write_object
 from runner.telemetry.sinks.console import TerminalSink, announce, print_line
@@ -40,19 +43,15 @@ def calibrate(words: Sequence[str]) -> int:
         message = "has no one threshold to calibrate; clip=norm shows how large gradients are"
         raise RequestError([Problem("clip", config.clip.mode, message)])
     given = Path(config.calibrate.output) if config.calibrate.output else None
-    folder = new_folder("calibration", "calibrate.json", "calibrate.output", given)
-    from runner.launch.failure import Failure
+    home = new_folder("calibration", "calibrate.json", "calibrate.output", given)
     from runner.tools.calibrate import describe, end_of, execute, lines
 
     steps = end_of(config).value
     sinks = [] if joins() else [TerminalSink(steps, config.log.flush, title="calibration")]
-    measured = on_ranks(config, folder, execute, sinks)
-    if isinstance(measured, Failure):
-        return measured.exit_code
-    sinks[0].close(None, 0)
+    measured = on_ranks(config, home, execute, sinks)
     found = describe(config, measured, masked_words(words))
-    write_object(folder / "calibrate.json", found)
-    print_line("\n".join(["", *lines(found), "", str(folder / "calibrate.json")]))
+    write_object(home / "calibrate.json", found)
+    print_line("\n".join(["", *lines(found), "", str(home / "calibrate.json")]))
     return 0
 
 
@@ -74,23 +73,59 @@ def verify(words: Sequence[str]) -> int:
     [job] = wanted.jobs
     config = job.config
     typed = wanted.folder if any("hydra.run.dir=" in word for word in words) else None
-    folder = new_folder("verification", FILE, "hydra.run.dir", typed)
-    from runner.launch.failure import Failure
+    home = new_folder("verification", FILE, "hydra.run.dir", typed)
     from runner.tools.comparison import last_line, lines
     from runner.tools.verify import execute
 
     if not joins():
         print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
-    ended = on_ranks(config, folder, execute)
     asked = {**provenance(), "words": masked_words(words), "request": job.plain}
-    if isinstance(ended, Failure):
-        failed = {"ok": False, "error": ended.error, "rank": ended.rank}
-        write_object(folder / FILE, {**failed, **asked})
-        print_line(f"{folder / FILE}" + ("\nverify: FAILED" if ended.exit_code == 1 else ""))
-        return ended.exit_code
-    write_object(folder / FILE, {**ended, **asked})
-    print_line("\n".join([*lines(ended), "", str(folder / FILE), last_line(ended)]))
-    return 0 if ended["ok"] else 1
+    try:
+        found = on_ranks(config, home, execute)
+    except Failure as failed:
+        why = {"ok": False, "error": failed.error, "rank": failed.rank}
+        write_object(home / FILE, {**why, **asked})
+        print_line(f"{home / FILE}" + ("\nverify: FAILED" if failed.exit_code == 1 else ""))
+        raise
+    write_object(home / FILE, {**found, **asked})
+    print_line("\n".join([*lines(found), "", str(home / FILE), last_line(found)]))
+    return 0 if found["ok"] else 1
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Evaluate a checkpoint of a run on held-out data.
+
+    Prints loss and accuracy. Plugin and number of local ranks are those of the run, so that a large
+    model fits and the values are those that the run logged; plugin=single evaluates in one process.
+    Under torchrun or Slurm it uses the ranks that are there. Overrides such as data=OPTION and
+    data.batch_size=N choose other data. Nothing is written.
+
+    Exit codes: 0 evaluated   1 the checkpoint is damaged, or a rank failed
+    2 the request was wrong   130, 143 interrupted
+    """
+    parser = checkpoint_parser(evaluate)
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's configuration")
+    add("--config-dir", "-cd", type=folder, metavar="FOLDER", help="options of your own")
+    asked = parser.parse_intermixed_args(words)
+    job = recorded(asked.run / files.CONFIG, asked.overrides, asked.config_dir)
+    require_one_machine(job.config)
+    check_jobs([job])
+    from runner.train.build import evaluate as work
+
+    # The first rank tells the others which checkpoint.
+    checkpoint, manifest = (None, {}) if joins() else chosen(asked.run, asked.checkpoint)
+    # Local ranks log to the folder of a run; nothing of it is kept.
+    with tempfile.TemporaryDirectory(prefix="clip-runner-") as home:
+        found = on_ranks(job.config, Path(home), partial(work, checkpoint=checkpoint))
+    if not found["metrics"]:
+        raise Failure("there is no held-out data to evaluate on")
+    at = "" if manifest.get("step") is None else f", step {manifest['step']}"
+    ranks = plural(found["world_size"], "rank")
+    print_line(f"{checkpoint}{at}; plugin={job.config.plugin.name} on {ranks}")
+    for key, value in found["metrics"].items():
+        print_line(f"{key:<14} {value}")
+    return 0
 
 
 def bench(words: Sequence[str]) -> int:
@@ -114,27 +149,24 @@ def bench(words: Sequence[str]) -> int:
     add("--output", type=Path, metavar="FOLDER", help="folder of bench.json and bench.txt")
     asked = parser.parse_args(words)
     if unknown := [name for name in asked.tables if name not in TABLES]:
-        parser.error(f"{unknown[0]} is no table: use {', '.join(TABLES)}")
-    folder = new_folder("benchmark", "bench.json", "--output", asked.output)
+        text = f"is no table: use {', '.join(TABLES)}"
+        raise RequestError(Problem("TABLE", name, text) for name in unknown)
+    home = new_folder("benchmark", "bench.json", "--output", asked.output)
     announce("clip-runner: importing torch")
     import torch
 
     from runner.bench.timing import FILE, Setting, record
-    from runner.launch.failure import Failure, attempt
-    from runner.train import stop
 
     there = torch.cuda.is_available()
     if asked.device == "cuda" and not there:
         raise RequestError([Problem("--device", "cuda", "this machine has no CUDA device")])
     device = "cuda" if there and asked.device != "cpu" else "cpu"
-    folder.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)
         command = shlex.join(["python", "-m", "runner", "bench", *words])
-        ended = attempt(lambda: record(asked.tables or [*TABLES], setting, folder, command))
-    stop.reset()
+        ended = attempt(lambda: record(asked.tables or [*TABLES], setting, home, command))
     if isinstance(ended, Failure):
-        print_line(f"clip-runner: {ended.error}", sys.stderr)
-        return ended.exit_code
-    print_line(f"\n{folder / FILE}")
+        raise ended
+    print_line(f"\n{home / FILE}")
     return 0

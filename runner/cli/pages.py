@@ -1,6 +1,4 @@
-"""``python -m runner report``, ``dashboard`` and ``new``: write a page, a workspace, a folder."""
-
-from __future__ import annotations
+"""``python -m runner report``, ``dashboard``, ``export`` and ``new``: write pages and files."""
 
 import keyword
 import os
@@ -12,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runner.cli import FAILED, WRONG_REQUEST, command_parser
+from runner.cli import checkpoint_parser, chosen, command_parser
 from runner.config.folders import find, options, read_yaml
-from runner.config.notation import first_few
+from runner.config.notation import first_few, plural
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.config.recipes import files_of
+from runner.launch.failure import Failure
 from runner.run_folder.strict_json import obstacle, write_text
 from runner.telemetry.sinks.console import print_line
 
@@ -43,8 +42,7 @@ def report(words: Sequence[str]) -> int:
     try:
         sweep = replace(read(asked.folder), baseline=asked.baseline)
     except NoRunError as error:
-        print(error, file=sys.stderr)
-        return WRONG_REQUEST
+        raise RequestError([Problem("FOLDER", str(asked.folder), str(error))]) from None
     found = findings.find(sweep)
     if asked.baseline and found.unknown is not None:
         labels = [group.label for group in found.groups]
@@ -81,28 +79,63 @@ def dashboard(words: Sequence[str]) -> int:
     add("--name", default="", help="name of the workspace (Clipping, and the group)")
     asked = parser.parse_args(words)
     if find_spec("wandb_workspaces") is None:
-        message = 'this needs wandb-workspaces: pip install -e ".[dashboard]" -c constraints.txt'
-        print_line(f"clip-runner: {message}", sys.stderr)
-        return WRONG_REQUEST
-    said = "wandb is told to be offline (WANDB_MODE)"
-    if os.environ.get("WANDB_MODE", "online") == "online":
-        # A process of its own asks the server: wandb's client waits for minutes, and ends with it.
-        command = [sys.executable, "-W", "ignore", "-c"]
-        command += ["from runner.tools.dashboard import main; main()"]
-        command += [asked.project, asked.entity, asked.group, asked.name]
-        # No reports to wandb's own servers, where nothing else is sent either; 6 seconds.
-        quick = {"WANDB_ERROR_REPORTING": "false", "WANDB_HTTP_TIMEOUT": "6"}
-        pipes: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        try:
-            done = subprocess.run(command, env=os.environ | quick, timeout=_SECONDS, **pipes)
-            said = (done.stderr if done.returncode else done.stdout).strip().rpartition("\n")[2]
-            if not done.returncode:
-                print_line(f"workspace saved: {said}")
-                return 0
-        except subprocess.TimeoutExpired:
-            said = f"no answer within {_SECONDS:g} seconds"
-    print_line(f"clip-runner: the workspace was not saved: {said}", sys.stderr)
-    return FAILED
+        message = 'needs wandb-workspaces: pip install -e ".[dashboard]" -c constraints.txt'
+        raise RequestError([Problem("dashboard", NOTHING, message)])
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        raise Failure("the workspace was not saved: wandb is told to be offline (WANDB_MODE)")
+    # A process of its own asks the server: wandb's client waits for minutes, and ends with it.
+    command = [sys.executable, "-W", "ignore", "-c"]
+    command += ["from runner.tools.dashboard import main; main()"]
+    command += [asked.project, asked.entity, asked.group, asked.name]
+    # No reports to wandb's own servers, where nothing else is sent either; 6 seconds.
+    quick = {"WANDB_ERROR_REPORTING": "false", "WANDB_HTTP_TIMEOUT": "6"}
+    pipes: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(command, env=os.environ | quick, timeout=_SECONDS, **pipes)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"the workspace was not saved: no answer in {_SECONDS:g} seconds") from None
+    said = (done.stderr if done.returncode else done.stdout).strip().rpartition("\n")[2]
+    if done.returncode:
+        raise Failure(f"the workspace was not saved: {said}")
+    print_line(f"workspace saved: {said}")
+    return 0
+
+
+def export(words: Sequence[str]) -> int:
+    """Write the weights of a run as one file for a plain model.
+
+    It has the state dict of the whole model, whatever plugin trained it, under the names of the
+    plain model. `model.load_state_dict(safetensors.torch.load_file(FILE))` loads it, or
+    `torch.load(FILE)` if FILE ends in .pt, .pth or .bin.
+
+    Exit codes: 0 written   1 the checkpoint is damaged, or the file cannot be written
+    2 there is no such checkpoint, or the file exists
+    """
+    parser = checkpoint_parser(export)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="file to write (RUN/model.safetensors)")
+    add("--force", action="store_true", help="replace FILE if it exists")
+    asked = parser.parse_args(words)
+    run, file = asked.run, asked.output or asked.run / "model.safetensors"
+    message = "" if file.parent.is_dir() and not file.is_dir() else "must name a file in a folder"
+    if message or (file.exists() and not asked.force):
+        message = message or "exists; --force replaces it"
+        raise RequestError([Problem("--output", str(file), message)])
+    from runner.checkpoint.content import whole_model, write_model
+
+    checkpoint, manifest = chosen(run, asked.checkpoint)
+    model = whole_model(checkpoint, manifest)
+    keys = {"step": "step", "config": "config_hash"}
+    about = {key: str(manifest[of]) for key, of in keys.items() if manifest.get(of) is not None}
+    form = "torch" if file.suffix in (".pt", ".pth", ".bin") else "safetensors"
+    try:
+        write_model(model, file, form, {"run": run.name, **about})
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error}") from error
+    size = f"{file.stat().st_size / 1e6:,.1f} MB"
+    at = f", step {about['step']}" if "step" in about else ""
+    print_line(f"{plural(len(model), 'tensor')}, {size}{at}, from {checkpoint}\n{file}")
+    return 0
 
 
 def new(words: Sequence[str]) -> int:

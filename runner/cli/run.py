@@ -1,7 +1,5 @@
 """``python -m runner [plan] [OVERRIDES]``: run what the overrides ask for, or list it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +30,9 @@ def run(words: Sequence[str]) -> int:
     elif args.hydra_help or args.shell_completion:
         answer(args.hydra_help or ["-sc", args.shell_completion], overrides, own)
     else:
-        return _run(checked(args), words)
+        # As a page repeats them, from any folder
+        flags = ["-m"] * args.multirun + (["--config-dir", str(own)] if own else [])
+        return _run(checked(args), [*flags, *overrides])
     return 0
 
 
@@ -85,18 +85,16 @@ def plan(words: Sequence[str]) -> int:
     from runner.sweep.resume import plan_runs
     from runner.train import build
 
-    entries = plan_runs(wanted)
+    entries, jobs = plan_runs(wanted), {job.hash: job for job in wanted.jobs}
+    alone = "" if wanted.sweep else "0"
+    planned = [(str(one.number), one.label, one.state, jobs[one.config_hash]) for one in entries]
     rows, left = [], []
-    for job in wanted.jobs:
+    planned = planned or [(alone, one.label, "", one) for one in wanted.jobs]
+    for number, label, state, job in planned:
         count = build.steps_of(job.config, build.make_data(job.config.data))
-        number, state = "" if wanted.sweep else "0", "to run"
-        if entries:
-            entry = next(one for one in entries if one.config_hash == job.hash)
-            entries.remove(entry)
-            number, state = str(entry.number), "done" if entry.state == "finished" else state
-        rows.append((number, job.label, "unknown" if count is None else str(count), state))
+        state = "done" if state == "finished" else "to run"
+        rows.append((number, label, "unknown" if count is None else str(count), state))
         left += [count] if state == "to run" else []
-    rows.sort(key=lambda row: int(row[0] or 0))
     print(live.columns([("run", "", "steps", "state"), *rows]))
     if not wanted.sweep:
         print("one run, in a folder of its own in outputs/runs")

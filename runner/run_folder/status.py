@@ -196,7 +196,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        return " ".join(self.overrides)
+        return " ".join(masked_words(self.overrides))
 
     @property
     def ended(self) -> bool:

@@ -37,7 +37,7 @@ def test_tables_are_printed_and_recorded(tables, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["clips"], "clips is no table: use clip, parallel"),
+        (["clips"], "TABLE=clips  is no table: use clip, parallel"),
         (["start", "--output", "."], "holds an earlier benchmark"),
         (["clip", "--device", "cuda", "--output", "out"], "no CUDA device"),
     ],

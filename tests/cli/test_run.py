@@ -134,6 +134,7 @@ def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monke
     assert yaml.safe_load(capsys.readouterr().out)["clip"]["mode"] == "adaptive"
     for words, part in {
         "--cfg job -p tracker --resolve tracker.group=${hydra:job.name}": "group: runner",
+        "--cfg job -p sweep.name": "null\n",
         "--info defaults": "clip/norm",
         "-m clip.threshold=1,2 --help": "clip.threshold=1.0",
         "--hydra-help": "--multirun",
@@ -152,6 +153,15 @@ def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monke
     assert main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out == "plugin=tensor\n"
     assert not outputs.exists()
+
+
+def test_the_command_of_a_sweep_has_the_whole_path_of_a_folder_of_options(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("runner.sweep.control.run_sweep", lambda *given: seen.append(given[1]) or 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    assert main(["seed=1,2", "--config-dir", "conf", "-m"]) == 0
+    assert seen == [["-m", "--config-dir", str(tmp_path / "conf"), "seed=1,2"]]
 
 
 @pytest.mark.parametrize(("words", "unbuffered"), [("--help", "1"), ("--cfg job", "")])

@@ -146,7 +146,9 @@ COMMANDS = [
     ("calibrate recipe=sweep_norm", ["a calibration is of one run"]),
     ("calibrate calibrate.steps=10 calibrate.warmup_steps=10", ["must leave some"]),
     ("verify verify.steps=0 clip.treshold=1", ["at least 1", "clip.threshold?"]),
-    ("evaluate nowhere", ["RUN=nowhere", "there is no such folder"]),
+    ("evaluate nowhere", ["RUN", "must be a folder that exists, not nowhere"]),
+    ("export --forced", ["the following arguments are required", "RUN"]),
+    ("dashboard --project", ["--project", "expected one argument"]),
 ]
 LINEAR = "model=torch.nn.Linear"
 FIRST_HOUR = [

@@ -35,6 +35,7 @@ def purpose(file: Path) -> str:
 
 
 def read(file: Path) -> Recipe:
+    """Read a recipe or an experiment. A Refusal says why a file cannot be read as one."""
     content = read_yaml(file)
     if not isinstance(content, dict):
         raise Refusal(f"{file} cannot be read: it must hold keys and values")

@@ -171,8 +171,9 @@ def composed_text(wanted: Request, part: str, package: str, resolve: bool) -> st
             node = OmegaConf.select(node, package.removeprefix("_global_"), default=NOTHING)
             if node is NOTHING:
                 raise RequestError([Problem("--package", package, "there is no such key")])
-            is_node = OmegaConf.is_config(node)
-            return OmegaConf.to_yaml(node, resolve=resolve) if is_node else f"{node}\n"
+            if OmegaConf.is_config(node):
+                return OmegaConf.to_yaml(node, resolve=resolve)
+            return OmegaConf.to_yaml([node]).removeprefix("- ")
         except OmegaConfBaseException as error:
             raise RequestError([Problem("--cfg", part, reason(error))]) from None
 

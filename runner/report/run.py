@@ -254,7 +254,9 @@ class SweepRuns:
     def command_with(self, seeds: Sequence[int]) -> str:
         """Return the command that runs the sweep with these seeds and keeps the runs it has."""
         kept = [word for word in self.words if not word.startswith(("seed=", "sweep.name="))]
-        seeded = f"seed={','.join(map(str, seeds))}"
+        counted = len(seeds) > 8 and [*seeds] == [*range(len(seeds))]
+        seeded = f"range({len(seeds)})" if counted else ",".join(map(str, seeds))
+        seeded = f"seed={seeded}"
         swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
         return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"]) if kept else seeded
 

@@ -31,6 +31,7 @@ def begin(folder: Path, step: int | None) -> Path:
 
 
 def complete(part: Path, about: dict[str, Any]) -> Path:
+    """Write the manifest of a checkpoint whose files are written, and give it its name."""
     content = {file.name: _entry(file) for file in sorted(part.iterdir())}
     manifest = part / files.MANIFEST
     manifest.write_text(encode({"version": VERSION, **about, "files": content}, indent=2) + "\n")
@@ -55,6 +56,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint, whose files may still be damaged."""
     path = checkpoint / files.MANIFEST
     try:
         manifest = decode(path.read_bytes())

@@ -132,10 +132,8 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         text += "threshold mends that: look at the learning rate, the loss and the precision."
         found.append(Remark("nonfinite", text))
     if spikes := summary.get(keys.CLIP_SKIPPED):
-        text = f"{spikes} of {steps} steps were skipped as spikes (clip.skip): their samples "
-        text += (
-            "changed no weights. If they are many, raise clip.skip.k, or lower the learning rate."
-        )
+        text = f"{spikes} of {steps} steps were skipped as spikes (clip.skip): they changed no "
+        text += "weights. If they are many, raise clip.skip.k, or lower the learning rate."
         found.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
         skipped += spikes
     peak, effect = summary[keys.CLIP_PEAK], setting.effect

@@ -1,7 +1,5 @@
 """Record the gradients of a training loop of your own: norms before clipping, and what it did."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,7 +101,7 @@ class GradientMonitor:
             lr: learning rate.
             samples: number of samples over all ranks.
             tokens: number of tokens over all ranks.
-            number: of the step; by default one more than that of the last one.
+            number: the number of the step; without it, one more than the last.
 
         Raises:
             ValueError: a norm without its threshold.

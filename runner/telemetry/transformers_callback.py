@@ -1,7 +1,5 @@
 """Gradient clipping and its record in the Trainer of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback

@@ -1,7 +1,5 @@
 """What takes the rows of a run: the interface, the run's log, and TensorBoard's own files."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Print lines, log messages and the course of a run, before Hydra and torch are imported."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

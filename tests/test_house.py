@@ -17,19 +17,19 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config",): 2409,
+    ("config",): 2411,
     ("cli",): 797,
     ("launch",): 1108,
     ("sweep",): 608,
-    ("telemetry",): 1310,
+    ("telemetry",): 1300,
     ("train",): 2086,
     ("booster",): 2479,
     ("parallel",): 2299,
-    ("checkpoint",): 495,
+    ("checkpoint",): 497,
     ("clip",): 3301,
     ("optim",): 259,
     ("data", "models"): 1826,
-    ("report",): 2080,
+    ("report",): 2082,
     ("run_folder",): 595,
     ("tools",): 1005,
     ("bench",): 719,

@@ -61,19 +61,16 @@ MODELS = {
 
 
 def plain_of(name, plugin, *more):
-    """The configuration of a run on two ranks, to hand to ranks."""
+    """The configuration of a run on two ranks, to hand to ranks; batch norm sees whole batches."""
     data, words = MODELS[name]
     target, *arguments = words.split()
+    parts, microbatches = 2 if plugin in ("ddp", "fsdp", "zero") else 1, 1
     if data != "images":
-        target = f"transformers.{target}"
+        target, microbatches = f"transformers.{target}", 2
         arguments = [f"+model.config={{_target_:transformers.{arguments[0]}}}"]
-    parts = 2 if plugin in ("ddp", "fsdp", "zero") else 1
-    asked = [f"plugin={plugin}", "plugin.nproc=2", f"data.batch_size={8 // parts}"]
-    asked += [
-        f"model._target_={target}",
-        *arguments,
-        f"data._target_={__name__}.{data}",
-    ]
+    asked = [f"plugin={plugin}", "plugin.nproc=2", f"accumulation.steps={microbatches}"]
+    asked += [f"data.batch_size={8 // parts // microbatches}", f"data._target_={__name__}.{data}"]
+    asked += [f"model._target_={target}", *arguments]
     [job] = request([*COMMON, *asked, *more]).jobs
     return job.plain
 
@@ -104,22 +101,24 @@ def images():
     """Pairs of random images [3, 32, 32] and random classes."""
     drawn = torch.Generator().manual_seed(1)
     inputs = torch.randn(40, 3, 32, 32, generator=drawn, dtype=torch.float64)
-    data = Recorded((inputs, _integers(10, 40)))
-    return Data(data, data, "samples")
+    return _data((inputs, _integers(10, 40)), "samples")
 
 
 def tokens():
-    """Dictionaries of random tokens [8] and labels, of which some are ignored."""
-    inputs = _integers(32, 40, 8)
+    """Dictionaries of random tokens [8], what a model attends to, and labels, some ignored."""
+    inputs, mask = _integers(32, 40, 8), torch.ones(40, 8, dtype=torch.int64)
+    mask[::3, 5:] = 0
     labels = inputs.masked_fill(_integers(10, 40, 8) < 3, -100)
-    data = Recorded({"input_ids": inputs, "labels": labels})
-    return Data(data, data, "tokens")
+    return _data({"input_ids": inputs, "attention_mask": mask, "labels": labels}, "tokens")
 
 
 def sentences():
     """Dictionaries of random tokens [8] and one of three random classes."""
-    data = Recorded({"input_ids": _integers(32, 40, 8), "labels": _integers(3, 40)})
-    return Data(data, data, "samples")
+    return _data({"input_ids": _integers(32, 40, 8), "labels": _integers(3, 40)}, "samples")
+
+
+def _data(tensors, items):
+    return Data(Recorded(tensors), Recorded(tensors), items)
 
 
 CASES = [
@@ -128,16 +127,18 @@ CASES = [
 ]
 
 
-def differences(cases):
-    """The largest difference of each parameter from plain PyTorch, on the first rank."""
+def trained(cases):
+    """For each parameter on the first rank the largest difference from plain PyTorch; of models of
+    transformers also loss and accuracy of the held-out samples, as logged and by plain PyTorch.
+    """
     torch.set_default_dtype(torch.float64)
     found = []
     for name, plugin in cases:
         config = parse(plain_of(name, plugin))
         data = build.make_data(config.data).train
         data.read.clear()
-        trainer = make_trainer(config, [], evaluates=False)
-        trainer.fit()
+        trainer = make_trainer(config, [])
+        final = trainer.fit()["final"]
         read = [None, None]
         dist.all_gather_object(read, list(data.read))
         weights = trainer.booster.state_dict(trainer.model)
@@ -146,21 +147,35 @@ def differences(cases):
         torch.manual_seed(config.seed)
         model = build.maker(config.model)()
         start = {key: tensor.clone() for key, tensor in model.named_parameters()}
-        plainly(model, data, read[: trainer.plugin.data_size], config.data.batch_size)
+        plainly(model, data, read[: trainer.plugin.data_size])
         wanted = dict(model.named_parameters())
         assert max((wanted[key] - start[key]).abs().max() for key in start) > 1e-4
-        found.append({key: float((weights[key] - wanted[key]).abs().max()) for key in wanted})
+        off = {key: float((weights[key] - wanted[key]).abs().max()) for key in wanted}
+        found.append((off, [], []))
+        if isinstance(data.tensors, dict):
+            judged = [final[key] for key in ("eval/loss", "eval/accuracy")]
+            found[-1] = off, judged, judge(model, data.tensors)
     return found
 
 
-def plainly(model, data, read, size):
+@torch.no_grad()
+def judge(model, batch):
+    """The loss and the accuracy of a batch."""
+    logits, labels = model.eval()(**batch).logits, batch["labels"]
+    if labels.ndim == 2:  # a position tells the next token
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    right = (logits.argmax(-1) == labels)[labels >= 0]
+    return [float(F.cross_entropy(logits, labels)), float(right.double().mean())]
+
+
+def plainly(model, data, read):
     """Train by plain PyTorch: the norm clipped, SGD with momentum.
 
     Images of each rank go through the model in turn, because batch norm is over the samples of one
     rank. Batches of transformers are those of all ranks at once.
     """
     optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
-    model.train()
+    size = 8 // len(read)
     for step in range(STEPS):
         parts = [each[step * size : (step + 1) * size] for each in read]
         assert sum(map(len, parts)) == 8
@@ -178,8 +193,9 @@ def plainly(model, data, read, size):
 
 
 def test_five_steps_are_those_of_plain_pytorch():
-    found = run_ranks(differences, 2, CASES, timeout=390)[0]
-    for (name, plugin), off in zip(CASES, found, strict=True):
+    found = run_ranks(trained, 2, CASES, timeout=390)[0]
+    for (name, plugin), (off, judged, wanted) in zip(CASES, found, strict=True):
+        assert judged == pytest.approx(wanted, rel=1e-6), (name, plugin)
         assert len(off) > 10
         assert {key: each for key, each in off.items() if not each <= 1e-9} == {}, (name, plugin)
 

@@ -133,8 +133,7 @@ class Composer:
     def read(self, words: Iterable[str]) -> tuple[list[Override], list[Problem]]:
         """Parse overrides."""
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        overrides: list[Override] = []
-        problems = []
+        overrides, problems = list[Override](), list[Problem]()
         for word in spelled_out(words):
             try:
                 if re.search("[\0\ud800-\udfff]", word):  # no file can hold these
@@ -164,9 +163,8 @@ class Composer:
     ) -> Composed:
         """Compose the overrides of one job, or of a run that has the configuration ``base``."""
         typed = {one.get_key_element().lstrip("+~"): one for one in overrides if self._chooses(one)}
-        layers: dict[str, Recipe] = {}
+        layers, problems = dict[str, Recipe](), list[Problem]()
         words: dict[str, str] = {}  # what Hydra composes, and the override that it comes from
-        problems = []
         for group, one in typed.items():
             word = one.input_line or ""
             try:

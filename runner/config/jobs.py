@@ -140,8 +140,7 @@ def unresolved(config: Any) -> dict[str, Any]:
 
 
 def write_yaml(file: Path, content: Any) -> None:
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    file.write_text(text, encoding="utf-8")
+    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -> Job:
@@ -176,8 +175,8 @@ def destination(config: DictConfig, kind: str) -> Path:
     try:
         return Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()
     except (OmegaConfBaseException, ValueError) as error:
-        text = f"cannot be resolved: {reason(error)}"
-        raise RequestError([Problem(key, NOTHING, text)]) from None
+        problem = Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")
+        raise RequestError([problem]) from None
 
 
 def searches(master: DictConfig) -> bool:
@@ -253,23 +252,19 @@ def combined(overrides: Iterable[Override], master: DictConfig) -> Iterator[list
 
 
 def _words(override: Override, most: int, search: bool) -> Iterable[str]:
-    """Return an override for each value of a list: at most one more than ``most``.
-
-    Of an interval it returns both ends; an override that is no list is returned as it is.
-    """
+    """Return an override for each value of a list: ``most`` + 1 at most, both ends of an interval."""
     key, listed = override.get_key_element(), override.value()
     if not override.is_sweep_override():
         return [override.input_line or ""]
     if override.is_hydra_override() or override.key_or_group.partition(".")[0] == "sweep":
         raise ValueError("must be one value: all runs of a sweep share it")
-    if isinstance(listed, IntervalSweep) and not search:
-        raise ValueError("must be a list of values, or range(start,stop,step)")
-    found: list[Any] = []
     if isinstance(listed, IntervalSweep):
-        found = [listed.start, listed.end]
-    elif isinstance(listed, RangeSweep):  # it may have billions of values
-        found = [*islice(listed.range(), most + 1)]
-    if not isinstance(listed, IntervalSweep) and len(found) <= most:
+        if not search:
+            raise ValueError("must be a list of values, or range(start,stop,step)")
+        return [f"{key}={listed.start}", f"{key}={listed.end}"]
+    # A range may have billions of values.
+    found = [*islice(listed.range(), most + 1)] if isinstance(listed, RangeSweep) else []
+    if len(found) <= most:
         found = [*override.sweep_string_iterator()]
     if not found:
         raise ValueError("must have at least one value")

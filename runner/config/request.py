@@ -107,13 +107,10 @@ def _as_sweep(wanted: Request) -> Request:
     settings = sorted([*typed, *wanted.lists.values()] if search else [])
     identity = digest([sorted(job.hash for job in wanted.jobs), settings])
     recipes = {job.config.recipe for job in wanted.jobs}
-    varied = [
-        *(recipes - {"none"} if len(recipes) == 1 else ()),
-        *(key.lstrip("+") for key in wanted.lists),
-    ]
+    shared = recipes - {"none"} if len(recipes) == 1 else ()
+    varied = [*shared, *(key.lstrip("+") for key in wanted.lists)]
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(varied))[:48].strip("-._")
-    name = section.name or f"{readable or 'sweep'}-{identity[:8]}"
-    master.sweep.name = name
+    master.sweep.name = name = section.name or f"{readable or 'sweep'}-{identity[:8]}"
     folder = jobs.destination(master, "sweep")
     master.hydra.sweep.dir = str(folder).replace("${", "\\${")
     master.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
@@ -121,7 +118,8 @@ def _as_sweep(wanted: Request) -> Request:
         master.hydra.sweeper.direction = "maximize"
     trials = int(jobs.setting(master, "hydra.sweeper.n_trials") or 0) if search else None
     where = LAUNCHERS[jobs.setting(master, "hydra.launcher._target_").rpartition(".")[2]]
-    return replace(wanted, folder=folder, sweep=name, where=where, identity=identity, trials=trials)
+    wanted = replace(wanted, folder=folder, sweep=name, where=where)
+    return replace(wanted, identity=identity, trials=trials)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config",): 2411,
+    ("config",): 2402,
     ("cli",): 797,
     ("launch",): 1108,
     ("sweep",): 608,

@@ -252,7 +252,7 @@ def combined(overrides: Iterable[Override], master: DictConfig) -> Iterator[list
 
 
 def _words(override: Override, most: int, search: bool) -> Iterable[str]:
-    """Return an override for each value of a list: at most ``most`` + 1, the ends of an interval."""
+    """Return an override for each value of a list, ``most`` + 1 at most, or for both ends."""
     key, listed = override.get_key_element(), override.value()
     if not override.is_sweep_override():
         return [override.input_line or ""]

@@ -28,6 +28,19 @@ def pytest_collection_modifyitems(items):
             cases[test] += 1
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Print the ten slowest files, and the sum over all tests."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("slowest files")
+    for file, time in seconds.most_common(10):
+        terminalreporter.write_line(f"{time:7.1f} s  {file}")
+    terminalreporter.write_line(f"{seconds.total():7.1f} s  all files, added up over the workers")
+
+
 @pytest.fixture
 def outputs(tmp_path, monkeypatch):
     """The folder for outputs of a command that is called in this process, as its only rank."""

@@ -17,7 +17,7 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config",): 2402,
+    ("config",): 2400,
     ("cli",): 797,
     ("launch",): 1108,
     ("sweep",): 608,
@@ -60,9 +60,9 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_950
+    assert lines(HOUSE.rglob("*.py")) <= 23_600
     assert len([*HOUSE.rglob("*.py")]) <= 140
-    assert lines((ROOT / "tests").rglob("*.py")) <= 19_789
+    assert lines((ROOT / "tests").rglob("*.py")) <= 19_810
     assert lines([ROOT / "README.md"]) <= 300
 
 

@@ -1,6 +1,6 @@
 """A run that is killed at random moments and continued ends as an uninterrupted one, bit for bit.
 
-python -m pytest -m slow tests/test_kills.py  # more kills, and local ranks
+python -m pytest -m slow tests/test_kills.py  # more kills, and several ranks
 """
 
 import random
@@ -21,7 +21,8 @@ COMMAND = [
     *[f"train.max_duration={STEPS}ba", "eval.interval=20ba", "checkpoint.interval=3ba"],
     *["checkpoint.keep_best=false", "log.flush=1"],
 ]
-DDP = ["plugin=ddp", "plugin.nproc=2"]
+DDP, FSDP = (["plugin=" + name, "plugin.nproc=2"] for name in ("ddp", "fsdp"))
+PIPELINE = ["plugin=pipeline", "plugin.pp_size=2", "plugin.nproc=2"]
 
 
 def killed(run, command, environment, moment):
@@ -40,8 +41,10 @@ def killed(run, command, environment, moment):
     ("words", "count", "seed"),
     [
         ([], 3, 29),
-        pytest.param([], 30, 1, marks=pytest.mark.slow),
-        pytest.param(DDP, 15, 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in (([], 20, 1), (DDP, 10, 2), (FSDP, 10, 3), (PIPELINE, 10, 4))
+        ),
     ],
 )
 @pytest.mark.timeout(1800)

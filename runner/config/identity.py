@@ -29,14 +29,12 @@ NOT_HASHED = (
     *("tracker", "log", "sweep", "report", "calibrate", "verify"),
     *("checkpoint", "resume", "shutdown"),
 )
-"""Sections that do not change what is trained. Two runs that differ only in these sections are the
-same experiment."""
+"""Sections that do not change what is trained: runs that differ in these alone are the same."""
 
 MAY_CHANGE = (
     *NOT_HASHED,
     *("telemetry", "launch", "plugin", "device", "recipe", "early_stopping", "callbacks"),
-    *("data.num_workers", "clip.what_if", "clip.max_skips"),
-    *("clip.when", "clip.step_in_backward"),
+    *("data.num_workers", "clip.what_if", "clip.max_skips", "clip.when", "clip.step_in_backward"),
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 

@@ -17,6 +17,7 @@ def without_times(value):
 def assert_alike(run, wanted):
     """Rows, summary, weights, tensors of optimizers, counts and random states, bit for bit."""
     assert rows_of(run) == rows_of(wanted)
+    assert (run / "metrics.jsonl").read_bytes().endswith(b"\n")
     assert without_times(read(run, "summary.json")) == without_times(read(wanted, "summary.json"))
     names = sorted(one.name for one in (wanted / "checkpoints").iterdir() if one.name[0] != ".")
     newest = [name for name in names if name.startswith("step_")][-1:]

@@ -151,6 +151,7 @@ def test_dictionaries_regression_two_inputs_and_a_stream_train(
     python_says("-m", "runner", *words.split(), "tracker=none")
     rows, summary = recorded(tmp_path)
     assert (summary | summary["final"])[logged] >= least
+    assert "ddp" not in words or (summary["steps"], summary["world_size"]) == (100, 2)
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2
 
 

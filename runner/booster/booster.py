@@ -207,7 +207,8 @@ class Booster(saved.CheckpointIO):
     ) -> Tensor:
         """Train on a batch, on the host and on the device, in microbatches; return its summed loss.
 
-        ``counts``: whether this rank has samples; ``kept`` takes the outputs of the last stage.
+        ``weight`` scales the gradients; ``counts``: whether this rank has samples; ``kept`` takes
+        the outputs of the last stage.
         """
         host, batch = batches
         assert model.pipeline is not None

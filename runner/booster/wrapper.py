@@ -149,7 +149,7 @@ class BoostedParameters:
             self._record()
 
     def require_final(self) -> None:
-        """Check, once a step, that no gradient belongs to a parameter that was frozen since."""
+        """Check, once a step, that parameters are those of boost, none frozen with a gradient."""
         self.require_same()
         trained = [p.requires_grad for _, p in self._known.values()]
         for (name, p), was in zip(self._known.values(), self._trained, strict=True):

@@ -20,6 +20,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a RequestError that names the argument."""
+        if message.startswith("the following"):
+            message = f"{message.partition(': ')[2]}: must be given"
         name, _, text = message.removeprefix("argument ").partition(": ")
         raise RequestError([Problem(name, NOTHING, text)])
 

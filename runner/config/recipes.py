@@ -24,7 +24,7 @@ class Recipe:
 def files_of(extra: Path | None = None) -> dict[str, Path]:
     """Return the files of all recipes by name; those of a user's own folder come first."""
     homes = [find("recipes"), *([extra / "recipe"] if extra else [])]
-    files = {file.stem: file for home in homes for file in home.glob("*.yaml")}
+    files = {file.stem: file for home in homes for file in home.glob("*.yaml") if file.is_file()}
     return dict(sorted(files.items()))
 
 

@@ -75,7 +75,7 @@ class ParallelModel:
 
 @dataclass
 class Distribution:
-    """The axes of a device mesh and what is done along them, see HybridParallelPlugin."""
+    """The axes of a device mesh, and what is done along them."""
 
     sizes: MeshSizes
     zero_stage: int

@@ -23,7 +23,7 @@ from runner.booster import SinglePlugin
 from runner.booster.batch import BatchError, mapped, targets_of
 from runner.booster.in_backward import why_not_in_parts
 from runner.booster.loss import WindowLoss, logits_of, returned_loss
-from runner.booster.plugin import SizeError
+from runner.booster.plugin import SCHEDULES, SizeError
 from runner.clip import ClipMode, Decision, Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
@@ -123,7 +123,8 @@ def _unfit_size(config: RunConfig) -> Problem | None:
     try:
         parts = build.mesh_of(plugin, ranks).tp
     except SizeError as error:
-        return Problem(f"plugin.{error.key}", getattr(plugin, error.key) or ranks, str(error))
+        key = "nnodes" if error.key == "nproc" and plugin.nproc is None and nodes > 1 else error.key
+        return Problem(f"plugin.{key}", getattr(plugin, key) or ranks, str(error))
     if plugin.nnodes not in (None, nodes):
         text = f"{plural(nodes, 'machine')} started ranks: leave it out"
         return Problem("plugin.nnodes", plugin.nnodes, text)
@@ -188,10 +189,14 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
     kind, options = build.plugin_of(config)
     for key, value, message in kind.problems(model, build.ranks_of(config), options):
         yield Problem(f"plugin.{key}", value, message)
-    parts = build.mesh_of(config.plugin, build.ranks_of(config)).tp
-    if config.plugin.sequence_parallel and (tokens or 0) % parts:
-        message = f"cannot split sequences of {tokens} evenly over {parts} ranks"
-        yield Problem("plugin.sequence_parallel", True, f"{message} (plugin.tp_size)")
+    plugin, batch = config.plugin, config.data.batch_size
+    sizes = build.mesh_of(plugin, build.ranks_of(config))
+    if plugin.sequence_parallel and (sizes.tp == 1 or (tokens or 0) % sizes.tp):
+        message = f"cannot split sequences of {tokens} evenly over plugin.tp_size={sizes.tp} ranks"
+        yield Problem("plugin.sequence_parallel", True, message)
+    stages = sizes.pp * SCHEDULES[plugin.schedule].stages_per_rank
+    if sizes.pp > 1 and batch < (parts := plugin.num_microbatches or stages):
+        yield Problem("data.batch_size", batch, f"must be {parts} or more: plugin.num_microbatches")
 
 
 def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:

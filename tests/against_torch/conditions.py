@@ -403,7 +403,7 @@ ASKED = {
     ),
     "checkpoint, unused, one by one, ignored targets": Condition(
         build=recompute,
-        optimizer=by(SGD, lr=0.3, foreach=False),
+        optimizer=by(SGD, lr=0.3, momentum=0.9, weight_decay=0.1, foreach=False),
         criterion=IGNORING,
         options=("classes",),
     ),

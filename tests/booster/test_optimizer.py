@@ -378,6 +378,7 @@ def steps_of_plugins():
         words = "cpu_offload|zero_stage 2 and 3"
         refused(ValueError, words, LowLevelZeroPlugin, stage=1, **options)
     refused(ValueError, "zero_stage|not 7", HybridParallelPlugin, zero_stage=7)
+    refused(ValueError, "1, 2 or 3", LowLevelZeroPlugin, stage=0)
     odd = {"pp_size": 2, "schedule": "interleaved_1f1b", "num_microbatches": 5}
     refused(ValueError, "num_microbatches=5|multiple of 2", HybridParallelPlugin, **odd)
     return [

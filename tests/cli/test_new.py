@@ -28,7 +28,9 @@ def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_tes
     assert {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()} == WRITTEN
     home, train, test = capsys.readouterr().out.partition("\n\n")[2].splitlines()
     assert (home, test) == ("cd demo", "python -m pytest")
+    before = {one: one.stat().st_mtime_ns for one in folder.rglob("*")}
     assert main(["new", "demo"]) == 2
+    assert {one: one.stat().st_mtime_ns for one in folder.rglob("*")} == before
     assert "exists already" in capsys.readouterr().err
     words = train.split()
     assert words == ["python", "-m", "runner", "--config-dir", "conf", "recipe=demo"]

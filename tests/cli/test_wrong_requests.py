@@ -75,6 +75,11 @@ VALUES = [
 COMBINATIONS = [
     ("clip=none clip.threshold=1", ["clip.threshold=1", "takes none"]),
     ("plugin=single plugin.nnodes=2", ["plugin.nnodes=2", "torchrun"]),
+    ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["data.batch_size=2", "4 or more"]),
+    (
+        "plugin=tensor plugin.nproc=1 plugin.sequence_parallel=true model=gpt data=text",
+        ["plugin.sequence_parallel=true", "over plugin.tp_size=1"],
+    ),
     ("clip.threshold=null", ["clip.threshold=null", "needs a finite number"]),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),
     ("clip.when=backward clip=value precision=fp16", ["precision.name=", "an overflow leaves"]),
@@ -111,6 +116,7 @@ FLAGS = [
 ]
 SWEEPS = [
     ("clip.threshold=0.1,0.25", ["clip.threshold=0.1,0.25", "add -m"]),
+    ("-m seed=range(1,2,0) log.interval=0", ["seed=range(1,2,0)", "log.interval=0"]),
     ("-m clip=norm,valeu seed=1,-1", ["clip=valeu", "value?", "seed=-1"]),
     (
         "-m recipe=glob(zz*) clip.threshold=interval(0,1) seed=1,range(0,3) hydra.job.num=1,2 "
@@ -147,7 +153,7 @@ COMMANDS = [
     ("calibrate calibrate.steps=10 calibrate.warmup_steps=10", ["must leave some"]),
     ("verify verify.steps=0 clip.treshold=1", ["at least 1", "clip.threshold?"]),
     ("evaluate nowhere", ["RUN", "must be a folder that exists, not nowhere"]),
-    ("export --forced", ["the following arguments are required", "RUN"]),
+    ("export --forced", ["RUN", "must be given"]),
     ("dashboard --project", ["--project", "expected one argument"]),
 ]
 LINEAR = "model=torch.nn.Linear"

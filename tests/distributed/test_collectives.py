@@ -106,9 +106,8 @@ def counted(plugin: str, model: str, layers: int) -> tuple[dict[str, list[int]],
     return calls, waits.found
 
 
-def count_all(plugins: dict[str, Any]) -> list[Any]:
-    """With 2 layers, and with 6."""
-    pairs = product(plugins.items(), (2, 6))
+def count_all(plugins: dict[str, Any], layers: tuple[int, ...] = (2, 6)) -> list[Any]:
+    pairs = product(plugins.items(), layers)
     return [counted(plugin, model, layers) for (plugin, (model, *_)), layers in pairs]
 
 
@@ -121,6 +120,11 @@ def test_clipping_adds_the_stated_collectives_and_waits_for_no_device(world):
         expected += [({mode: [number] * 2 for mode, number in stated.items()}, [])] * 2
     found = run_ranks(call_kept_on_device, world, count_all, STATED[world])
     assert found == [expected] * world
+    # Coefficients that the host reads take no others.
+    found = run_ranks(count_all, world, STATED[world], (2,))
+    assert [[calls for calls, _ in each] for each in found] == [
+        [calls for calls, _ in expected[::2]]
+    ] * world
 
 
 # -- query, key and value share one reduction of their gradients

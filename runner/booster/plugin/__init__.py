@@ -12,6 +12,7 @@ from runner.booster.plugin.hybrid import (
 )
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.mesh import MeshSizes, SizeError
+from runner.parallel.stages import SCHEDULES
 
 PLUGINS: dict[str, type[Plugin]] = {
     "single": SinglePlugin,
@@ -25,6 +26,7 @@ PLUGINS: dict[str, type[Plugin]] = {
 }
 """The plugin of each option of ``conf/plugin``."""
 
-__all__ = ["PLUGINS", "MeshSizes", "ParallelModel", "Plugin", "SinglePlugin", "SizeError"]
+__all__ = ["PLUGINS", "SCHEDULES", "MeshSizes", "ParallelModel", "Plugin", "SinglePlugin"]
 __all__ += ["HybridParallelPlugin", "LowLevelZeroPlugin", "MoeHybridParallelPlugin"]
-__all__ += ["PipelineParallelPlugin", "TensorParallelPlugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ += ["PipelineParallelPlugin", "SizeError", "TensorParallelPlugin", "TorchDDPPlugin"]
+__all__ += ["TorchFSDPPlugin"]

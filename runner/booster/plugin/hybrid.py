@@ -100,7 +100,7 @@ class HybridParallelPlugin(base.Plugin):
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> Iterator[base.Misfit]:
-        """Yield what does not fit the ranks or the model, see :meth:`Plugin.problems`."""
+        """Yield what does not fit ranks or model; SizeError if the sizes do not fit the ranks."""
         sizes, kind = cls.sizes_of(ranks, options), type(model).__name__
         plan, starts = options.get("tp_plan"), options.get("split")
         if ranks % (replicas := options.get("dp_replicate", 1)):
@@ -210,7 +210,10 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
     """
 
     def __init__(self, stage: int = 1, zero_stage: int | None = None, **options: Any) -> None:
-        super().__init__(zero_stage=stage if zero_stage is None else zero_stage, **options)
+        stage = stage if zero_stage is None else zero_stage
+        if stage not in (1, 2, 3):
+            raise ValueError(f"zero_stage is 1, 2 or 3, not {stage}")
+        super().__init__(zero_stage=stage, **options)
 
 
 class _OverRanks(HybridParallelPlugin):

@@ -18,15 +18,15 @@ from tests.process import ROOT
 HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config",): 2400,
-    ("cli",): 797,
+    ("cli",): 799,
     ("launch",): 1108,
     ("sweep",): 608,
     ("telemetry",): 1300,
-    ("train",): 2086,
-    ("booster",): 2479,
+    ("train",): 2091,
+    ("booster",): 2485,
     ("parallel",): 2299,
     ("checkpoint",): 497,
-    ("clip",): 3301,
+    ("clip",): 3303,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2082,
@@ -62,7 +62,7 @@ def test_a_room_keeps_its_budget(rooms):
 def test_the_house_keeps_its_budget():
     assert lines(HOUSE.rglob("*.py")) <= 23_600
     assert len([*HOUSE.rglob("*.py")]) <= 140
-    assert lines((ROOT / "tests").rglob("*.py")) <= 19_810
+    assert lines((ROOT / "tests").rglob("*.py")) <= 19_835
     assert lines([ROOT / "README.md"]) <= 300
 
 

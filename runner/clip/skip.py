@@ -49,8 +49,8 @@ class SkipRule:
     """
 
     def __init__(self, rule: Literal["sigma", "ema"] = "sigma", **options: Any) -> None:
-        if rule not in ("sigma", "ema"):
-            raise ValueError(f"rule is sigma or ema, not {rule!r}")
+        if rule is None:
+            raise ValueError("rule must be sigma or ema")
         chosen: Skip = read(Skip, {"rule": rule, **options})
         self.rule, self.accept_after = rule, chosen.accept_after
         self.window, self.decay = chosen.window or WINDOW, chosen.decay or 0.99

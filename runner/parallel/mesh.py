@@ -49,7 +49,7 @@ class MeshSizes(NamedTuple):
         product = prod(found.values())
         if ranks % product or (rest is None and ranks != product):
             factors = [f"{name} {size}" for name, size in found.items() if size > 1]
-            text = f"{' x '.join(factors)} = {product}" if factors else "one: use plugin=ddp"
+            text = f"{' x '.join(factors)} = {product}" if factors else "one: plugin=ddp takes more"
             many = "" if rest is None else "a multiple of "
             raise SizeError("nproc", f"{plural(ranks, 'rank')} cannot be {many}{text}")
         if rest is not None:

@@ -171,6 +171,7 @@ def test_a_criterion_may_hold_the_model():
     criterion.model = model
     _, optimizer, *_ = Booster().boost(model, sgd(model), criterion)
     assert optimizer.layout.names == ["weight", "bias"]
-    model, criterion.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(1))
+    model = criterion.model = nn.Linear(3, 2)
+    criterion.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=r"the criterion has parameters \(scale\)"):
         Booster().boost(model, None, criterion)

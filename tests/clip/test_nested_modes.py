@@ -191,7 +191,7 @@ def test_histories_go_on_to_the_bit_and_in_another_order_of_names(name):
         near = pytest.approx(wanted.metrics, rel=1e-12, nan_ok=True)
         assert number < 50 or other.metrics == near
     if name == "adagc":
-        assert whole.state_dict()["history"]["step"] == 100
+        assert whole.state_dict()["history"]["step"] == 98  # Two of them are not finite
 
 
 def test_thresholds_of_links_are_loaded_unless_the_run_keeps_its_own():

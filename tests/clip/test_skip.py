@@ -107,6 +107,7 @@ def test_equal_values_are_no_spikes():
 def test_options_that_cannot_be_are_refused():
     for options, words in (
         ({"rule": "sigam"}, "did you mean sigma"),
+        ({"rule": None}, "sigma or ema"),
         ({"k": 0.0}, "greater than 0"),
         ({"decay": 0.9}, "no option of the rule sigma"),
         ({"rule": "ema", "window": 9}, "no option of the rule ema"),

@@ -28,7 +28,7 @@ NEUTRAL = {"dp_size": None, "tp_size": 1, "pp_size": 1, "ep_size": 1}
         ("hybrid", 8, {"dp_size": 2, "tp_size": 2, "pp_size": 2, "ep_size": 2}, (2, 2, 2, 2)),
         ("hybrid", 8, {"tp_size": 2, "pp_size": 2}, (2, 2, 2, 1)),
         ("hybrid", 6, {"tp_size": 2, "pp_size": 2}, "tp_size 2 x pp_size 2 = 4"),
-        ("hybrid", 4, {"dp_size": 2, "tp_size": 2, "pp_size": 2}, "x pp_size 2 = 8"),
+        ("hybrid", 4, {"dp_size": 2, "tp_size": 2, "pp_size": 2}, "x dp_size 2 = 8"),
         ("moe", 4, {"ep_size": 3}, "cannot share the experts of 4"),
         ("tensor", 4, {"tp_size": 3}, "4 ranks cannot be"),
     ],

@@ -17,13 +17,13 @@ from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 LINES = {
-    ("config",): 2400,
+    ("config",): 2398,
     ("cli",): 799,
     ("launch",): 1108,
     ("sweep",): 608,
     ("telemetry",): 1300,
-    ("train",): 2091,
-    ("booster",): 2485,
+    ("train",): 2093,
+    ("booster",): 2489,
     ("parallel",): 2299,
     ("checkpoint",): 497,
     ("clip",): 3303,

@@ -110,6 +110,7 @@ class BoostedParameters:
         self._model, self._renamed, self._alone = model, renamed, alone
         self._known = {id(p): (name, p) for name, p in self._named()}
         self._trained = [p.requires_grad for _, p in self._known.values()]
+        self._asked = False
         self._record()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -122,6 +123,7 @@ class BoostedParameters:
 
     def require_same(self) -> None:
         """Check that the model has the parameters of boost; it looks at dictionaries alone."""
+        self._asked = True
         if not (
             all(held.get(key) is value for held, key, value in self._slots)
             and sum(map(len, self._dicts)) == len(self._slots)
@@ -150,7 +152,9 @@ class BoostedParameters:
 
     def require_final(self) -> None:
         """Check, once a step, that parameters are those of boost, none frozen with a gradient."""
-        self.require_same()
+        if not self._asked:  # by a forward pass of this step
+            self.require_same()
+        self._asked = False
         trained = [p.requires_grad for _, p in self._known.values()]
         for (name, p), was in zip(self._known.values(), self._trained, strict=True):
             if was and not p.requires_grad and p.grad is not None and not self._alone:

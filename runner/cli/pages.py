@@ -42,7 +42,7 @@ def report(words: Sequence[str]) -> int:
     try:
         sweep = replace(read(asked.folder), baseline=asked.baseline)
     except NoRunError as error:
-        raise RequestError([Problem("FOLDER", str(asked.folder), str(error))]) from None
+        raise RequestError([Problem("FOLDER", NOTHING, str(error))]) from None
     found = findings.find(sweep)
     if asked.baseline and found.unknown is not None:
         labels = [group.label for group in found.groups]

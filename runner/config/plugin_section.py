@@ -68,8 +68,6 @@ class PluginSection(Section):
             allowed = (neutral, 1) if (self.name, name) == ("single", "dp_size") else (neutral,)
             if self.name not in plugins and value not in allowed:
                 yield name, f"has no meaning under plugin={self.name}; {users} uses it"
-        if self.name in ("tensor", "hybrid") and self.sequence_parallel and self.tp_size == 1:
-            yield "sequence_parallel", "splits over plugin.tp_size ranks, which must be 2 or more"
         if self.name not in ("zero", "hybrid"):
             return
         if self.name == "zero" and self.zero_stage == 0:

@@ -78,7 +78,7 @@ COMBINATIONS = [
     ("plugin=pipeline plugin.pp_size=4 data.batch_size=2", ["data.batch_size=2", "4 or more"]),
     (
         "plugin=tensor plugin.nproc=1 plugin.sequence_parallel=true model=gpt data=text",
-        ["plugin.sequence_parallel=true", "over plugin.tp_size=1"],
+        ["plugin.sequence_parallel=true", "2 or more"],
     ),
     ("clip.threshold=null", ["clip.threshold=null", "needs a finite number"]),
     ("clip=value clip.step_in_backward=true clip.nonfinite=error", ["clip.step_in_backward="]),

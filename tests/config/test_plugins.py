@@ -50,8 +50,6 @@ ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
             *("reshard_after_forward", "below plugin.zero_sta"),
         ),
         ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=2"),
-        ("tensor", {"tp_size": 1, "sequence_parallel": True}, "sequence_parallel", "2 or more"),
-        ("hybrid", {"sequence_parallel": True}, "sequence_parallel", "plugin.tp_size"),
     ],
 )
 def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, said):

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def python(*words, code=0, env=None, timeout=170, cwd=None):
+def python(*words, code=0, env=None, timeout=600, cwd=None):
     """Run ``python <words>`` to its end, and return it with what it printed.
 
     It must exit with ``code`` within ``timeout`` seconds. ``env`` are all its environment

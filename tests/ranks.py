@@ -31,7 +31,7 @@ def run_ranks(
     body: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 170,
+    timeout: float = 600,
     backend: str = "gloo",
 ) -> list[Any]:
     """Return what ``body(*args)`` returns on each of ``world`` ranks, which share a process group.

@@ -110,7 +110,7 @@ def test_every_plugin_over_nccl(world):
     names = ["ddp", "fsdp", "zero1", "zero2", "zero3", "tensor", "sequence", "1f1b", "moe"]
     cases = [Case("moe", mode) for mode in ("L2", "inf", "value", "adaptive")]
     backend = "cpu:gloo,cuda:nccl"
-    ranks = run_ranks(under_plugins, world, names, cases, timeout=170, backend=backend)
+    ranks = run_ranks(under_plugins, world, names, cases, backend=backend)
     for i, name in enumerate(names):
         for j, case in enumerate(cases):
             found = differences([rank[i][j] for rank in ranks], case, 1e-10)

@@ -16,7 +16,7 @@ SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("zscore", "sched
 
 
 def run(folder, *words):
-    python("-m", "runner", *SHORT, *words, f"hydra.run.dir={folder}", timeout=200)
+    python("-m", "runner", *SHORT, *words, f"hydra.run.dir={folder}")
     return rows_of(folder)
 
 

@@ -72,7 +72,7 @@ def rows_of(home, plugin):
     folder, path = home / plugin, os.pathsep.join([str(home), str(ROOT)])
     words = [TARGET, "clip.decay=0.5", "clip.threshold=0.9", *SMALL.split()]
     words += [*PLUGINS[plugin].split(), f"hydra.run.dir={folder}"]
-    python("-m", "runner", *words, env={**os.environ, "PYTHONPATH": path}, timeout=220)
+    python("-m", "runner", *words, env={**os.environ, "PYTHONPATH": path})
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -17,7 +17,7 @@ from tests.launch.ends import read, rows_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def ended(command, timeout=300, **options):
+def ended(command, timeout=600, **options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -184,7 +184,7 @@ def test_it_installs_and_trains_under_each_python(interpreter, wheel, tmp_path):
     ended([str(interpreter), "-m", "venv", str(home)])
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RUNNER_OUTPUTS")}
 
-    def run(*words, folder=tmp_path, timeout=300):
+    def run(*words, folder=tmp_path, timeout=600):
         ended([str(home / "bin" / "python"), "-m", *words], timeout, cwd=folder, env=kept)
 
     constraints = str(ROOT / "constraints.txt")

@@ -274,7 +274,7 @@ def table(*names):
 def tables(*names):
     """The tables of all ranks, which have imported what they need once for all plugins."""
     ranks = KINDS[names[0]].ranks
-    return run_ranks(table, ranks, *names, timeout=880) if ranks > 1 else [table(*names)]
+    return run_ranks(table, ranks, *names) if ranks > 1 else [table(*names)]
 
 
 def compare(name, title, results):
@@ -304,7 +304,6 @@ def compare(name, title, results):
     return off
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.xdist_group("same step")
 @pytest.mark.parametrize(
     "name", [n if n in PLUGINS else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]

@@ -39,7 +39,7 @@ def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_tes
     command = [str(script)] if script.is_file() else [sys.executable, "-m", "runner"]
     more = ["tracker=none", "plugin=ddp", "plugin.nproc=2"]
     typed = [*command, *words[3:], *more]
-    subprocess.run(typed, cwd=folder, env=environment, timeout=300, check=True)
+    subprocess.run(typed, cwd=folder, env=environment, timeout=600, check=True)
     [summary] = Path(environment["RUNNER_OUTPUTS"]).glob("runs/*/summary.json")
     found = json.loads(summary.read_text())
     assert (found["final"]["eval/accuracy"] > 0.9, found["world_size"]) == (True, 2)

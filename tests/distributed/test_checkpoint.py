@@ -139,7 +139,7 @@ def results(home):
     """By number of ranks and plugin, what each rank found."""
     found = {}
     for world, plugins in FAMILIES.items():
-        ranks = run_ranks(all_stopped, world, plugins, home / str(world), timeout=360)
+        ranks = run_ranks(all_stopped, world, plugins, home / str(world))
         for number, plugin in enumerate(plugins):
             found[world, plugin] = [rank[number] for rank in ranks]
     return found

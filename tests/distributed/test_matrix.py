@@ -100,7 +100,7 @@ def train_each(asked: dict[str, Sequence[Case]]) -> dict[str, list[dict[str, Any
 
 def assert_agree(asked: dict[str, Sequence[Case]], world: int) -> None:
     """Assert that on the same ranks each plugin takes the steps of one process."""
-    ranks = run_ranks(train_each, world, asked, timeout=360)
+    ranks = run_ranks(train_each, world, asked)
     wrong = []
     for plugin, cases in asked.items():
         for number, case in enumerate(cases):
@@ -133,7 +133,6 @@ def test_float64_agrees_to_1e_12(plugins):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("plugin", "world", "model"), [(*row, model) for row in MORE for model in models_of(row[0])]
 )

@@ -193,7 +193,7 @@ def plainly(model, data, read):
 
 
 def test_five_steps_are_those_of_plain_pytorch():
-    found = run_ranks(trained, 2, CASES, timeout=390)[0]
+    found = run_ranks(trained, 2, CASES)[0]
     for (name, plugin), (off, judged, wanted) in zip(CASES, found, strict=True):
         assert judged == pytest.approx(wanted, rel=1e-6), (name, plugin)
         assert len(off) > 10

@@ -62,9 +62,9 @@ class Command:
         command = [sys.executable, "-m", "runner", *words]
         return subprocess.Popen(command, env=self.environment, start_new_session=True, **pipes)
 
-    def __call__(self, *words, code=0, before=("-m", "runner"), limit=300):
+    def __call__(self, *words, code=0, before=("-m", "runner")):
         """What it says, on stdout and on stderr."""
-        done = python(*before, *words, code=code, env=self.environment, timeout=limit)
+        done = python(*before, *words, code=code, env=self.environment)
         return done.stdout, done.stderr
 
     def has_rows(self, number):

@@ -1,9 +1,12 @@
 """Section ``plugin``: what goes with which option, and how ranks are divided among the axes."""
 
+from typing import get_args
+
 import pytest
 
+from runner.booster.plugin import SCHEDULES
 from runner.config.folders import options
-from runner.config.plugin_section import uses
+from runner.config.plugin_section import PluginSection, uses
 from runner.config.problem import RequestError
 from runner.config.schema import examine, parse
 from runner.train import preflight
@@ -56,6 +59,10 @@ def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, sa
     found = problems(asked(name, **given))
     assert list(found) == [f"plugin.{key}"]
     assert said in found[f"plugin.{key}"]
+
+
+def test_the_schedules_are_those_that_a_pipeline_has():
+    assert {*get_args(PluginSection.model_fields["schedule"].annotation)} == SCHEDULES.keys()
 
 
 def plugin(name, given):

@@ -210,9 +210,7 @@ METRICS = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "thres
 EXACT = ("clipped", "fraction", "threshold")
 
 
-def unlike_one_process(
-    ours: Sequence[dict[str, Any]], one: dict[str, Any], rel: float = 1e-9
-) -> list[str]:
+def unlike_one_process(ours: Sequence[dict[str, Any]], one: dict[str, Any]) -> list[str]:
     """Describe the differences between the ranks and one process; empty if there are none."""
     found = []
     for rank, result in enumerate(ours):
@@ -223,23 +221,23 @@ def unlike_one_process(
             found.append(f"rank {rank}: step taken: {result['taken']}")
         for key, a, b in zip(METRICS, result["metrics"], one["metrics"], strict=True):
             same = a == b or (math.isnan(a) and math.isnan(b))
-            close = key not in EXACT and abs(a - b) <= rel * abs(b)
+            close = key not in EXACT and abs(a - b) <= 1e-12 * abs(b)
             if not (same or close):
                 found.append(f"rank {rank}: {key} {a!r} instead of {b!r}")
     for what in ("gradients", "weights"):
-        found += unlike(what, ours[0][what], one[what], rel)
+        found += unlike(what, ours[0][what], one[what], 1e-12)
     return found
 
 
 def assert_one_process(
-    world: int, asked: Sequence[Mapping[str, Any]], rel: float = 1e-9
+    world: int, asked: Sequence[Mapping[str, Any]]
 ) -> list[list[dict[str, Any]]]:
     """Assert that ranks take the steps ``asked`` for as one process does; return what each did."""
     ranks = run_ranks(one_step_each, world, list(asked))
     wrong = []
     for number, each in enumerate(asked):
         one = one_step(**{**each, "plugin": None})
-        found = unlike_one_process([rank[number] for rank in ranks], one, rel)
+        found = unlike_one_process([rank[number] for rank in ranks], one)
         if found:
             wrong.append(f"{dict(each)}: {found[:6]}")
     assert not wrong, "\n".join(wrong)

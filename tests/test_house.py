@@ -18,8 +18,8 @@ from tests.process import ROOT
 HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config",): 2398,
-    ("cli",): 799,
-    ("launch",): 1108,
+    ("cli",): 800,
+    ("launch",): 1129,
     ("sweep",): 608,
     ("telemetry",): 1300,
     ("train",): 2093,

@@ -94,19 +94,20 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
     here, started = where != "elsewhere", started_rank()
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
+    from runner.launch.supervise import importing_torch, prepare
+
     if where == "here" and (started is None or started.world_size == 1):
         # Ranks import torch while this process does.
-        from runner.launch.supervise import prepare
-
         prepare(*(job.config for job in jobs))
-    from runner.train import build, preflight
-
     problems: list[Problem] = []
-    for job in {digest({**job.plain, "seed": 0}): job for job in jobs}.values():
-        try:
-            preflight.check(job.config, compared=len(jobs) > 1, here=here)
-        except RequestError as error:
-            problems += (replace(problem, job=job.label) for problem in error.problems)
+    with importing_torch():
+        from runner.train import build, preflight
+
+        for job in {digest({**job.plain, "seed": 0}): job for job in jobs}.values():
+            try:
+                preflight.check(job.config, compared=len(jobs) > 1, here=here)
+            except RequestError as error:
+                problems += (replace(problem, job=job.label) for problem in error.problems)
     if problems:
         raise RequestError(problems)
     notes = set()

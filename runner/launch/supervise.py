@@ -6,6 +6,7 @@ Local ranks are started by torch's elastic agent. This process then trains nothi
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -84,6 +86,23 @@ def train(
         raise
     leave()
     return ended
+
+
+@contextmanager
+def importing_torch() -> Iterator[None]:
+    """Look for no garbage while torch is imported for the first time, nor later among its objects.
+
+    There are 400,000 of them: each search would take as long as many steps of a small model.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def prepare(*configs: RunConfig) -> None:

@@ -85,9 +85,10 @@ class WindowLoss:
                 raise not_readable(batch)
             samples = batch_size(batch)
             return Count(self._stated(batch, samples), samples, 0)
-        graded: Any = 0 if targets.is_floating_point() else (targets != self.ignored).sum().tolist()
+        numbers = targets.is_floating_point()
+        graded = 0 if numbers else int((targets.numpy(force=True) != self.ignored).sum())
         items: float = graded
-        if targets.is_floating_point():
+        if numbers:
             items = len(targets)
             if self._classes and not (self._may_return and (named or targets.ndim == 1)):
                 # Class probabilities: one item for each vector.

@@ -146,7 +146,9 @@ class OptimizerWrapper(StepOrder):
             spike = self.skip.is_spike(stats.norm)
             # The host waits where it decides whether the step is taken.
             self._spike = bool(spike) if isinstance(self._finite, bool) else spike
-        decision = self._apply(mode, replace(stats, finite=self._unless_spike(finite)), fold)
+        if (taken := self._unless_spike(finite)) is not stats.finite:
+            stats = replace(stats, finite=taken)
+        decision = self._apply(mode, stats, fold)
         if spike is not False:
             number = spike.to(transfer.widest(spike.device)) if isinstance(spike, Tensor) else 1.0
             decision = replace(decision, spike=number)

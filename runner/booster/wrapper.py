@@ -156,12 +156,13 @@ class BoostedParameters:
             self.require_same()
         self._asked = False
         trained = [p.requires_grad for _, p in self._known.values()]
-        for (name, p), was in zip(self._known.values(), self._trained, strict=True):
-            if was and not p.requires_grad and p.grad is not None and not self._alone:
-                raise ValueError(
-                    f"{name} was frozen while it has a gradient: freeze it after "
-                    "optimizer.zero_grad() and before the next forward pass"
-                )
+        if trained != self._trained and not self._alone:
+            for (name, p), was in zip(self._known.values(), self._trained, strict=True):
+                if was and not p.requires_grad and p.grad is not None:
+                    raise ValueError(
+                        f"{name} was frozen while it has a gradient: freeze it after "
+                        "optimizer.zero_grad() and before the next forward pass"
+                    )
         self._trained = trained
 
 

@@ -68,7 +68,7 @@ def is_dtensor(tensor: Tensor | None) -> TypeGuard[DTensor]:
 def local(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, and any other tensor as it is."""
     # `to_local()` would add a node to the graph, or a view.
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:

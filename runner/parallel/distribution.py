@@ -32,21 +32,17 @@ class ParallelModel:
     """How a model lies on ranks, and what an optimizer step does for it, on every rank."""
 
     layout: Layout  # placement of the gradients
-    # Makes gradients final, once per step, before they are read.
-    sync_grads: Callable[[], None] = sync.nothing
+    sync_grads: Callable[[], None] = sync.nothing  # makes gradients final, once a step
     # Brings new parameters to all ranks that use them, or frees stale copies, after each step.
     broadcast_params: Callable[[], None] = sync.nothing
     steps: frozenset[int] | None = None  # ids of what the optimizer of this rank steps; None: all
     pipeline: Pipeline | None = None  # runs batches, if the model is split into stages
-    # Name in the whole model of each parameter that has another name on this rank.
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    # Called with True before backward passes under no_sync, which leave gradients local (but those
-    # of sharded pipeline stages), and with False after them.
+    renamed: Mapping[str, str] = field(default_factory=dict)  # other names in the whole model
+    # Called with True before backward passes under no_sync, and with False after them.
     hold: Callable[[bool], None] = lambda held: None
-    # Called by zero_grad(set_to_none), which may drop a window before its step.
+    # Called by zero_grad, which may drop a window before its step.
     forget: Callable[[bool], None] = lambda set_to_none: None
-    # Whether gradients that are final must not be made final again: those of tied copies would be
-    # summed twice, those of experts divided twice.
+    # Whether making gradients final twice is wrong: it would sum those of tied copies twice.
     once: bool = False
     # Calls a function with each parameter whose gradient has become final in a backward pass; None
     # if they are final only after it.

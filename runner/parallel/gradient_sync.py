@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, islice
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,8 @@ class Replicas(NamedTuple):
 
     parameters: Sequence[nn.Parameter]  # in the same order on every rank of the group
     group: dist.ProcessGroup | None  # None if their gradients are already summed
+    # The data-parallel size, also for experts, whose gradients are summed over their group already
     divisor: int
-    """The data-parallel size, also for experts, whose gradients are already summed over the samples
-    of their expert-parallel group."""
 
 
 def replicas_of(
@@ -76,7 +75,8 @@ class Averaging:
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
     those of all buckets before it are complete; :meth:`finish` sends the others. Each model has a
     process group of its own for them, because ranks that use different parameters send them at
-    different places among other collectives. By ids: how many ``backwards`` accumulate a gradient
+    different places among other collectives. On a CPU the last bucket is kept for :meth:`finish`,
+    to carry what ranks have to agree on. By ids: how many ``backwards`` accumulate a gradient
     in one backward pass (1 if not given), and which are complete only after it (``waiting``).
     """
 
@@ -94,12 +94,13 @@ class Averaging:
             ranks = dist.get_process_group_ranks(self._shared)
             self._group = dist.new_group(ranks, use_local_synchronization=True)
         self._backwards = backwards
+        self._carries = any(p.device.type == "cpu" for p in self._parameters)
         self._begin()
-        weak = ref(self)  # A hook lives as long as its parameter.
+        noting = WeakMethod(self._note)  # A hook lives as long as its parameter.
 
         def note(parameter: Tensor) -> None:
-            if (averaging := weak()) is not None:
-                averaging._note(parameter)
+            if (found := noting()) is not None:
+                found(parameter)
 
         for parameter in self._parameters:
             register(note, parameter, after=True)
@@ -110,10 +111,10 @@ class Averaging:
         order = [p for p in reversed(self._parameters) if p.requires_grad]
         self._open = [len(bucket) for bucket in buckets([local(p) for p in order])]
         rest = iter(order)
-        self._buckets = [list(islice(rest, length)) for length in self._open]
+        self._buckets = [list(islice(rest, length)) for length in self._open or [0] * self._carries]
         self._bucket_of = {id(p): at for at, bucket in enumerate(self._buckets) for p in bucket}
         self._left = {id(p): self._backwards.get(id(p), 1) for p in order}
-        self._sent: list[tuple[Tensor, dist.Work]] = []
+        self._sent: list[tuple[Tensor, Any]] = []
         self._then: dict[int, tuple[Tensor | None, int]] = {}  # what autograd wrote last
 
     def _note(self, parameter: Tensor) -> None:
@@ -124,17 +125,18 @@ class Averaging:
         self._left[key] -= 1
         if self._left[key] == 0:
             self._open[self._bucket_of[key]] -= 1
-            while len(self._sent) < len(self._open) and self._open[len(self._sent)] == 0:
+            most = len(self._open) - self._carries
+            while len(self._sent) < most and self._open[len(self._sent)] == 0:
                 self._send()
 
     @torch.no_grad()
-    def _send(self) -> None:
-        """Send the next bucket; a gradient that this rank does not have is zero."""
+    def _send(self, flags: Sequence[bool] = ()) -> None:
+        """Send the next bucket, and flags; a gradient that this rank does not have is zero."""
         bucket = self._buckets[len(self._sent)]
-        flat = flat_of([local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        assert work is not None
-        self._sent.append((flat, work))
+        parts = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
+        last = [torch.tensor(flags).float()] if flags and bucket is self._buckets[-1] else []
+        flat = flat_of([*parts, *last])
+        self._sent.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -142,31 +144,34 @@ class Averaging:
         pairs = [(written(p), self._then[id(p)]) for p in self._parameters if id(p) in self._then]
         again = [now[0] for now, then in pairs if now[0] is then[0] and now[1] != then[1]]
         changed = [p.requires_grad for p in self._parameters] != self._trained or bool(again)
-        changed = changed or min(self._left.values(), default=0) < 0
-        changed = changed or any(now[0] is not then[0] for now, then in pairs)
+        changed |= min(self._left.values(), default=0) < 0
+        changed |= any(now[0] is not then[0] for now, then in pairs)
         # Only here an accelerator is waited for: zeros are what zero_grad has left of a window.
         wrote = any(bool(g is not None and local(g).any()) for g in again)
-        # Ranks agree on the host, so that no accelerator is waited for.
         flags = [changed, wrote, *(p.grad is not None for p in self._parameters)]
-        if self._parameters:
+        if self._parameters and not self._carries:  # on the host: no accelerator is waited for
             flags = on_any_rank(flags, self._shared)
+        while len(self._sent) < len(self._buckets):
+            self._send(flags if self._carries else ())
+        for _, work in self._sent:
+            work.wait()
+        if self._carries:
+            flags = (self._sent[-1][0][-len(flags) :] > 0).tolist()
         if flags[1]:
             raise ValueError(
                 "gradients were changed in place before they were averaged over ranks: call "
                 "optimizer.unscale() before that, and clip by optimizer.clip_grad_by_norm, say"
             )
         used = {id(p) for p, by_any in zip(self._parameters, flags[2:], strict=True) if by_any}
-        while len(self._sent) < len(self._buckets):
-            self._send()
-        for bucket, (flat, work) in zip(self._buckets, self._sent, strict=True):
-            work.wait()
-            parts = torch.split(flat, [local(p).numel() for p in bucket])
+        for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
+            sizes = [local(p).numel() for p in bucket]
+            parts = torch.split(flat[: sum(sizes)].mul_(1.0 / self._divisor), sizes)
             for parameter, part in zip(bucket, parts, strict=True):
                 if id(parameter) in used and not flags[0]:
                     if parameter.grad is None:
                         parameter.grad = torch.empty_like(parameter)
                     gradient = local(parameter.grad)
-                    torch.mul(part.view_as(gradient), 1.0 / self._divisor, out=gradient)
+                    gradient.copy_(part.view_as(gradient))
         self._begin()
         if flags[0]:
             average(self._parameters, self._shared, self._divisor)
@@ -244,17 +249,18 @@ def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGro
 def broadcast_buffers(model: nn.Module, axes: Axes, experts: frozenset[str]) -> Callable[[], None]:
     """Return a function that gives all ranks the statistics that the first one has updated."""
     # By owner and key, because a forward pass may replace a buffer by a new tensor.
-    slots = [
-        (module, key, (f"{prefix}.{key}" if prefix else key) in experts)
+    places = [
+        (module, key, f"{prefix}.{key}".lstrip(".") in experts)
         for prefix, module in model.named_modules()
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
+    groups = {False: axes.dp.get_group(), True: axes.edp.get_group()}  # True: of experts
 
     def broadcast_all() -> None:
-        for group, of_expert in ((axes.dp, False), (axes.edp, True)):
-            found = [module._buffers[key] for module, key, own in slots if own is of_expert]
-            broadcast([each for each in found if each is not None], group.get_group())
+        for own, group in groups.items():
+            found = [module._buffers[key] for module, key, expert in places if expert is own]
+            broadcast([each for each in found if each is not None], group)
 
     return broadcast_all
 

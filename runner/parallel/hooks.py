@@ -113,8 +113,7 @@ class Usage:
     def watch(self, root: nn.Module, hooks: Mapping[tuple[nn.Module, str], Hooks]) -> None:
         """Record the use of the parameters of ``root``, and run the user's hooks on them.
 
-        Autograd computes gradients of unsharded parameters, so this unshards each block; every rank
-        has to call it.
+        It unshards each block, whose gradients autograd computes; every rank calls it.
         """
         seen: set[nn.Parameter] = set()
         # Innermost first: a block gathers the parameters that are not in blocks inside it.

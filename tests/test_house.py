@@ -23,7 +23,7 @@ LINES = {
     ("sweep",): 608,
     ("telemetry",): 1300,
     ("train",): 2093,
-    ("booster",): 2493,
+    ("booster",): 2494,
     ("parallel",): 2300,
     ("checkpoint",): 497,
     ("clip",): 3309,

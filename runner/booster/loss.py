@@ -15,6 +15,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -86,7 +87,7 @@ class WindowLoss:
             samples = batch_size(batch)
             return Count(self._stated(batch, samples), samples, 0)
         numbers = targets.is_floating_point()
-        graded = 0 if numbers else int((targets.numpy(force=True) != self.ignored).sum())
+        graded = 0 if numbers else int(np.count_nonzero(targets.cpu().numpy() != self.ignored))
         items: float = graded
         if numbers:
             items = len(targets)

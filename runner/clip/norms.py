@@ -28,7 +28,7 @@ from runner.clip.transfer import Number
 _REPLICAS = attrgetter("num_replicas")
 
 ROW = 2_048  # elements whose powers are summed in float32
-BLOCK = 2**20  # elements that are summed in float64 together
+BLOCK = 2**20  # elements that a CPU looks at several times: they stay in a cache
 # Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
 FEW = 10  # gradients, all of them small, up to which each is read without a copy
@@ -161,7 +161,7 @@ def largest(tensor: Tensor) -> float:
 
 def gathered(gradients: Sequence[Tensor]) -> Tensor:
     """Return a copy of all elements, [elements], in their widest type."""
-    return torch.cat(list(map(Tensor.flatten, gradients)))
+    return torch.cat([one if one.ndim == 1 else one.flatten() for one in gradients])
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -17,9 +17,6 @@ from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, norms, tra
 from runner.clip.norms import combine, powers_of
 from runner.config.modes import Value
 
-# Elements that a CPU compares together: they stay in a cache from one look to the next.
-BLOCK = 2**18
-
 
 @dataclass(slots=True)
 class Elements:
@@ -33,9 +30,12 @@ class Elements:
 
     @classmethod
     def of(cls, layout: Layout, limit: float) -> Elements:
-        found = cls()
+        found, room = cls(), dict[torch.dtype, Tensor]()
         for flat, replicas, gradients in _blocks(layout):
-            squares = (flat.float() if flat.dtype.itemsize < 4 else flat).square()
+            wide = flat if flat.itemsize > 3 else flat.float()
+            if len(wide) > len(room.get(wide.dtype, ())):  # new memory costs as much as a look
+                room[wide.dtype] = wide.new_empty(max(norms.BLOCK, len(wide)))
+            squares = torch.mul(wide, wide, out=room[wide.dtype][: len(wide)])
             bound = torch.tensor(limit, dtype=flat.dtype).to(squares)
             most, square = squares.amax().sqrt(), (bound * bound).item()
             above, power = 0, squares.sum().item()
@@ -45,9 +45,12 @@ class Elements:
                 power = norms.power_sum([flat])
                 clamped = norms.power_sum([flat.clamp(-bound, bound)]) if above else power
             elif most > bound:
-                # Numbers that differ have squares that differ, so counting these is exact.
-                clamped = squares.clamp(max=square).sum().item()
+                # Numbers that differ have squares that differ, so counting these is exact: those
+                # above that of the bound become the number after it.
+                after = torch.nextafter(bound * bound, bound.new_tensor(math.inf)).item()
+                clamped = squares.clamp_(max=after).sum().item()
                 above = round(squares.gt_(square).sum().item())
+                clamped -= above * (after - square)
             if above and not (found.exceeding and found.exceeding[-1] is gradients[-1]):
                 found.exceeding += gradients
             found.power += power / replicas
@@ -92,9 +95,15 @@ class ValueClip(Value, ClipMode):
 
     def apply_parts(self, decision: Decision) -> None:
         assert decision.parts is not None
-        limit = float(decision.threshold)
+        limit, small = float(decision.threshold), list[Tensor]()
         for gradient in decision.parts.work:
-            gradient.clamp_(-limit, limit)
+            if gradient.numel() > norms.SMALL:
+                gradient.clamp_(-limit, limit)
+            else:
+                small.append(gradient)
+        if small:
+            torch._foreach_clamp_min_(small, -limit)
+            torch._foreach_clamp_max_(small, limit)
 
 
 def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
@@ -105,11 +114,12 @@ def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
     small: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for shard, gradient in zip(*layout.gradients(), strict=True):
         if gradient.numel() > norms.SMALL:
-            for part in torch.split(norms.flatten(gradient), BLOCK):
+            for part in torch.split(norms.flatten(gradient), norms.BLOCK):
                 yield part, shard.num_replicas, [gradient]
         else:
             small.setdefault((shard.num_replicas, gradient.dtype), []).append(gradient)
     for (replicas, _), gradients in small.items():
-        for first in range(0, len(gradients), 100):
-            some = gradients[first : first + 100]
+        number = max(1, norms.BLOCK // max(1, *map(Tensor.numel, gradients)))
+        for first in range(0, len(gradients), number):
+            some = gradients[first : first + number]
             yield norms.gathered(some), replicas, some

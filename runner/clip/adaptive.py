@@ -35,6 +35,7 @@ from runner.config.notation import first_few
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)
 FEW = 4_096  # elements of the largest matrix that is copied beside others
+SPARSE = 4  # one of so many units, or fewer, are written alone
 LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
 
 
@@ -91,7 +92,9 @@ class UnitIndex:
             Place(number, shards[number], out, kind, kept, units, stop)
             for (out, _, kind, number, kept, units), stop in zip(sorted(known), stops, strict=True)
         ]
-        self.together = self.places[: sum(not alone for _, alone, *_ in known)]
+        together = self.places[: sum(not alone for _, alone, *_ in known)]
+        self.alike = [list(run) for _, run in groupby(together, attrgetter("kind"))]
+        self.alone = len(together)  # the first place that is measured by itself
         self.clipped = [place for place in self.places if not place.left_out]
         self.units = self.clipped[-1].stop if self.clipped else 0
         self.weights = {place.weight for place in self.clipped}
@@ -116,23 +119,24 @@ class UnitIndex:
         size = self.places[-1].stop if self.places else 0
         return torch.repeat_interleave(values, sizes, output_size=size)
 
-    def alike(self, tensors: Sequence[Any]) -> Iterator[tuple[list[Place], Tensor]]:
-        """Yield small places with units of one type and length, and a copy with a row for each."""
-        for (_, length), run in groupby(self.together, attrgetter("kind")):
-            places = list(run)
-            yield places, gathered([place.first(tensors) for place in places]).view(-1, length)
+    def copies(self, tensors: Sequence[Any]) -> Iterator[tuple[list[Any], Tensor]]:
+        """Yield small tensors with units of one type and length, and a copy with a row for each."""
+        for places in self.alike:
+            some = [place.first(tensors) for place in places]
+            yield some, gathered(some).view(-1, places[0].kind[1])
 
     def norms(
         self, tensors: Sequence[Tensor | None], places: Sequence[Place], dtype: torch.dtype
     ) -> Tensor:
         """Return the norm of each unit, whose squares are summed in ``dtype`` at least."""
         found = [self._share[:0]]
-        found += [_unit_norms(rows, 1, dtype) for _, rows in self.alike(tensors)]
-        for place in places[len(self.together) :]:
+        found += [_unit_norms(rows, 1, dtype) for _, rows in self.copies(tensors)]
+        for place in places[self.alone :]:
             tensor = place.first(tensors)
-            here = tensor is not None and tensor.numel()
-            zeros = self._share.new_zeros(place.units)
-            found.append(_unit_norms(tensor, place.kept, dtype) if here else zeros)
+            if tensor is None or not tensor.numel():
+                found.append(self._share.new_zeros(place.units))
+            else:
+                found.append(_unit_norms(tensor, place.kept, dtype))
         return torch.cat(found)
 
     def power(self, norms: Tensor) -> transfer.Number:
@@ -170,20 +174,27 @@ class UnitNorms:
 
     def scale(self, coefs: Tensor) -> None:
         """Multiply each unit by its coefficient in place."""
-        host = transfer.can_read(coefs.device)
-        for places, rows in self.index.alike(self.gradients):
-            factors = coefs[places[0].stop - places[0].units : places[-1].stop].unsqueeze(1)
+        host, start = transfer.can_read(coefs.device), 0
+        for some, rows in self.index.copies(self.gradients):
+            factors = coefs[start : start + len(rows)].unsqueeze(1)
+            start += len(rows)
             rows.mul_(factors.to(torch.promote_types(rows.dtype, self.dtype)))
-            some = [place.first(self.gradients) for place in places]
+            if len(some) == len(rows) and some[0].ndim == 1:
+                torch._foreach_copy_(some, rows.unbind())  # a third of the time
+                continue
             parts = torch.split(rows.view(-1), list(map(Tensor.numel, some)))
             torch._foreach_copy_(some, [p.view(s.shape) for p, s in zip(parts, some, strict=True)])
-        for place in self.index.clipped[len(self.index.together) :]:
+        for place in self.index.clipped[self.index.alone :]:
             tensor, factors = place.first(self.gradients), place.of(coefs)
-            if tensor is None or (host and not (factors != 1.0).any()):
+            at = (factors != 1.0).nonzero().view(-1) if host else factors
+            if tensor is None or not len(at):
                 continue
             factors = factors.to(torch.promote_types(tensor.dtype, self.dtype))
-            shape = tensor.shape[: place.kept]
-            tensor.mul_(factors.view(*shape, *[1] * (tensor.ndim - place.kept)))
+            wide = (1,) * (tensor.ndim - place.kept)
+            if place.kept == 1 and SPARSE * len(at) <= len(factors):
+                tensor[at] *= factors[at].view(-1, *wide)
+            else:
+                tensor.mul_(factors.view(*tensor.shape[: place.kept], *wide))
 
 
 def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
@@ -193,9 +204,10 @@ def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
         return tensor.abs().to(wide).reshape(-1)
     if not transfer.can_read(tensor.device):
         return _norm(tensor, reduced, wide).reshape(-1)
-    # Elements of a unit may be added in any order, so in that of memory.
-    strides = tensor.stride()
-    rows = tensor.permute(*range(kept), *sorted(reduced, key=lambda dim: -strides[dim]))
+    rows = tensor
+    if not rows.is_contiguous():  # Elements of a unit are added in any order, so in that of memory.
+        strides = tensor.stride()
+        rows = tensor.permute(*range(kept), *sorted(reduced, key=lambda dim: -strides[dim]))
     if not rows.is_contiguous():
         return _norm(tensor, reduced, torch.float64).reshape(-1)
     rows = rows.view(prod(rows.shape[:kept]), -1)

@@ -40,7 +40,7 @@ def environment_at(home):
     }
 
 
-def wait_for(happened, limit=120, shown=str, pause=0.05):
+def wait_for(happened, limit=600, shown=str, pause=0.05):
     """Wait until something happened; the message of a failure has what ``shown`` returns.
 
     Only something that hangs may reach the limit, also on a busy machine.

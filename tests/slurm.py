@@ -96,7 +96,7 @@ def running(home, environment):
             *((node, ["slurmd", f"-N{node}"]) for node in NODES),
         ]:
             stops.callback(_stop, home / f"{name}.pid")
-            subprocess.run(command, env=slurm.environment, check=True, timeout=120)
+            subprocess.run(command, env=slurm.environment, check=True, timeout=600)
         idle = lambda: slurm("sinfo", "--noheader", "--Node", "--format=%T").split()  # noqa: E731
         wait_for(lambda: idle() == ["idle"] * len(NODES), shown=idle)
         stops.callback(_cancel, slurm)

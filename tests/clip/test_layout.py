@@ -36,7 +36,7 @@ class Ranks:
     def __init__(self, world):
         self.world = world
         self._here = threading.local()
-        self._barrier = threading.Barrier(world, timeout=120)
+        self._barrier = threading.Barrier(world, timeout=600)
         self._sent = [None] * world
 
     def size(self):

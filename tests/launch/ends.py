@@ -74,7 +74,7 @@ class Started:
 
     def ends(self, code):
         """Wait for the end of the command, which leaves nothing behind."""
-        assert self.process.wait(120) == code, self.printed
+        assert self.process.wait(600) == code, self.printed
         assert "Traceback" not in self.printed, self.printed
         self.leaves_nothing()
 

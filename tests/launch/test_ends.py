@@ -186,7 +186,7 @@ def test_a_rank_of_torchrun_that_is_lost_is_named(environment, fault):
     words += ["launch.timeout=15"] if fault == "hang" else []
     with started(environment, words, TORCHRUN) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
-        assert run.process.wait(120) == 1, run.printed
+        assert run.process.wait(600) == 1, run.printed
         assert (run.status["state"], run.status["rank"]) == ("failed", 1)
         assert LOST in run.status["error"].splitlines()[-1]
         assert LOST in run.printed

@@ -72,7 +72,7 @@ class Browser:
             self.send("Browser.close")
         except (OSError, AssertionError):
             self._process.kill()
-        self._process.wait(timeout=120)
+        self._process.wait(timeout=600)
         os.close(self._commands)
         os.close(self._answers)
 

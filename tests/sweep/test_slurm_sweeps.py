@@ -25,7 +25,7 @@ def test_jobs_that_are_queued_again_or_die_end_as_with_the_basic_launcher(tmp_pa
         jobs("scontrol", "requeue", f"{array}_1")
         for number in range(2):
             jobs.restart(f"{array}_{number}")
-        _, printed = started.communicate(timeout=400)
+        _, printed = started.communicate(timeout=600)
         assert started.returncode == 1, printed
         assert [len(read(folder / number)["resumed"]) for number in "01"] == [1, 1]
         assert "planted fault" in read(folder, "sweep.json")["runs"][2]["error"]
@@ -44,7 +44,7 @@ def test_a_sweep_whose_jobs_slurm_has_lost_ends(tmp_path, command):
         started = command.start(*words, "hydra/launcher=submitit_slurm")
         wait_for(lambda: command.has_rows(0) and command.has_rows(1), 300)
         jobs("scancel", "--me")
-        _, printed = started.communicate(timeout=400)
+        _, printed = started.communicate(timeout=600)
     assert started.returncode == 143, printed
     assert "Slurm has lost the jobs that are left" in printed
     assert command.states() == ["interrupted"] * 2

@@ -192,9 +192,10 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
     plugin, batch = config.plugin, config.data.batch_size
     sizes = build.mesh_of(plugin, build.ranks_of(config))
     if plugin.sequence_parallel and (sizes.tp == 1 or (tokens or 0) % sizes.tp):
-        message = f"cannot split sequences of {tokens} evenly over plugin.tp_size={sizes.tp} ranks"
         if sizes.tp == 1:
             message = "splits over plugin.tp_size ranks, which must be 2 or more"
+        else:
+            message = f"cannot split sequences of {tokens} evenly over {sizes.tp} tensor ranks"
         yield Problem("plugin.sequence_parallel", True, message)
     stages = sizes.pp * SCHEDULES[plugin.schedule].stages_per_rank
     if sizes.pp > 1 and batch < (parts := plugin.num_microbatches or stages):

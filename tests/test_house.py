@@ -26,7 +26,7 @@ LINES = {
     ("booster",): 2494,
     ("parallel",): 2300,
     ("checkpoint",): 497,
-    ("clip",): 3331,
+    ("clip",): 3330,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2082,

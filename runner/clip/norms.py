@@ -31,7 +31,7 @@ ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that a CPU looks at several times: they stay in a cache
 # Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
-FEW = 10  # gradients, all of them small, up to which each is read without a copy
+EXACT = 131_072  # elements up to which all are summed in float64, which costs less than it saves
 # Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
 VANISHES, OVERFLOWS = 1e-20, 1e30
 
@@ -124,12 +124,11 @@ def powers_of(
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
     """Return Σ|g|^p of all elements of gradients on a CPU; NaN or inf where any element is."""
-    small = list(map(SMALL.__ge__, map(Tensor.numel, gradients)))
-    if norm_type == 2.0 and len(gradients) <= FEW and all(small):
-        wide = [flat if flat.itemsize > 3 else flat.float() for flat in map(flatten, gradients)]
-        power = sum([torch.dot(flat, flat).item() for flat in wide])
-        if VANISHES < power < OVERFLOWS:
-            return power
+    sizes = list(map(Tensor.numel, gradients))
+    if norm_type == 2.0 and 0 < sum(sizes) <= EXACT:
+        wide = gathered(gradients).double()
+        return torch.dot(wide, wide).item()
+    small = list(map(SMALL.__ge__, sizes))
     blocks = list(map(flatten, compress(gradients, map(not_, small))))
     if any(small):
         blocks.append(gathered(list(compress(gradients, small))))

@@ -192,9 +192,8 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
     plugin, batch = config.plugin, config.data.batch_size
     sizes = build.mesh_of(plugin, build.ranks_of(config))
     if plugin.sequence_parallel and (sizes.tp == 1 or (tokens or 0) % sizes.tp):
-        if sizes.tp == 1:
-            message = "splits over plugin.tp_size ranks, which must be 2 or more"
-        else:
+        message = "splits over plugin.tp_size ranks, which must be 2 or more"
+        if sizes.tp > 1:
             message = f"cannot split sequences of {tokens} evenly over {sizes.tp} tensor ranks"
         yield Problem("plugin.sequence_parallel", True, message)
     stages = sizes.pp * SCHEDULES[plugin.schedule].stages_per_rank

@@ -73,11 +73,10 @@ class Averaging:
     """Averages the gradients of replicas, bucket by bucket from the backward pass on.
 
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
-    those of all buckets before it are complete; :meth:`finish` sends the others. Each model has a
-    process group of its own for them, because ranks that use different parameters send them at
-    different places among other collectives. On a CPU the last bucket is kept for :meth:`finish`,
-    to carry what ranks have to agree on. By ids: how many ``backwards`` accumulate a gradient
-    in one backward pass (1 if not given), and which are complete only after it (``waiting``).
+    those of all buckets before it are complete, in a process group of its own, because ranks that
+    use different parameters send it at different places among other collectives. :meth:`finish`
+    sends the others; on a CPU the last one carries what ranks agree on. By ids: how many
+    ``backwards`` accumulate a gradient (1 if not given), and which are ``waiting`` for their end.
     """
 
     held = False  # whether backward passes run under ``no_sync`` now, and send nothing
@@ -134,9 +133,10 @@ class Averaging:
         """Send the next bucket, and flags; a gradient that this rank does not have is zero."""
         bucket = self._buckets[len(self._sent)]
         parts = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
-        last = [torch.tensor(flags).float()] if flags and bucket is self._buckets[-1] else []
-        flat = flat_of([*parts, *last])
-        self._sent.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+        last = self._carries and bucket is self._buckets[-1]
+        flat = flat_of([*parts, *[torch.tensor(flags).float()] * last])
+        group = self._shared if last else self._group  # sent at the same place by all ranks
+        self._sent.append((flat, dist.all_reduce(flat, group=group, async_op=True)))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -152,8 +152,8 @@ class Averaging:
         if self._parameters and not self._carries:  # on the host: no accelerator is waited for
             flags = on_any_rank(flags, self._shared)
         while len(self._sent) < len(self._buckets):
-            self._send(flags if self._carries else ())
-        for _, work in self._sent:
+            self._send(flags)
+        for _, work in reversed(self._sent):  # the last one has the time limit of the shared group
             work.wait()
         if self._carries:
             flags = (self._sent[-1][0][-len(flags) :] > 0).tolist()

@@ -194,7 +194,7 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
     if plugin.sequence_parallel and (sizes.tp == 1 or (tokens or 0) % sizes.tp):
         message = "splits over plugin.tp_size ranks, which must be 2 or more"
         if sizes.tp > 1:
-            message = f"cannot split sequences of {tokens} evenly over {sizes.tp} tensor ranks"
+            message = f"cannot split sequences of {tokens} evenly over {sizes.tp} ranks"
         yield Problem("plugin.sequence_parallel", True, message)
     stages = sizes.pp * SCHEDULES[plugin.schedule].stages_per_rank
     if sizes.pp > 1 and batch < (parts := plugin.num_microbatches or stages):

@@ -21,7 +21,7 @@ LINES = {
     ("cli",): 800,
     ("launch",): 1129,
     ("sweep",): 608,
-    ("telemetry",): 1300,
+    ("telemetry",): 1299,
     ("train",): 2093,
     ("booster",): 2494,
     ("parallel",): 2300,

@@ -172,6 +172,8 @@ def _imported() -> Any:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
+    with suppress(ImportError):  # wandb's thread would do it while plotly looks at half of it
+        import pandas  # noqa: F401
     silent = wandb.Settings(silent=True)
     wandb.termsetup(silent, None)
     wandb.setup(settings=silent)
@@ -179,10 +181,7 @@ def _imported() -> Any:
 
 
 def _kill_client() -> None:
-    """Kill wandb's client: wandb waits for it without limit when the program exits.
-
-    wandb 0.31 ignores its time limit if about ten megabytes wait for a server that hangs.
-    """
+    """Kill wandb's client, which wandb 0.31 may wait for without limit when the program exits."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             process, name, _, parent, *_ = stat.read_text(errors="replace").split()

@@ -1,4 +1,4 @@
-"""Python in a process of its own, as a user starts it."""
+"""Python in a process of its own, as a user starts it, and the command in this one."""
 
 import json
 import os
@@ -6,6 +6,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
+
+from runner.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,6 +30,13 @@ def python(*words, code=0, env=None, timeout=600, cwd=None):
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def run_here(*words):
+    """Run the command in this process, where torch is imported already; it must succeed."""
+    # It would make this process keep freed memory, and many other tests follow.
+    with patch.dict(os.environ, {"MALLOC_TRIM_THRESHOLD_": str(2**17)}):
+        assert main(words) == 0
 
 
 def environment_at(home):

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tests.process import python
+from tests.process import run_here
 
 STEPS = 30
 # (request, data parts): the batch of all data parts together is 8 samples.
@@ -40,7 +40,7 @@ def rows_of(tmp_path_factory):
         common = [f"train.max_duration={STEPS}ba", "eval.interval=1000ba", "tracker=none", "seed=3"]
         folder = tmp_path_factory.mktemp(model)
         given = [*MODELS[model], *request.split(), *common, f"hydra.run.dir={folder}"]
-        python("-m", "runner", "device=cpu", *given)
+        run_here("device=cpu", *given)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["train/step"] for row in rows] == list(range(1, STEPS + 1))
         return rows

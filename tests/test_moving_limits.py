@@ -4,7 +4,7 @@ import pytest
 
 from runner import report
 from tests.launch.ends import rows_of
-from tests.process import python
+from tests.process import run_here
 
 SHORT = ["tracker=none", "device=cpu", "eval.interval=1000ba", "data.batch_size=16"]
 MODES = {
@@ -16,7 +16,7 @@ SLOW = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("zscore", "sched
 
 
 def run(folder, *words):
-    python("-m", "runner", *SHORT, *words, f"hydra.run.dir={folder}")
+    run_here(*SHORT, *words, f"hydra.run.dir={folder}")
     return rows_of(folder)
 
 

@@ -6,7 +6,7 @@ values of the environment stay references, and secrets are masked.
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def job_of(made: Composed, folder: Path, number: int | None = None) -> Job:
         hydra.job.update(num=number, id=str(number))
     hydra.runtime.output_dir = str(folder)
     refer_to(made.config)
-    config = copy.deepcopy(made.config)
+    config = pickle.loads(pickle.dumps(made.config))
     with open_dict(config):
         del config.hydra
     try:

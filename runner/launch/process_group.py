@@ -31,7 +31,7 @@ def launch_from_torch(
         backend: backend of all tensors; by default, and with ``nccl``, as above.
         seed: seed of torch's random numbers on this rank.
         verbose: whether rank 0 logs the number of ranks and the backend.
-        timeout: maximum duration of one collective, in seconds.
+        timeout: maximum duration of one collective of any process group, in seconds.
 
     Raises:
         RuntimeError: the environment describes no process group, or its port is in use.
@@ -47,8 +47,11 @@ def launch_from_torch(
         local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     backend = _backend() if backend in (None, "nccl") else backend
+    limit = timedelta(seconds=timeout)
+    # The groups of device meshes, which are given no limit, would have torch's 30 minutes.
+    dist.distributed_c10d.default_pg_timeout = limit
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=limit)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise

@@ -12,7 +12,8 @@ from runner.config.jobs import recorded
 from runner.run_folder import files
 from runner.train import build
 from tests.launch.ends import rows_of
-from tests.process import python
+from tests.process import run_here
+from tests.verify.requests import net
 
 SHORT = [
     *("device=cpu", "tracker=none", "train.max_duration=7ba", "eval.interval=3ba"),
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("evaluate")  # it trains once
 
 
 def train(folder, *words):
-    python("-m", "runner", *SHORT, *words, f"hydra.run.dir={folder}")
+    run_here(*SHORT, *words, f"hydra.run.dir={folder}")
     return folder
 
 
@@ -35,7 +36,7 @@ def train(folder, *words):
 def single(tmp_path_factory):
     """A run of one process, with batch norm."""
     folder = tmp_path_factory.mktemp("runs") / "single"
-    return train(folder, "model=resnet18", "data.shape=[3,8,8]", "checkpoint.interval=2ba")
+    return train(folder, *net("Normed"), "checkpoint.interval=2ba")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ WRONG = [
     ("evaluate {run} data.seed=1,2", "must be one value"),
     ("evaluate {run} recipe=gpt", "the run is trained already"),
     ("evaluate {run} --checkpoint newest", "has no checkpoint newest  (there are:"),
-    ("evaluate {run} data=digits", "does not take a sample of"),
+    ("evaluate {run} data.shape=[3,8,8]", "does not take a sample of"),
 ]
 
 
@@ -115,11 +116,11 @@ def test_wrong_requests_are_refused(single, words, message, outputs, capsys, tmp
 def test_damage_another_model_and_no_data_end_with_one_line(single, tmp_path, capsys, outputs):
     run = tmp_path / "run"
     shutil.copytree(single, run)
-    assert main(["evaluate", str(run), "model=resnet34", "model.num_classes=10"]) == 1
+    assert main(["evaluate", str(run), "model=cnn"]) == 1
     said = capsys.readouterr().err
     assert "does not hold" in said
     assert "Traceback" not in said
-    stream = ["data=own", "data.train._target_=tests.verify.nets.Images", "+data.train.channels=3"]
+    stream = ["data=own", "data.train._target_=tests.verify.nets.Images"]
     assert main(["evaluate", str(run), *stream, "sweep.objective=train/loss"]) == 1
     assert "there is no held-out data to evaluate on" in capsys.readouterr().err
     shard = next((run / "checkpoints/final").glob("*.safetensors"))

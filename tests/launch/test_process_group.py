@@ -4,10 +4,12 @@ import os
 import socket
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.clip.transfer import start_gather
@@ -53,6 +55,23 @@ def test_a_rank_that_cannot_find_the_others(monkeypatch, capsys):
             monkeypatch.setenv(name, value)
         with pytest.raises(RuntimeError, match=f"^MASTER_PORT={port} is in use"):
             launch_from_torch()
+
+
+def wait_for_nobody(folder):
+    environment = {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    with patch.object(dist, "init_process_group"), patch.dict(os.environ, environment):
+        launch_from_torch(verbose=False, timeout=1)
+    group = init_device_mesh("cpu", (2, 2)).get_group(1)
+    given_up = folder / str(dist.get_rank() // 2)
+    if dist.get_rank() % 2:
+        return wait_for(given_up.exists)
+    with pytest.raises(RuntimeError, match="imed out"):
+        dist.all_reduce(torch.ones(1), group=group)
+    return given_up.touch()
+
+
+def test_the_groups_of_a_mesh_have_the_time_limit_of_the_ranks(tmp_path):
+    run_ranks(wait_for_nobody, 4, tmp_path)
 
 
 def asked(folder):

@@ -12,6 +12,8 @@ from tests.process import environment_at
 # Tests and their ranks run beside one another: more threads than cores would slow all of them.
 # Read when torch is imported, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+# What one process compiled, others need not compile again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A shell starts background jobs with SIGINT ignored, and the processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,6 +1,7 @@
 """Real ranks for tests: processes of a fork server that has torch preloaded, joined by gloo."""
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -79,6 +80,7 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
 
 def _rank(connection: Connection, store: str, rank: int, world: int, *job: Any) -> None:
     timeout, backend, body, args = job
+    gc.freeze()  # a search for garbage would take a second, as torch has 400,000 objects
     faulthandler.enable(file=sys.__stderr__)  # a rank that crashes shows where
     faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

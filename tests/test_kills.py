@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.kept import assert_alike
-from tests.process import python, wait_for
+from tests.process import python, run_here, wait_for
 
 STEPS = 60
 COMMAND = [
@@ -51,7 +51,7 @@ def killed(run, command, environment, moment):
 def test_a_run_that_is_killed_ends_as_one_that_was_not(environment, tmp_path, words, count, seed):
     draw, run, whole = random.Random(seed), tmp_path / "run", tmp_path / "whole"
     command = [*COMMAND, *words, f"hydra.run.dir={run}"]
-    python(*COMMAND, *words, f"hydra.run.dir={whole}", env=environment)
+    run_here(*COMMAND[2:], *words, f"hydra.run.dir={whole}")
 
     def rows():
         file = run / "metrics.jsonl"

@@ -17,7 +17,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class Composer:
         self.extra = extra
         self.recipes = files_of(extra)
         self._files = object() if extra else None  # those of conf/ stay as they are
-        self._read = cache(read)
+        self._read = dict[str, Recipe]()
         self._options = {"": [], "recipe": ["none", *self.recipes]}
 
     @contextmanager
@@ -217,12 +217,12 @@ class Composer:
         if group == "recipe" and name not in ("none", None):
             if name not in self.options(group):
                 raise Refusal(_no_option(group, str(name), self.options(group)))
-            found = self._read(self.recipes[name])
+            found = self._read.get(name) or self._read.setdefault(name, read(self.recipes[name]))
             found.content["recipe"] = name
             return found
         if self.extra and one.is_add() and name in self.options(group):
             file = self.extra / group / f"{name}.yaml"
-            if file.is_file() and (found := self._read(file)).is_global:
+            if file.is_file() and (found := read(file)).is_global:
                 return found
         return None
 
@@ -274,8 +274,8 @@ def _set(values: Iterable[tuple[str, str, Any, bool]], made: Composed) -> None:
         if section in made.unsettled.intersection(OPEN):
             continue  # its key depends on an option that does not exist
         try:
-            nodes, to_plain = config.items_ex(resolve=False, keys=[section]), OmegaConf.to_container
-            plain = {key: to_plain(one) if OmegaConf.is_config(one) else one for key, one in nodes}
+            kept: Any = config.items_ex(resolve=False, keys=[section])
+            plain = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in kept}
             for leaf, target in leaves(key, value):
                 if leaf.endswith("._target_"):
                     free += (leaf.removesuffix("_target_"),)

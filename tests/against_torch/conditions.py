@@ -222,7 +222,7 @@ class Condition:
     # Largest error of a weight, and relative one of a norm; 1e-12 for others.
     tolerances: dict[tuple[str, ...], float] = field(default_factory=dict)
     mode: str = ""  # in turn by default
-    steps: int = 10
+    steps: int = 7
     options: tuple[str, ...] = ()  # chunks: it matters how a pipeline splits a batch
 
     def message(self, name):
@@ -246,7 +246,7 @@ def freeze(number, trained=False):
 
 def thaw_and_freeze(step, net, optimizer):
     net[0].requires_grad_(step >= 3)
-    net[1].requires_grad_(not 5 <= step < 8)
+    net[1].requires_grad_(not 4 <= step < 6)
 
 
 def head_later(net, optimizer):

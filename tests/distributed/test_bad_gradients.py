@@ -129,18 +129,18 @@ def test_a_step_that_is_not_finite_is_that_of_one_process(world, kind):
 # -- spikes
 
 SPIKES = {6: 900.0, 8: 400.0, 9: 800.0, 10: math.nan, 11: 500.0}
-STEPS = range(1, 15)
+STEPS = range(1, 13)
 SPIKED = {
     2: ("ddp", "fsdp", "zero1", "tensor", "1f1b", "moe"),
-    4: ("hsdp", "hybrid_zero1", "moe_zero3"),
+    4: ("hybrid_zero1", "moe_zero3"),
 }
 
 
 def state_after(plugin, spikes):
     """Which steps were taken; weights and moments of this rank after steps, some with a spike."""
     rule = SkipRule("sigma", k=4.0, window=6, min_steps=3, accept_after=None)
-    adamw, model = partial(torch.optim.AdamW, lr=1e-3), model_of(plugin)
-    loop = Loop(plugin, make(model), None, skip=rule if spikes else None, optimizer=adamw)
+    sgd, model = partial(torch.optim.SGD, lr=1e-3, momentum=0.9), model_of(plugin)
+    loop = Loop(plugin, make(model), None, skip=rule if spikes else None, optimizer=sgd)
     # The spike is in the loss of the last data-parallel rank alone.
     last, taken = loop.plugin.data_rank == loop.plugin.data_size - 1, []
     for number in (n for n in STEPS if spikes or n not in SPIKES):

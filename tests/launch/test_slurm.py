@@ -11,7 +11,7 @@ from tests.process import ROOT, python, wait_for
 from tests.slurm import running
 
 pytestmark = pytest.mark.xdist_group("slurm")
-WORDS = ["device=cpu", "plugin=ddp", "tracker=none", "eval.interval=20ba", "log.flush=1"]
+WORDS = ["device=cpu", "plugin=ddp", "tracker=none", "eval.interval=100ba", "log.flush=1"]
 WORDS += ["checkpoint.interval=5ba", "checkpoint.asynchronous=false"]
 
 

@@ -61,6 +61,7 @@ def assert_ok(found, bound=1e-9):
             assert step["loss"]["plugin"] == loss
 
 
+@pytest.mark.xdist_group("side by side")
 def test_right_plugins_take_the_steps_of_one_process(found):
     for plugin in PLUGINS:
         assert_ok(found[plugin])
@@ -85,6 +86,7 @@ def test_right_plugins_take_the_steps_of_one_process(found):
     assert "in float32 and without dropout" in note
 
 
+@pytest.mark.xdist_group("side by side")
 @pytest.mark.parametrize(
     ("case", "failure"),
     [
@@ -110,6 +112,7 @@ def test_a_faulty_plugin_is_found_out(found, case, failure):
         assert found[case]["naive"] < 1e-12, "torch's own norm of whole gradients is right"
 
 
+@pytest.mark.xdist_group("side by side")
 def test_what_is_no_fault_of_the_plugin_is_named_as_the_cause(found):
     assert not found["dropout"]["ok"]
     causes = "\n".join(found["dropout"]["causes"])

@@ -62,7 +62,7 @@ def test_a_room_keeps_its_budget(rooms):
 def test_the_house_keeps_its_budget():
     assert lines(HOUSE.rglob("*.py")) <= 23_600
     assert len([*HOUSE.rglob("*.py")]) <= 140
-    assert lines((ROOT / "tests").rglob("*.py")) <= 19_836
+    assert lines((ROOT / "tests").rglob("*.py")) <= 19_880
     assert lines([ROOT / "README.md"]) <= 300
 
 

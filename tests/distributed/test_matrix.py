@@ -66,7 +66,7 @@ def cases_of(turn: int, model: str, modes: Sequence[str]) -> list[Case]:
         microbatches = (1, 3 if follows else 2)[(at // 2 + turn) % 2]
         chosen: dict[str, Any] = {"accumulation": microbatches, "kept": at % 3 == 0}
         chosen["optimizer"] = ("sgd", "momentum", "sgd", "adamw")[0 if follows else at % 4]
-        chosen["steps"] = 6 if follows else 5 if "spike" in mode else 3
+        chosen["steps"] = 8 if follows else 5 if "spike" in mode else 3
         net = "tied" if mode == "groups" and model == "conv" else model  # by names of blocks
         if mode in OF_ADAMW:
             net, chosen["optimizer"] = WITHOUT_BIAS.get(model, model), "adamw"

@@ -1,12 +1,11 @@
 """A user's own clipping mode, in a module outside of the package, by ``clip._target_``."""
 
 import json
-import os
 
 import pytest
 
 from runner.cli.main import main
-from tests.process import ROOT, python, run_here
+from tests.process import run_here
 
 MODULE = '''
 from __future__ import annotations
@@ -69,13 +68,10 @@ def own(home, monkeypatch):
 
 
 def rows_of(home, plugin):
-    folder, path = home / plugin, os.pathsep.join([str(home), str(ROOT)])
+    folder = home / plugin
     words = [TARGET, "clip.decay=0.5", "clip.threshold=0.9", *SMALL.split()]
     words += [*PLUGINS[plugin].split(), f"hydra.run.dir={folder}"]
-    if plugin == "single":
-        run_here(*words)
-    else:
-        python("-m", "runner", *words, env={**os.environ, "PYTHONPATH": path})
+    run_here(*words)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -145,8 +145,7 @@ def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, numb
     [(False, 4, "it had not ended after 4 s"), (True, 600, "a second signal")],
 )
 def test_a_run_that_does_not_end_is_ended(environment, again, seconds, why):
-    ranks = DDP if again else SINGLE
-    words = [*ranks, *LONG, *faulty("hang", rank=0), f"shutdown.timeout={seconds}"]
+    words = [*SINGLE, *LONG, *faulty("hang", rank=0), f"shutdown.timeout={seconds}"]
     with started(environment, words) as run:
         run.wait_for((run.home / "outputs" / "struck").exists)
         run.process.terminate()

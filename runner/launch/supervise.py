@@ -143,24 +143,23 @@ def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any
 def _launch(job: Job, ranks: int) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from runner.launch.rank import local_main
+    from runner.launch.rendezvous import OneMachine
 
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the end of a run says it shorter
-    # Gives the ranks of each attempt a store of their own; that which torchrun keeps by default has
-    # addresses of the ranks before: https://github.com/pytorch/pytorch/issues/135712
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    rendezvous_handler_registry.register("one machine", OneMachine)
     _ensure_running()
     asked = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id="local",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_backend="one machine",
         local_addr="127.0.0.1",
         max_restarts=job.config.launch.max_restarts,
         start_method="forkserver",

@@ -139,8 +139,8 @@ SPIKED = {
 def state_after(plugin, spikes):
     """Which steps were taken; weights and moments of this rank after steps, some with a spike."""
     rule = SkipRule("sigma", k=4.0, window=6, min_steps=3, accept_after=None)
-    sgd, model = partial(torch.optim.SGD, lr=1e-3, momentum=0.9), model_of(plugin)
-    loop = Loop(plugin, make(model), None, skip=rule if spikes else None, optimizer=sgd)
+    adamw, model = partial(torch.optim.AdamW, lr=1e-3), model_of(plugin)
+    loop = Loop(plugin, make(model), None, skip=rule if spikes else None, optimizer=adamw)
     # The spike is in the loss of the last data-parallel rank alone.
     last, taken = loop.plugin.data_rank == loop.plugin.data_size - 1, []
     for number in (n for n in STEPS if spikes or n not in SPIKES):

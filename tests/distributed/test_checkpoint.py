@@ -37,7 +37,7 @@ def made(model: str, plugin: str | None, path: Path, **options: Any) -> Run:
         return optimizer
 
     saver = CheckpointSaver(path, "2ba", best="eval/loss", **options)
-    case = Case(model, "percentile", steps=STEPS)
+    case = Case(model, "percentile", accumulation=2, steps=STEPS)
     training = trainer(case, plugin, optimizer=adam, sinks=[rows], log_flush=3, saver=saver)
     training.state.schedulers = schedulers
     training.eval_interval = Duration(2, "ba")

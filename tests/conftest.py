@@ -1,5 +1,6 @@
 """What all tests share: one thread, folders of their own, and which cases of a product are slow."""
 
+import gc
 import os
 import signal
 import sys
@@ -9,6 +10,8 @@ import pytest
 
 from tests.process import environment_at
 
+# Hundreds of thousands of objects are imported: a search among them for garbage takes a second.
+gc.disable()
 # Tests and their ranks run beside one another: more threads than cores would slow all of them.
 # Read when torch is imported, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,6 +31,12 @@ def pytest_collection_modifyitems(items):
             if cases[test] % marker.kwargs["every"]:
                 item.add_marker(pytest.mark.slow)
             cases[test] += 1
+
+
+def pytest_collection_finish():
+    """Search for garbage again, but not in what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,11 +34,18 @@ def python(*words, code=0, env=None, timeout=600, cwd=None):
     return done
 
 
-def run_here(*words):
-    """Run the command in this process, where torch is imported already; it must succeed."""
-    # It would make this process keep freed memory, and many other tests follow.
-    with patch.dict(os.environ, {"MALLOC_TRIM_THRESHOLD_": str(2**17)}):
-        assert main(words) == 0
+def run_here(*words, env=None):
+    """Run the command in this process, where torch is imported already; it must succeed.
+
+    ``env`` is as for :func:`python`. Returns what was printed to stdout, and to stderr.
+    """
+    # A run would make this process keep freed memory, and many other tests follow.
+    changed = {**(os.environ if env is None else env), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
+    out, err = StringIO(), StringIO()
+    with patch.dict(os.environ, changed, clear=True), redirect_stdout(out), redirect_stderr(err):
+        code = main(words)
+    assert code == 0, out.getvalue() + err.getvalue()
+    return out.getvalue(), err.getvalue()
 
 
 def environment_at(home):

@@ -1,7 +1,6 @@
 """Real ranks for tests: processes of a fork server that has torch preloaded, joined by gloo."""
 
 import faulthandler
-import gc
 import io
 import multiprocessing
 import os
@@ -17,15 +16,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.nn.parallel",
-    "torch.distributed.pipelining",
-    # The first optimizer imports it, which takes each rank as long as a short training.
-    "torch._dynamo",
-    "runner.train.trainer",
-]
+PRELOAD = ["runner.launch.preloaded"]
 
 
 def run_ranks(
@@ -80,7 +71,6 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
 
 def _rank(connection: Connection, store: str, rank: int, world: int, *job: Any) -> None:
     timeout, backend, body, args = job
-    gc.freeze()  # a search for garbage would take a second, as torch has 400,000 objects
     faulthandler.enable(file=sys.__stderr__)  # a rank that crashes shows where
     faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

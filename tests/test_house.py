@@ -19,7 +19,7 @@ HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config",): 2400,
     ("cli",): 800,
-    ("launch",): 1175,
+    ("launch",): 1190,
     ("sweep",): 608,
     ("telemetry",): 1299,
     ("train",): 2093,
@@ -60,8 +60,8 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_610
-    assert len([*HOUSE.rglob("*.py")]) <= 140
+    assert lines(HOUSE.rglob("*.py")) <= 23_620
+    assert len([*HOUSE.rglob("*.py")]) <= 141
     assert lines((ROOT / "tests").rglob("*.py")) <= 19_880
     assert lines([ROOT / "README.md"]) <= 300
 

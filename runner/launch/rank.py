@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -51,7 +50,6 @@ class Job:
 
 
 def local_main(job: Job) -> dict[str, Any]:
-    gc.freeze()  # what the fork server has imported holds no garbage
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None

@@ -41,13 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What the fork server imports for all ranks. It calculates nothing, because threads would not exist
-# in its children, and asks for no GPU, because a driver that was asked cannot be used after a fork
-PRELOADED = (
-    *("runner.launch.rank", "torch._dynamo", "torch.utils.serialization.config"),
-    *("torch.distributed.fsdp", "torch.distributed.pipelining", "runner.booster.plugin"),
-)
-
 
 def train(
     config: RunConfig,
@@ -112,7 +105,7 @@ def prepare(*configs: RunConfig) -> None:
 
 
 def _ensure_running() -> None:
-    multiprocessing.set_forkserver_preload([*PRELOADED])
+    multiprocessing.set_forkserver_preload(["runner.launch.preloaded"])
     resource_tracker.ensure_running()  # it would unblock some of them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKING)  # children unblock them
     try:

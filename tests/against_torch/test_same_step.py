@@ -304,7 +304,7 @@ def compare(name, title, results):
     return off
 
 
-DAILY = [name for name in PLUGINS if name != "zero3"]  # which is fsdp by another name
+DAILY = [name for name in PLUGINS if name not in ("zero2", "zero3")]  # fsdp by another name
 
 
 @pytest.mark.xdist_group("same step")

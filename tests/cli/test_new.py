@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.main import main
-from tests.process import python
+from tests.process import python, run_here
 
 WRITTEN = {
     *("demo.py", "test_demo.py", "conf/model/demo.yaml", "conf/data/demo.yaml"),
@@ -49,8 +49,10 @@ def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_tes
     assert unescape(re.findall(r"<pre>(python -m [^<]*)</pre>", page)[0]) == shlex.join(again)
     # An evaluation takes options of the folder too.
     asked = ["evaluate", str(summary.parent), "data=demo", "data.batch_size=4", "plugin=single"]
-    done = python("-m", "runner", *asked, "--config-dir", "conf", cwd=folder, env=environment)
-    loss = re.search(r"eval/loss +(\S+)", done.stdout)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    out, _ = run_here(*asked, "--config-dir", "conf")
+    loss = re.search(r"eval/loss +(\S+)", out)
     assert float(loss[1]) == pytest.approx(found["final"]["eval/loss"])
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     assert "3 passed" in python(*tests, cwd=folder, env=environment).stdout

@@ -35,6 +35,7 @@ def test_local_ranks_are_one_process(outputs, capsys):
     assert not (outputs / "runs").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_started_are_one_process(outputs):
     before = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = ["-m", "runner", "verify", *TOKENS, "plugin=fsdp", "verify.steps=1"]

@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import wandb
 
 from tests.launch.ends import faulty, only_run
 from tests.launch.test_secrets import Planted
-from tests.process import environment_at, python
+from tests.process import environment_at, python, run_here
 
 WORDS = ["device=cpu", "train.max_duration=12ba", "eval.interval=4ba", "clip.threshold=0.25"]
 WORDS += ["log.flush=1", "checkpoint.interval=5ba", "checkpoint.asynchronous=false"]
@@ -18,11 +19,9 @@ def single(tmp_path_factory):
     """One process, with secrets, recorded by wandb: its folder, its output and the secrets."""
     home, planted = tmp_path_factory.mktemp("single"), Planted()
     words = [*WORDS, *planted.words, "data.batch_size=32", "tracker.mode=offline"]
-    environment = environment_at(home) | planted.variables
-    done = python("-m", "runner", *words, env=environment)
-    return SimpleNamespace(
-        folder=only_run(home / "outputs"), printed=done.stdout + done.stderr, planted=planted
-    )
+    out, _ = run_here(*words, env=environment_at(home) | planted.variables)
+    wandb.teardown()  # other tests have another home
+    return SimpleNamespace(folder=only_run(home / "outputs"), printed=out, planted=planted)
 
 
 @pytest.fixture(scope="session")
@@ -31,5 +30,5 @@ def ranks(tmp_path_factory):
     home = tmp_path_factory.mktemp("ranks")
     words = [*DDP, "plugin.nproc=2", *faulty("kill", 15), "launch.max_restarts=1"]
     secrets = {"WANDB_API_KEY": "5" * 40, "MY_TOKEN": "hush-hush"}
-    done = python("-m", "runner", *words, env=environment_at(home) | secrets)
-    return SimpleNamespace(folder=only_run(home / "outputs"), printed=done.stdout + done.stderr)
+    python("-m", "runner", *words, env=environment_at(home) | secrets)
+    return only_run(home / "outputs")

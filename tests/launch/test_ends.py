@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from runner.cli.main import main
 from runner.run_folder.status import state_of
-from tests.launch.ends import TORCHRUN, faulty, kill, read, rows_of, started
+from tests.launch.ends import TORCHRUN, faulty, kill, only_run, read, rows_of, started
 from tests.process import environment_at, inspected, wait_for
 
 SINGLE = ["tracker=none", "plugin=single"]
@@ -84,16 +85,16 @@ def test_a_run_that_only_skips_steps_fails(failed):
             assert part in text
 
 
-def test_a_run_that_fails_keeps_its_rows_and_tells_wandb(environment):
-    words = ["plugin=single", "tracker=wandb", *LONG, *faulty("raise", rank=0)]
-    with started(environment, words) as run:
-        run.ends(1)
-        assert run.status["error"].endswith("RuntimeError: planted fault")
-        assert "RuntimeError: planted fault" in run.printed
-        # The rows before the fault are not lost, though they were not due yet.
-        assert [row["train/step"] for row in rows_of(run.folder)] == [*range(1, 8)]
-        (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
-        assert inspected(file)["exit"][0]["exit_code"] == 1
+def test_a_run_that_fails_keeps_its_rows_and_tells_wandb(own_home, outputs, capsys):
+    asked = ["device=cpu", "plugin=single", "tracker.mode=offline", *LONG, *faulty("raise", rank=0)]
+    assert main(asked) == 1
+    folder, printed = only_run(outputs), capsys.readouterr()
+    assert read(folder)["error"].endswith("RuntimeError: planted fault")
+    assert "RuntimeError: planted fault" in printed.err
+    # The rows before the fault are not lost, though they were not due yet.
+    assert [row["train/step"] for row in rows_of(folder)] == [*range(1, 8)]
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    assert inspected(file)["exit"][0]["exit_code"] == 1
 
 
 def test_sigkill_of_the_command_ends_its_ranks(environment):
@@ -109,7 +110,7 @@ def test_sigkill_of_the_command_ends_its_ranks(environment):
     [
         (SINGLE, signal.SIGUSR1, "the command"),
         (DDP, signal.SIGTERM, "all"),
-        (DDP, signal.SIGINT, "the command"),
+        pytest.param(DDP, signal.SIGINT, "the command", marks=slow),
     ],
 )
 def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, number, to):

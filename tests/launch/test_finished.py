@@ -46,13 +46,13 @@ def test_the_record_of_a_run(single):
 
 
 def test_two_local_ranks_that_started_again_are_one_process(single, ranks):
-    assert read(ranks.folder, "summary.json")["world_size"] == 2
-    assert not (ranks.folder / "wandb").exists()
-    for row, wanted in zip(rows_of(ranks.folder), rows_of(single.folder), strict=True):
+    assert read(ranks, "summary.json")["world_size"] == 2
+    assert not (ranks / "wandb").exists()
+    for row, wanted in zip(rows_of(ranks), rows_of(single.folder), strict=True):
         for key in ("train/loss", "grad/norm", "clip/coef"):
             assert row[key] == pytest.approx(wanted[key], rel=1e-3), key
         assert row["train/samples"] == wanted["train/samples"]
-    log = (ranks.folder / "runner.log").read_text()
+    log = (ranks / "runner.log").read_text()
     assert "5" * 40 not in log
     assert "hush-hush" not in log
 
@@ -60,7 +60,7 @@ def test_two_local_ranks_that_started_again_are_one_process(single, ranks):
 def test_ranks_of_torchrun_are_local_ranks_and_write_one_log(environment, ranks):
     done = python(*TORCHRUN, *DDP, *faulty("warn", 3), env=environment)
     folder = only_run(environment["RUNNER_OUTPUTS"])
-    assert rows_of(folder) == rows_of(ranks.folder)
+    assert rows_of(folder) == rows_of(ranks)
     log, printed = (folder / "runner.log").read_text(), done.stdout + done.stderr
     assert "planted warning of rank 0" in log
     assert "] - rank 1: planted warning of rank 1" in log

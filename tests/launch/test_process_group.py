@@ -15,7 +15,6 @@ from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.clip.transfer import start_gather
 from runner.launch.failure import may_be_lost_peer
 from runner.launch.rank import join
-from runner.launch.supervise import PRELOADED
 from tests.process import ROOT, python, wait_for
 from tests.ranks import run_ranks
 
@@ -99,7 +98,7 @@ def test_the_master_of_a_coordinator_goes_first(tmp_path):
 
 # The calls by which a process learns of a GPU or uses it; after any of them its children cannot.
 WITHOUT_A_GPU = """
-import os, sys, threading
+import os, threading
 import torch, torch.cuda
 
 def touched(*args, **kwargs):
@@ -109,9 +108,7 @@ for name in ("is_available", "device_count", "init", "_lazy_init", "current_devi
     setattr(torch.cuda, name, touched)
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = touched
 
-from importlib import import_module
-for name in sys.argv[1:]:
-    import_module(name)
+import runner.launch.preloaded
 assert threading.active_count() == 1, threading.enumerate()
 assert len(os.listdir("/proc/self/task")) == 1
 """
@@ -119,4 +116,4 @@ assert len(os.listdir("/proc/self/task")) == 1
 
 def test_the_fork_server_asks_for_no_gpu_and_has_no_threads(environment):
     """A driver that was asked, and threads, do not exist in the processes that it forks."""
-    python("-c", WITHOUT_A_GPU, *PRELOADED, env=environment, cwd=ROOT)
+    python("-c", WITHOUT_A_GPU, env=environment, cwd=ROOT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.ends import faulty, only_run, read, rows_of
-from tests.process import ROOT, python, wait_for
+from tests.process import ROOT, run_here, wait_for
 from tests.slurm import running
 
 pytestmark = pytest.mark.xdist_group("slurm")
@@ -47,7 +47,7 @@ def job(slurm, tmp_path):
 
 def assert_is_one_machine(environment, tmp_path, *words):
     words = [*words, "plugin.nproc=2", f"hydra.run.dir={tmp_path / 'one'}"]
-    python("-m", "runner", *words, env=environment)
+    run_here(*words, env=environment)
     assert rows_of(only_run(environment["RUNNER_OUTPUTS"])) == rows_of(tmp_path / "one")
 
 

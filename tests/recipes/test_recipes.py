@@ -12,7 +12,7 @@ from runner.config.folders import find
 from runner.config.modes import NAMES
 from runner.config.request import help_text, request
 from tests.launch.ends import rows_of
-from tests.process import python
+from tests.process import run_here
 
 FILES = recipes.files_of()
 RECIPES = {name: recipes.read(file) for name, file in FILES.items()}
@@ -122,11 +122,11 @@ def test_methods_are_compared_with_equal_budgets():
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.product(every=12)
-def test_it_runs_twenty_steps_to_the_end(name, outputs):
+def test_it_runs_twenty_steps_to_the_end(name, outputs, monkeypatch):
     words = words_of(header(name)["small"])
     assert "train.max_duration=20ba" in words
-    home = find("recipes").parent
-    python("-m", "runner", *words, "tracker=none", "device=cpu", cwd=home)
+    monkeypatch.chdir(find("recipes").parent)
+    run_here(*words, "tracker=none", "device=cpu")
     [file] = outputs.glob("runs/*/metrics.jsonl")
     rows = rows_of(file.parent)
     assert [row["train/step"] for row in rows] == list(range(1, 21))

@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import wandb
 
 from runner.cli.main import main
 from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read, rows_of
 from tests.launch.test_secrets import Planted
-from tests.process import environment_at, python
+from tests.process import environment_at, python, run_here
 
 SMALL = ["device=cpu", "data.batch_size=16", "log.flush=1"]
 SIX = [*SMALL, "train.max_duration=6ba"]
@@ -106,7 +107,9 @@ def plain(tmp_path_factory):
     home = environment_at(tmp_path_factory.mktemp("plain"))
     command = Command(home | planted.variables)
     command.words = [*PLAIN, "tracker.mode=offline", "sweep.name=mine", *planted.words]
-    command.said, command.planted = command(*command.words), planted
+    command.said = run_here(*command.words, env=command.environment)
+    wandb.teardown()  # other tests have another home
+    command.planted = planted
     return command
 
 

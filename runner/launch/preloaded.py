@@ -1,0 +1,20 @@
+"""What the fork server imports once for all ranks, so that each starts within a fork's time.
+
+It calculates nothing, because threads would not exist in the processes that it forks, and asks for
+no GPU, because a driver that was asked cannot be used after a fork.
+"""
+
+from importlib import import_module
+
+from runner.launch.supervise import importing_torch
+
+with importing_torch():
+    # The first optimizer would import torch._dynamo.
+    for _name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"):
+        import_module(_name)
+    for _name in (
+        "torch.utils.serialization.config",
+        "runner.booster.plugin",
+        "runner.launch.rank",
+    ):
+        import_module(_name)

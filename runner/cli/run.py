@@ -62,8 +62,8 @@ def _run(wanted: Request, words: Sequence[str]) -> int:
         if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
             start = resume.decide(job.config, job.plain, folder)
 
-        def work(_: Any) -> int:
-            write_composition(folder / files.HYDRA)
+        def work(config: Any) -> int:
+            write_composition(folder / files.HYDRA, config)
             asked = masked_words(job.words)
             failed = supervise.run(job.config, job.plain, folder, asked, start=start, page=written)
             return failed.exit_code if failed else 0

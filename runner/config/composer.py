@@ -249,9 +249,8 @@ class Composer:
 
 
 def refer_to(config: DictConfig) -> None:
-    """Let ``${hydra:...}`` refer to a configuration, which can be changed still."""
-    HydraConfig.instance().set_config(config)
-    OmegaConf.set_readonly(config.hydra, False)
+    """Let ``${hydra:...}`` refer to a configuration itself: Hydra would copy it for each job."""
+    HydraConfig.instance().cfg = config  # type: ignore[assignment]
 
 
 def spelled_out(given: Iterable[str]) -> list[str]:

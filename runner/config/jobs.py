@@ -118,10 +118,10 @@ def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str,
     return resolved, masked(recorded(written, resolved))
 
 
-def write_composition(home: Path) -> None:
+def write_composition(home: Path, config: DictConfig) -> None:
     """Write the files of the run that Hydra has just begun to ``home``, but without secrets."""
-    content = unresolved(HydraConfig.instance().cfg)
-    hydra = content.pop("hydra")
+    hydra = unresolved(HydraConfig.instance().cfg)["hydra"]
+    content = masked(OmegaConf.to_container(config, resolve=False, enum_to_str=True))
     home.mkdir(exist_ok=True)
     parts = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
     for name, part in parts.items():

@@ -96,7 +96,7 @@ def _run(config: DictConfig, place: str) -> float | None:
     try:
         typed = parse(resolved)
         with claimed(folder):
-            write_composition(folder / files.HYDRA)
+            write_composition(folder / files.HYDRA, config)
             failed = supervise.run(
                 typed,
                 plain,

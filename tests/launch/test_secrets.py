@@ -62,6 +62,11 @@ def test_a_run_leaves_no_secret(single):
     assert leaks(single.planted, folder) == []
     model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     assert model.items() >= RECORDED.items()
-    overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
+    composed, overrides = (
+        yaml.safe_load((folder / ".hydra" / f"{name}.yaml").read_text())
+        for name in ("config", "overrides")
+    )
+    assert composed["model"].items() >= RECORDED.items()
+    assert composed["clip"]["threshold"] == 0.25
     assert "+model.api_key=***" in overrides
     assert read(folder / "checkpoints" / "final", "manifest.json")["config"]["model"] == model

@@ -91,13 +91,13 @@ def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        "-m clip.threshold=0.25,1 plugin=ddp plugin.nproc=2",
         "plugin=tensor plugin.nproc=2 plugin.tp_plan={layers.0:colwise,layers.2:rowwise}",
+        pytest.param("-m clip.threshold=0.25,1 plugin=ddp plugin.nproc=2", marks=pytest.mark.slow),
         pytest.param("hydra.run.dir=one checkpoint.interval=5ba", marks=pytest.mark.slow),
     ],
 )
 def test_the_model_and_data_of_readme_train(python_says, tmp_path, words):
-    """Over two ranks in a sweep, split over two ranks, and continued in one process."""
+    """Split over two ranks, over two ranks in a sweep, and continued in one process."""
     empty, readme = tmp_path / "empty", (ROOT / "README.md").read_text()
     [code] = re.findall(r"Save this as `mine.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
     assert len(code.splitlines()) <= 25

@@ -50,7 +50,7 @@ def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
         whole = full(gradient)
         for hook in list(hooks.values()):
             changed = hook(whole)
-            whole = whole if changed is None else changed
+            whole = whole if changed is None else full(changed)  # by tensor parallelism, under fsdp
         if isinstance(replacement, DTensor):
             return sharded(whole, replacement.device_mesh, replacement.placements)
         return whole

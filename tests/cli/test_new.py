@@ -52,6 +52,7 @@ def test_the_folder_trains_on_ranks_its_page_repeats_the_command_and_its_own_tes
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     out, _ = run_here(*asked, "--config-dir", "conf")
+    del sys.modules["demo"]
     loss = re.search(r"eval/loss +(\S+)", out)
     assert float(loss[1]) == pytest.approx(found["final"]["eval/loss"])
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]

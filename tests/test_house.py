@@ -21,12 +21,12 @@ LINES = {
     ("cli",): 800,
     ("launch",): 1190,
     ("sweep",): 608,
-    ("telemetry",): 1299,
+    ("telemetry",): 1300,
     ("train",): 2093,
-    ("booster",): 2494,
+    ("booster",): 2500,
     ("parallel",): 2300,
     ("checkpoint",): 497,
-    ("clip",): 3330,
+    ("clip",): 3333,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2082,
@@ -60,7 +60,7 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_620
+    assert lines(HOUSE.rglob("*.py")) <= 23_625
     assert len([*HOUSE.rglob("*.py")]) <= 141
     assert lines((ROOT / "tests").rglob("*.py")) <= 19_900
     assert lines([ROOT / "README.md"]) <= 300

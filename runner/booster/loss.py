@@ -243,6 +243,8 @@ def returned_loss(outputs: Any) -> Tensor | None:
 
 def logits_of(outputs: Any) -> Any:
     """Return the attribute or entry ``logits`` of outputs; the outputs if there is none."""
+    if isinstance(outputs, Tensor):
+        return outputs
     loss = returned_loss(outputs) if isinstance(outputs, tuple | list) else None
     if loss is not None:
         return next((each for each in outputs if each is not loss), outputs)

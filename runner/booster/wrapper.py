@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Mapping
+from operator import attrgetter, call, is_
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -119,15 +120,18 @@ class BoostedParameters:
     def _record(self) -> None:
         self._dicts = [d for m in self._model.modules() for d in (m._parameters, m._modules)]
         self._slots = [(held, key, value) for held in self._dicts for key, value in held.items()]
-        self._dtypes = [(p, p.dtype) for _, p in self._known.values()]
+        self._dtypes = [p.dtype for _, p in self._known.values()]
+        self._getters: list[Any] = [held.get for held, _, _ in self._slots]
+        self._keys, self._values = ([slot[at] for slot in self._slots] for at in (1, 2))
+        self._parameters = [p for _, p in self._known.values()]
 
     def require_same(self) -> None:
         """Check that the model has the parameters of boost; it looks at dictionaries alone."""
         self._asked = True
         if not (
-            all(held.get(key) is value for held, key, value in self._slots)
+            all(map(is_, map(call, self._getters, self._keys), self._values))
             and sum(map(len, self._dicts)) == len(self._slots)
-            and all(p.dtype is dtype for p, dtype in self._dtypes)
+            and all(map(is_, map(attrgetter("dtype"), self._parameters), self._dtypes))
         ):
             self._compare()
 
@@ -137,7 +141,7 @@ class BoostedParameters:
         named = self._named()
         now = {id(parameter) for _, parameter in named}
         unsharded = {id(computed_with(p)) for _, p in self._known.values()} - self._known.keys()
-        for (name, p), (_, dtype) in zip(self._known.values(), self._dtypes, strict=True):
+        for (name, p), dtype in zip(self._known.values(), self._dtypes, strict=True):
             if id(p) not in now and id(computed_with(p)) not in now:
                 raise ValueError(f"{name} was replaced, removed or tied after boost: {_BEFORE}")
             if p.dtype != dtype and not self._alone:

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch.distributed as dist
@@ -74,6 +75,8 @@ def local(tensor: Tensor) -> Tensor:
 def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
     """Return the local shard of each gradient, None where there is none."""
     found: list[Any] = [shard.param.grad for shard in shards]
+    if not {*map(type, found)} - {Tensor, NoneType}:
+        return found  # the usual case, in a tenth of the time
     spread = [(s, g) for s, g in zip(shards, found, strict=True) if hasattr(g, "_local_tensor")]
     for shard, gradient in spread:
         if any(each.is_partial() for each in gradient.placements):

@@ -355,11 +355,12 @@ def _to_host(
     rows: list[tuple[Number, ...]], gauged: Tensor | None
 ) -> tuple[list[list[float]], Iterator[list[float]]]:
     """Return rows of numbers, and the steps of ``gauged``, as floats, in one transfer."""
+    if gauged is None and Tensor not in {*map(type, chain.from_iterable(rows))}:
+        return [list(map(float, row)) for row in rows], iter([])
     away = [value for row in rows for value in row if isinstance(value, Tensor)]
     parts = [transfer.on_device(away, away[0].device)] if away else []
-    if gauged is not None:
-        parts.append(gauged.flatten())
-    values = iter(torch.cat(parts).tolist() if parts else [])
+    parts += [] if gauged is None else [gauged.flatten()]
+    values = iter(torch.cat(parts).tolist())
     numbers = [[next(values) if isinstance(f, Tensor) else float(f) for f in row] for row in rows]
     measured = [] if gauged is None else [list(islice(values, len(row))) for row in gauged]
     return numbers, iter(measured)

@@ -166,20 +166,19 @@ def trainer(
     kind, of_mode = MODES[case.mode]
     make = optimizer or make_optimizer(case, fused=case.fused and plugin is not None)
     scale = LossScale(scale=2.0**10) if case.precision == "fp16" else None
-    return trainer_of(
-        model,
-        # One sample over whole microbatches, so that the last one of an epoch is short and uneven.
-        loader(BATCH * case.accumulation * 2 + 1, shuffle=True, seed=5),
-        f"{case.steps}ba",
-        eval_interval=f"{case.steps}ba",
-        algorithms=build(kind, **of_mode),
-        eval_dataloader=loader(BATCH + 1),
-        optimizers=make(model.parameters()),
-        plugin=spread,
-        accumulation_steps=case.accumulation,
-        precision=case.precision,
-        **{"loss_scale": scale} | options,
-    )
+    given = {
+        "eval_interval": f"{case.steps}ba",
+        "algorithms": build(kind, **of_mode),
+        "eval_dataloader": loader(BATCH + 1),
+        "optimizers": make(model.parameters()),
+        "plugin": spread,
+        "accumulation_steps": case.accumulation,
+        "precision": case.precision,
+        "loss_scale": scale,
+    }
+    # One sample over whole microbatches, so that the last one of an epoch is short and uneven.
+    samples = loader(BATCH * case.accumulation * 2 + 1, shuffle=True, seed=5)
+    return trainer_of(model, samples, f"{case.steps}ba", **given | options)
 
 
 def train(case: Case, plugin: str | Plugin | None = None, **options: Any) -> dict[str, Any]:

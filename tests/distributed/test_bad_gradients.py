@@ -63,7 +63,8 @@ def poisoned(plugin: str | None, model: str, name: str, kept: bool = False) -> d
     case = Case(model, mode, 2, double=precision == "fp32", steps=4, precision=precision)
     # With a small eps, Adam turns rounding errors of a zero gradient into steps of size lr.
     adamw = partial(torch.optim.AdamW, lr=0.5, eps=1.0, weight_decay=0.1, fused=True)
-    made = trainer(case, plugin, optimizer=adamw, sinks=[rows], criterion=criterion, **own)
+    own |= {"sinks": [rows], "criterion": criterion, "eval_dataloader": None}
+    made = trainer(case, plugin, optimizer=adamw, **own)
     made.state.schedulers = [torch.optim.lr_scheduler.ExponentialLR(made.optimizer.unwrap(), 0.7)]
     made.train_dataloader.dataset.targets[7] = BAD
     try:

@@ -83,7 +83,7 @@ def counted(plugin: str, model: str, layers: int) -> tuple[list[int], list[str]]
     """
     turns = iter(TURNS)
     case = Case(model, "none", steps=len(TURNS), double=False, optimizer="adamw")
-    made = trainer(case, plugin, model=network(model, layers))
+    made = trainer(case, plugin, model=network(model, layers), eval_dataloader=None)
     clip, step, waits = made.optimizer.clip, made.optimizer.step, Waits()
     calls: list[int] = []
 

@@ -162,7 +162,7 @@ def test_a_run_that_does_not_end_is_ended(environment, again, seconds, why):
     [
         (SINGLE, signal.SIGTERM, "the first import"),
         (SINGLE, signal.SIGINT, "torch"),
-        (DDP, signal.SIGHUP, "data"),
+        pytest.param(DDP, signal.SIGHUP, "data", marks=slow),
     ],
 )
 def test_a_signal_before_the_training(environment, ranks, number, at):

@@ -52,7 +52,7 @@ def assert_is_one_machine(environment, tmp_path, *words):
 
 
 def test_a_job_on_two_nodes_that_is_pre_empted_goes_on(slurm, job, environment, tmp_path):
-    words = [*WORDS, "train.max_duration=200ba"]
+    words = [*WORDS, "train.max_duration=200ba", "checkpoint.interval=50ba"]
     number, status = job(*words)
     status(lambda now: now["step"] > 5)
     slurm("scancel", "--signal=USR1", number)

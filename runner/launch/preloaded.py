@@ -8,13 +8,12 @@ from importlib import import_module
 
 from runner.launch.supervise import importing_torch
 
+MODULES = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    *("torch.utils.serialization.config", "runner.booster.plugin", "runner.launch.rank"),
+)
+"""The first optimizer would import ``torch._dynamo``."""
+
 with importing_torch():
-    # The first optimizer would import torch._dynamo.
-    for _name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"):
-        import_module(_name)
-    for _name in (
-        "torch.utils.serialization.config",
-        "runner.booster.plugin",
-        "runner.launch.rank",
-    ):
+    for _name in MODULES:
         import_module(_name)

@@ -304,7 +304,8 @@ def compare(name, title, results):
     return off
 
 
-# zero2 and zero3 are fsdp by another name; hybrid is tensor and pipeline at once.
+# zero2 and zero3 are fsdp by another name, hybrid is tensor and pipeline at once: slow. FSDP of
+# tensor parallelism replaces parameters twice.
 DAILY = [name for name in PLUGINS if name not in ("zero2", "zero3", "hybrid")] + ["tensor_zero3"]
 
 

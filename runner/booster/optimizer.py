@@ -243,10 +243,7 @@ class OptimizerWrapper(StepOrder):
         return self._unless_spike(self._finite)
 
     def was_taken(self) -> bool:
-        """Return whether the last call of :meth:`step` took a step.
-
-        An accelerator that decides it is waited for, but not for work that was queued later.
-        """
+        """Return whether the last step was taken; waits for that step where a device decides it."""
         return self._taken if isinstance(self._taken, bool) else bool(self._taken())
 
     def zero_grad(self, set_to_none: bool = True) -> None:

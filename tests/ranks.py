@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["runner.launch.preloaded"]
+PRELOAD = ["tests.preloaded"]
 
 
 def run_ranks(

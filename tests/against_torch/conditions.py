@@ -222,7 +222,7 @@ class Condition:
     # Largest error of a weight, and relative one of a norm; 1e-12 for others.
     tolerances: dict[tuple[str, ...], float] = field(default_factory=dict)
     mode: str = ""  # in turn by default
-    steps: int = 5
+    steps: int = 4
     options: tuple[str, ...] = ()  # chunks: it matters how a pipeline splits a batch
 
     def message(self, name):
@@ -370,6 +370,7 @@ CONDITIONS = {
         change=at(4, lambda net, _: net.requires_grad_(True)),
         after=at(3, lambda net, _: net.requires_grad_(False)),
         refused={ALL[1:]: r"linear\.weight was frozen while it has a gradient"},
+        steps=5,
     ),
     "group later": Condition(optimizer=lambda net: sgd(net[:-1]), change=at(3, head_later)),
     "group of old parameters": Condition(
@@ -486,7 +487,7 @@ CONDITIONS = {
     "learned criterion": Condition(
         criterion=Learned(), refused={ALL: r"the criterion has parameters \(scale\)"}
     ),
-    "one call": Condition(mode="norm", options=("one call",)),
+    "one call": Condition(mode="norm", steps=5, options=("one call",)),
     "two backward passes of an object": Condition(
         lambda net: Boxed(*net),
         passes=twice_of_an_object,

@@ -23,7 +23,7 @@ from tests.kept import same
 from tests.ranks import run_ranks
 from tests.train.test_state import timeless
 
-LIKE = ("zero2", "sequence", "moe_zero3")  # as fsdp, tensor and moe
+LIKE = ("zero2", "sequence", "zero_bubble", "moe_zero3")  # as fsdp, tensor, 1f1b and moe
 FAMILIES = {
     world: {plugin: model for plugin, model in plugins.items() if plugin not in LIKE}
     for world, plugins in cases.FAMILIES.items()

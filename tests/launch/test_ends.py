@@ -161,7 +161,7 @@ def test_a_run_that_does_not_end_is_ended(environment, again, seconds, why):
     ("ranks", "number", "at"),
     [
         (SINGLE, signal.SIGTERM, "the first import"),
-        (SINGLE, signal.SIGINT, "torch"),
+        pytest.param(SINGLE, signal.SIGINT, "torch", marks=slow),  # test_main has it too
         pytest.param(DDP, signal.SIGHUP, "data", marks=slow),
     ],
 )

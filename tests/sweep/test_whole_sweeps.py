@@ -128,7 +128,7 @@ def test_a_search_learns_from_runs_that_went_well(command, here):
     words = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", *SHORT]
     words += ["hydra.sweeper.sampler.seed=1", "clip.threshold=tag(log,interval(0.1,4))"]
     words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
-    out, err = here(*words, code=1)
+    out, err = command(*words, code=1)
     assert begun(err) == list(range(1, 6))
     runs = command.record()["runs"]
     assert command.states() == ["finished", "failed", *["finished"] * 3]

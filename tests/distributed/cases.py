@@ -74,7 +74,7 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
 FAMILIES: dict[int, dict[str, str]] = {
     2: dict.fromkeys(("ddp", "tensor", "1f1b", "zero_bubble"), "tied")
     | {"fsdp": "conv", "zero1": "conv", "zero2": "gpt", "sequence": "gpt", "moe": "moe"},
-    4: {"hsdp": "conv", "hybrid_zero1": "tied", "hybrid_fsdp_tp": "gpt", "moe_zero3": "moe"},
+    4: {"hsdp": "conv", "hybrid_fsdp_tp": "gpt", "hybrid_zero1": "tied", "moe_zero3": "moe"},
 }
 """By the number of ranks, of each kind of plugin one, and a model for it."""
 

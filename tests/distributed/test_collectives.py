@@ -22,9 +22,9 @@ COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 """Of these, the ones that send nothing."""
 
-NORMS = ("none", "L1", "L2", "inf")
+NORMS = ("none", "inf", "L2")
 
-TURNS = (*NORMS, "value", "adaptive", "L2", "adaptive")
+TURNS = (*NORMS, "value", "adaptive", "adaptive")
 """The mode of each step: as many collectives are added in a later one."""
 
 # Model, and collectives of a norm, value, adaptive. One is the norm; counts take another one.

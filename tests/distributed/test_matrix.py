@@ -115,7 +115,7 @@ def assert_agree(asked: dict[str, Sequence[Case]], world: int) -> None:
 
 GROUPS = [
     *(("ddp", "tensor", "moe"), ("1f1b", "zero_bubble", "sequence"), ("fsdp", "zero1", "zero2")),
-    *(("hsdp", "hybrid_zero1"), ("hybrid_fsdp_tp", "moe_zero3")),
+    *(("hsdp", "hybrid_fsdp_tp"), ("hybrid_zero1", "moe_zero3")),
     *(("pipeline_dp", "hybrid"), ("hybrid_ep_pp",)),
 ]
 """``DAILY``, a start of ranks each."""

@@ -40,7 +40,7 @@ def killed(run, command, environment, moment):
 @pytest.mark.parametrize(
     ("words", "count", "seed"),
     [
-        ([], 2, 29),
+        ([], 3, 29),
         *(
             pytest.param(*given, marks=pytest.mark.slow)
             for given in (([], 20, 1), (DDP, 10, 2), (FSDP, 10, 3), (PIPELINE, 10, 4))

@@ -130,7 +130,7 @@ def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monk
         if COMMANDS.get(command) == "pages" or command in ("bench", "evaluate", "clip.treshold=1"):
             continue  # the last shows how a wrong request is answered
         if len(words) == 1 and command.removeprefix("recipe=") in recipes.files_of():
-            continue  # test_recipes composes them
+            continue  # test_recipes composes them, shortened
         words = rest if command in COMMANDS else words
         given = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
         given = [word for word in given if "plan.yaml" not in word]

@@ -83,9 +83,9 @@ def python_says(wheel, tmp_path):
 
 def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
     assert "accumulate_4" in python_says("-m", "runner", "--help")
-    python_says("-m", "runner", "clip=norm", "clip.threshold=0.25", "train.max_duration=100ba")
+    python_says("-m", "runner", "clip=norm", "clip.threshold=0.25")
     (folder,) = (tmp_path / "empty" / "outputs" / "runs").iterdir()
-    assert read(folder, "summary.json")["final"]["eval/accuracy"] >= 0.8
+    assert read(folder, "summary.json")["final"]["eval/accuracy"] >= 0.97
 
 
 @pytest.mark.parametrize(

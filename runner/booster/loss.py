@@ -80,9 +80,9 @@ class WindowLoss:
         self.unproved = not self._sums and self._divisor is None  # that the mean is over the items
 
     def items(self, batch: Any) -> Count:
-        targets, named = self._labels(batch), named_parts(batch) is not None
+        targets = self._labels(batch)
         if targets is None:
-            if not (self.takes_batch or (self._may_return and named)):
+            if not (self.takes_batch or (self._may_return and named_parts(batch) is not None)):
                 raise not_readable(batch)
             samples = batch_size(batch)
             return Count(self._stated(batch, samples), samples, 0)
@@ -91,6 +91,7 @@ class WindowLoss:
         items: float = graded
         if numbers:
             items = len(targets)
+            named = named_parts(batch) is not None
             if self._classes and not (self._may_return and (named or targets.ndim == 1)):
                 # Class probabilities: one item for each vector.
                 dim = min(1 if self._given else -1, targets.ndim - 1)

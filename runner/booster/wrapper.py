@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Mapping
-from operator import attrgetter, call, is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
 """The wrapper of each model that was boosted, by the user's model."""
 
+_DTYPE, _TRAINED = attrgetter("dtype"), attrgetter("requires_grad")
 _BEFORE = "change the model before booster.boost, or no gradient of it is synchronised and clipped"
 
 
@@ -120,19 +122,16 @@ class BoostedParameters:
     def _record(self) -> None:
         self._dicts = [d for m in self._model.modules() for d in (m._parameters, m._modules)]
         self._slots = [(held, key, value) for held in self._dicts for key, value in held.items()]
-        self._dtypes = [p.dtype for _, p in self._known.values()]
-        self._getters: list[Any] = [held.get for held, _, _ in self._slots]
-        self._keys, self._values = ([slot[at] for slot in self._slots] for at in (1, 2))
+        self._values = [value for _, _, value in self._slots]
         self._parameters = [p for _, p in self._known.values()]
+        self._dtypes = list(map(_DTYPE, self._parameters))
 
     def require_same(self) -> None:
         """Check that the model has the parameters of boost; it looks at dictionaries alone."""
         self._asked = True
-        if not (
-            all(map(is_, map(call, self._getters, self._keys), self._values))
-            and sum(map(len, self._dicts)) == len(self._slots)
-            and all(map(is_, map(attrgetter("dtype"), self._parameters), self._dtypes))
-        ):
+        values = list(chain.from_iterable(held.values() for held in self._dicts))
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        if not (same and (self._alone or list(map(_DTYPE, self._parameters)) == self._dtypes)):
             self._compare()
 
     def _compare(self) -> None:
@@ -159,8 +158,8 @@ class BoostedParameters:
         if not self._asked:  # by a forward pass of this step
             self.require_same()
         self._asked = False
-        trained = [p.requires_grad for _, p in self._known.values()]
-        if trained != self._trained and not self._alone:
+        trained = self._trained if self._alone else list(map(_TRAINED, self._parameters))
+        if trained != self._trained:
             for (name, p), was in zip(self._known.values(), self._trained, strict=True):
                 if was and not p.requires_grad and p.grad is not None:
                     raise ValueError(

@@ -79,7 +79,9 @@ def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
         return found  # the usual case, in a tenth of the time
     spread = [(s, g) for s, g in zip(shards, found, strict=True) if hasattr(g, "_local_tensor")]
     for shard, gradient in spread:
-        if any(each.is_partial() for each in gradient.placements):
+        places = gradient.placements
+        same = places is getattr(shard.param, "placements", None)  # which are never partial
+        if not same and any(each.is_partial() for each in places):
             raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
-from runner.parallel.collectives import all_reduce, broadcast, buckets, flat_of, on_any_rank
+from runner.parallel.collectives import all_reduce, broadcast, buckets, flat_of, on_any_rank, write
 from runner.parallel.hooks import register
 from runner.parallel.mesh import Axes, split_parameters
 
@@ -134,7 +134,7 @@ class Averaging:
         bucket = self._buckets[len(self._sent)]
         parts = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
         last = self._carries and bucket is self._buckets[-1]
-        flat = flat_of([*parts, *[torch.tensor(flags).float()] * last])
+        flat = flat_of([*parts, *[torch.tensor(flags, dtype=torch.float32)] * last])
         group = self._shared if last else self._group  # sent at the same place by all ranks
         self._sent.append((flat, dist.all_reduce(flat, group=group, async_op=True)))
 
@@ -156,22 +156,19 @@ class Averaging:
         for _, work in reversed(self._sent):  # the last one has the time limit of the shared group
             work.wait()
         if self._carries:
-            flags = (self._sent[-1][0][-len(flags) :] > 0).tolist()
+            flags = [number > 0 for number in self._sent[-1][0][-len(flags) :].tolist()]
         if flags[1]:
             raise ValueError(
                 "gradients were changed in place before they were averaged over ranks: call "
                 "optimizer.unscale() before that, and clip by optimizer.clip_grad_by_norm, say"
             )
         used = {id(p) for p, by_any in zip(self._parameters, flags[2:], strict=True) if by_any}
-        for bucket, (flat, _) in zip(self._buckets, self._sent, strict=True):
-            sizes = [local(p).numel() for p in bucket]
-            parts = torch.split(flat[: sum(sizes)].mul_(1.0 / self._divisor), sizes)
-            for parameter, part in zip(bucket, parts, strict=True):
-                if id(parameter) in used and not flags[0]:
-                    if parameter.grad is None:
-                        parameter.grad = torch.empty_like(parameter)
-                    gradient = local(parameter.grad)
-                    gradient.copy_(part.view_as(gradient))
+        for bucket, (flat, _) in () if flags[0] else zip(self._buckets, self._sent, strict=True):
+            for parameter in bucket:
+                if parameter.grad is None and id(parameter) in used:
+                    parameter.grad = torch.empty_like(parameter)
+            here = [local(torch.empty_like(p) if p.grad is None else p.grad) for p in bucket]
+            write(flat.mul_(1.0 / self._divisor), here)
         self._begin()
         if flags[0]:
             average(self._parameters, self._shared, self._divisor)

@@ -69,7 +69,7 @@ def count(
     held = [None if has_no_sample(loader, at) else loss.items(batch) for at, batch in numbered]
     items = [None if one is None else one.items for one in held]
     here = [one for one in held if one is not None]
-    own = Count(*(sum(values) for values in zip((0.0, 0, 0), *here, strict=True)))
+    own = here[0] if len(here) == 1 else Count(*map(sum, zip((0.0, 0, 0), *here, strict=True)))
     size, length = plugin.data_size, len(window.batches)
     if plugin.world_size == 1:
         return items, lambda: (own, asked, window.last)
@@ -91,10 +91,11 @@ def count(
         # A last window can have fewer batches here than on another rank.
         if (0 < ended < size and not windows.uneven) or squares * size != lengths**2:
             raise ValueError(ENDED.format(size))
-        stop = torch.tensor(asked.stop)
+        stop = asked.stop
         if some[0]:  # Some rank asks to stop; which signal did, all of them learn.
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-        return Count(all_items, samples, tokens), Asked(int(stop), some[1] > 0), ended == size
+            dist.all_reduce(signal := torch.tensor(stop), dist.ReduceOp.MAX)
+            stop = int(signal)
+        return Count(all_items, samples, tokens), Asked(stop, some[1] > 0), ended == size
 
     return items, cache(wait)
 

@@ -22,7 +22,7 @@ LINES = {
     ("launch",): 1190,
     ("sweep",): 608,
     ("telemetry",): 1300,
-    ("train",): 2094,
+    ("train",): 2096,
     ("booster",): 2500,
     ("parallel",): 2300,
     ("checkpoint",): 497,
@@ -60,7 +60,7 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_630
+    assert lines(HOUSE.rglob("*.py")) <= 23_632
     assert len([*HOUSE.rglob("*.py")]) <= 141
     assert lines((ROOT / "tests").rglob("*.py")) <= 19_915
     assert lines([ROOT / "README.md"]) <= 300

@@ -80,25 +80,25 @@ class WindowLoss:
         self.unproved = not self._sums and self._divisor is None  # that the mean is over the items
 
     def items(self, batch: Any) -> Count:
-        targets = self._labels(batch)
+        targets, named = self._labels(batch), named_parts(batch) is not None
         if targets is None:
-            if not (self.takes_batch or (self._may_return and named_parts(batch) is not None)):
+            if not (self.takes_batch or (self._may_return and named)):
                 raise not_readable(batch)
-            samples = batch_size(batch)
-            return Count(self._stated(batch, samples), samples, 0)
-        numbers = targets.is_floating_point()
-        graded = 0 if numbers else int(np.count_nonzero(targets.cpu().numpy() != self.ignored))
+            return Count(self._stated(batch, samples := batch_size(batch)), samples, 0)
+        numbers, graded = targets.is_floating_point(), 0
+        if not numbers and targets.numel() <= 128:  # a list costs less than an array
+            graded = targets.numel() - targets.flatten().tolist().count(self.ignored)
+        elif not numbers:
+            graded = int(np.count_nonzero(targets.cpu().numpy() != self.ignored))
         items: float = graded
         if numbers:
             items = len(targets)
-            named = named_parts(batch) is not None
             if self._classes and not (self._may_return and (named or targets.ndim == 1)):
                 # Class probabilities: one item for each vector.
                 dim = min(1 if self._given else -1, targets.ndim - 1)
                 items = targets.numel() // targets.shape[dim]
         elif self._weight is not None:
-            if self._weight.device != targets.device:  # copied once, not in each step
-                self._weight = self._weight.to(targets.device)
+            self._weight = self._weight.to(targets.device)  # copied once, not in each step
             counted = targets[targets != self.ignored]
             items = float(self._weight[counted].sum(dtype=torch.float64))
         return Count(self._stated(batch, items), len(targets), graded if targets.ndim > 1 else 0)

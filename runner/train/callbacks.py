@@ -62,6 +62,8 @@ class Callbacks:
         self._asked = self._asked or reason
 
     def call(self, hook: str, *args: Any) -> None:
+        if not self._named:
+            return
         having = [name for name, each in self._named.items() if callable(getattr(each, hook, None))]
         for name in having:
             getattr(self._named[name], hook)(*args)

@@ -70,9 +70,9 @@ def count(
     items = [None if one is None else one.items for one in held]
     here = [one for one in held if one is not None]
     own = here[0] if len(here) == 1 else Count(*map(sum, zip((0.0, 0, 0), *here, strict=True)))
-    size, length = plugin.data_size, len(window.batches)
     if plugin.world_size == 1:
         return items, lambda: (own, asked, window.last)
+    size, length = plugin.data_size, len(window.batches)
     alike = isinstance(loader, StreamLoader) and loader.mark
     mark = 0
     if first and size > 1:

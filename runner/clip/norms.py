@@ -4,9 +4,9 @@
 
 A float32 sum of squares loses digits as it grows (``torch.linalg.vector_norm`` on a CPU is off by
 8e-3 at 1e8 elements, ``torch.dot`` by 1e-4). Here gradients are summed in rows of 2,048 elements in
-float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. Where powers leave
-float32's range, all is summed once more in float64. Accelerators accumulate in float64, which their
-memory bandwidth hides.
+float32 and the rows in float64: 2e-8 at 1e8 elements for the price of one read. A few small ones
+are summed by one float32 dot product each, off by 1e-7. Where powers leave float32's range, all is
+summed once more in float64. Accelerators accumulate in float64, which their bandwidth hides.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that a CPU looks at several times: they stay in a cache
 # Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
-EXACT = 131_072  # elements up to which all are summed in float64, which costs less than it saves
 FEW = 16  # gradients up to which small ones are not copied: their dot products cost less
+EXACT = 131_072  # elements up to which more gradients than that are summed in float64
 # Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
 VANISHES, OVERFLOWS = 1e-20, 1e30
 
@@ -113,9 +113,10 @@ def powers_of(
         if gradients and not each:
             whole, numbers = 0.0, {*replicas}
             for held in sorted(numbers):
-                alike = compress(gradients, map(held.__eq__, replicas))
-                some = gradients if len(numbers) == 1 else list(alike)
-                whole += power_sum(some, norm_type) / held
+                alike = gradients
+                if len(numbers) > 1:
+                    alike = list(compress(gradients, map(held.__eq__, replicas)))
+                whole += power_sum(alike, norm_type) / held
             if math.isfinite(whole):
                 return whole, None
         powers = [power_sum([gradient], norm_type) for gradient in gradients]

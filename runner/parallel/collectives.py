@@ -116,7 +116,7 @@ def all_reduce(
         dist.all_reduce(flat, group=group)
         if divisor is not None:
             flat.mul_(1.0 / divisor)
-        write(flat, bucket)
+        unpack(flat, bucket)
 
 
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
@@ -127,7 +127,7 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int =
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
         if group.rank() != source:
-            write(flat, bucket)
+            unpack(flat, bucket)
 
 
 def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
@@ -158,8 +158,8 @@ def flat_of(bucket: Sequence[Tensor]) -> Tensor:
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def write(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the elements of ``flat`` to ``tensors``, one after the other."""
+def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the elements of ``flat`` to ``tensors``, one after the other."""
     sizes = list(map(Tensor.numel, tensors))
     parts = map(Tensor.view_as, torch.split(flat[: sum(sizes)], sizes), tensors)
     if tensors:

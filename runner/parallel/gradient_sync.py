@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
-from runner.parallel.collectives import all_reduce, broadcast, buckets, flat_of, on_any_rank, write
+from runner.parallel.collectives import all_reduce, broadcast, buckets, flat_of, on_any_rank, unpack
 from runner.parallel.hooks import register
 from runner.parallel.mesh import Axes, split_parameters
 
@@ -168,7 +168,7 @@ class Averaging:
                 if parameter.grad is None and id(parameter) in used:
                     parameter.grad = torch.empty_like(parameter)
             here = [local(torch.empty_like(p) if p.grad is None else p.grad) for p in bucket]
-            write(flat.mul_(1.0 / self._divisor), here)
+            unpack(flat.mul_(1.0 / self._divisor), here)
         self._begin()
         if flags[0]:
             average(self._parameters, self._shared, self._divisor)

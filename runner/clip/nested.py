@@ -309,7 +309,9 @@ class ScheduleClip(Schedule, ClipMode):
 
     @property
     def may_fold(self) -> bool:
-        return self.inner.may_fold
+        kind = type(self)
+        own = kind.clip is not ClipMode.clip or kind.apply is not ScheduleClip.apply
+        return not own and self.inner.may_fold
 
     def decides_by(self, stats: GradStats) -> bool:
         return self.inner.decides_by(stats)

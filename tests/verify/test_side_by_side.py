@@ -2,6 +2,7 @@
 
 import pytest
 
+from runner.config.modes import NAMES
 from tests.ranks import run_ranks
 from tests.verify.requests import IMAGES, TOKENS, net, plain_of, verify
 
@@ -120,6 +121,13 @@ def test_what_is_no_fault_of_the_plugin_is_named_as_the_cause(found):
     causes = "\n".join(found["dropout"]["causes"])
     for part in ("losses of step 1 differ already", "random numbers", "batch norm"):
         assert part in causes
+
+
+def test_every_mode_is_compared_with_itself():
+    modes = f"verify.modes=[{','.join(sorted({*NAMES} - {'groups'}))}]"
+    found = verify(plain_of(*TOKENS, "plugin=single", "clip=chain", modes))
+    assert_ok(found, bound=0.0)
+    assert len(found["modes"]) == len(NAMES) - 1
 
 
 def test_hybrid_on_eight_ranks_clipped_by_units():

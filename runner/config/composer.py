@@ -139,6 +139,7 @@ class Composer:
             try:
                 if re.search("[\0\ud800-\udfff]", word):  # no file can hold these
                     raise ValueError
+                OmegaConf.create([word])  # Hydra records it, which fails for ${.}
                 overrides += parser.parse_overrides([word])
             except Exception:  # HydraException, RecursionError, ValueError of a number
                 problems.append(Problem(word, NOTHING, _UNREADABLE))

@@ -60,6 +60,7 @@ VALUES = [
     ("eval.metrics=[{a:1}]", ["eval.metrics=[{a:1}]", "a mapping needs a _target_"]),
     ("clip._target_=5", ["(1 problem)", "clip._target_=5", "must be the full name of a class"]),
     ("model.width=${nowhere}", ["model.width=${nowhere}", "'nowhere' not found"]),
+    ("seed=${.}", ["seed=${.}", "cannot be read as KEY=VALUE"]),
     ("tracker.project=${tracker.group} tracker.group=${tracker.project}", ["tracker.project="]),
     # Values of odd size or with odd characters.
     (

@@ -19,7 +19,7 @@ from runner.booster import Booster, NonFiniteGradient
 from runner.clip import ClipMode, Decision, GradStats, Layout
 from runner.config.notation import Duration
 from runner.config.schema import RunConfig
-from runner.parallel.collectives import from_all
+from runner.parallel.collectives import from_all, full
 from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
 from runner.telemetry.sinks import Sink
@@ -165,16 +165,16 @@ def _watch(mode: ClipMode, trainer: Trainer, seen: Callable[..., None]) -> None:
 
 
 def _stepped_here(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the gradients of whole parameters that this rank steps, if others step the rest."""
+    """Return the whole gradients that this rank steps, if others step the rest."""
     stepped = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     shards = trainer.optimizer.layout.shards
     mine = [shard for shard in shards if id(shard.param) in stepped]
     if len(mine) == len(shards):
         return {}
     return {
-        shard.name: shard.param.grad.detach().cpu()
+        shard.name: full(shard.param.grad).detach().cpu()
         for shard in mine
-        if shard.param.grad is not None and not isinstance(shard.param, DTensor)
+        if shard.param.grad is not None
     }
 
 

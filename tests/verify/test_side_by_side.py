@@ -130,10 +130,12 @@ def test_every_mode_is_compared_with_itself():
     assert len(found["modes"]) == len(NAMES) - 1
 
 
-def test_hybrid_on_eight_ranks_clipped_by_units():
-    sizes = ["plugin.dp_size=2", "plugin.tp_size=2", "plugin.pp_size=2"]
-    plain = plain_of(*TOKENS, "plugin=hybrid", *sizes, "clip=adaptive", "plugin.nproc=8")
-    found = run_ranks(verify, 8, plain)[0]
-    assert_ok(found, bound=1e-12)
+def test_hybrid_on_eight_ranks_clipped_by_units_and_elements():
+    sizes = ["plugin.dp_size=2", "plugin.tp_size=2", "plugin.pp_size=2", "plugin.zero_stage=1"]
+    modes = [*SPIKE, "verify.modes=[adaptive,spike]"]
+    found = run_ranks(verify, 8, plain_of(*TOKENS, "plugin=hybrid", *sizes, *modes))[0]
+    assert found["ok"], [mode["failures"] for mode in found["modes"]]
+    assert found["max_rel_error"] <= 1e-12
+    assert all(mode["binds"] for mode in found["modes"])
     # A rank-local norm sees one stage.
     assert found["naive"] == "RuntimeError" or found["naive"] > 0.01

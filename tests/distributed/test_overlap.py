@@ -122,6 +122,7 @@ def test_gradients_are_the_average_in_whatever_way_they_came_about(make, world):
         assert {name: wrong for name, (wrong, _) in rank.items() if wrong} == {}
         for name in ("once", "accumulated", "not finite"):
             assert all(0 < sent < of for sent, of in rank[name][1]), name
+        assert rank["once"][1][0][1] < rank["dropped"][1][0][1], "nothing is sent again"
 
 
 def both_in_one_pass():

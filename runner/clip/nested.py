@@ -127,7 +127,8 @@ class ChainClip(Chain, NestedMode):
             bind(mode, layout, f"links.{name}")
 
     def decides_by(self, stats: GradStats) -> bool:
-        return all(mode.decides_by(stats) for mode in self._links)
+        own = type(self).measure is not ChainClip.measure
+        return not own and all(mode.decides_by(stats) for mode in self._links)
 
     def scales_some(self, layout: Layout) -> bool:
         whole = all(mode.info.parts is None for mode in self._links)
@@ -314,7 +315,7 @@ class ScheduleClip(Schedule, ClipMode):
         return not own and self.inner.may_fold
 
     def decides_by(self, stats: GradStats) -> bool:
-        return self.inner.decides_by(stats)
+        return type(self).measure is ScheduleClip.measure and self.inner.decides_by(stats)
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         self._set_limit()  # the mode may look for what is above λ

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from runner.clip import Layout, build
+from runner.clip import GradStats, Layout, build
 from runner.clip.layout import OptionError
+from runner.clip.nested import ChainClip, ScheduleClip
 from tests.clip.reference import on, refused
 from tests.clip.test_tensor_modes import (
     AdaGC,
@@ -146,6 +147,30 @@ def test_links_that_scale_the_whole_are_one_coefficient_that_a_step_may_take():
     assert decision.parts is None
     assert each.apply(layout, decision).norm_clipped == pytest.approx(0.5)
     assert together({n: p.grad.tolist() for n, p in made.items()}) == pytest.approx(0.5)
+
+
+class Twice:
+    def measure(self, layout, each=False):
+        return GradStats.measured(2 * super().measure(layout, each).norm, None)
+
+
+class TwiceInSchedule(Twice, ScheduleClip): ...
+
+
+class TwiceInChain(Twice, ChainClip): ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("TwiceInSchedule", {"of": "norm", "threshold": 4.0}), ("TwiceInChain", {"links": [4.0]})],
+)
+def test_a_link_of_ones_own_decides_by_what_it_measures(kind, options):
+    made = parameters()
+    give(made, {name: [3.0] + [0.0] * (p.numel() - 1) for name, p in made.items()})
+    norm = together({n: p.grad.tolist() for n, p in made.items()})
+    own = {"_target_": f"{__name__}.{kind}", **options}
+    decision = build("chain", links=[100.0, own]).clip(layout_of(made))
+    assert decision.inner[1].decision.norm == pytest.approx(2 * norm)
 
 
 @pytest.mark.parametrize("kept", [False, True])

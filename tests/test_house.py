@@ -26,7 +26,7 @@ LINES = {
     ("booster",): 2500,
     ("parallel",): 2300,
     ("checkpoint",): 497,
-    ("clip",): 3348,
+    ("clip",): 3349,
     ("optim",): 259,
     ("data", "models"): 1826,
     ("report",): 2082,
@@ -60,7 +60,7 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_637
+    assert lines(HOUSE.rglob("*.py")) <= 23_638
     assert len([*HOUSE.rglob("*.py")]) <= 141
     assert lines((ROOT / "tests").rglob("*.py")) <= 19_952
     assert lines([ROOT / "README.md"]) <= 300

@@ -77,13 +77,14 @@ def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
     found: list[Any] = [shard.param.grad for shard in shards]
     if not {*map(type, found)} - {Tensor, NoneType}:
         return found  # the usual case, in a tenth of the time
-    spread = [(s, g) for s, g in zip(shards, found, strict=True) if hasattr(g, "_local_tensor")]
-    for shard, gradient in spread:
-        places = gradient.placements
-        same = places is getattr(shard.param, "placements", None)  # which are never partial
-        if not same and any(each.is_partial() for each in places):
-            raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
-    return [getattr(gradient, "_local_tensor", gradient) for gradient in found]
+    for number, (shard, gradient) in enumerate(zip(shards, found, strict=True)):
+        if hasattr(gradient, "_local_tensor"):
+            found[number] = gradient._local_tensor
+            places = gradient.placements
+            same = places == getattr(shard.param, "placements", None)  # which are never partial
+            if not same and any(each.is_partial() for each in places):
+                raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
+    return found
 
 
 def is_sharded(tensor: Tensor) -> bool:

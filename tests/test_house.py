@@ -22,7 +22,7 @@ LINES = {
     ("launch",): 1190,
     ("sweep",): 608,
     ("telemetry",): 1300,
-    ("train",): 2096,
+    ("train",): 2097,
     ("booster",): 2500,
     ("parallel",): 2300,
     ("checkpoint",): 497,
@@ -60,9 +60,9 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_638
+    assert lines(HOUSE.rglob("*.py")) <= 23_640
     assert len([*HOUSE.rglob("*.py")]) <= 141
-    assert lines((ROOT / "tests").rglob("*.py")) <= 19_952
+    assert lines((ROOT / "tests").rglob("*.py")) <= 19_975
     assert lines([ROOT / "README.md"]) <= 300
 
 

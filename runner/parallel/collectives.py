@@ -8,6 +8,7 @@ the sequence, of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Shar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -45,21 +46,14 @@ def gather(
     tensor: Tensor, dim: int, length: int, group: dist.ProcessGroup, *, sums: bool
 ) -> Tensor:
     """Return all shards, concatenated. Backward: this rank's shard of the gradient."""
-    return _apply(
-        tensor,
-        lambda t: _all_gather(t, dim, length, group),
-        lambda g: _shard(g, dim, group, sums=sums),
-    )
+    back = partial(_shard, dim=dim, group=group, sums=sums)
+    return _apply(tensor, partial(_all_gather, dim=dim, length=length, group=group), back)
 
 
 def split(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool = False) -> Tensor:
     """Return this rank's shard of ``tensor``. Backward: all shards of the gradient."""
-    length = tensor.shape[dim]
-    return _apply(
-        tensor,
-        lambda t: _shard(t, dim, group, sums=sums),
-        lambda g: _all_gather(g, dim, length, group),
-    )
+    back = partial(_all_gather, dim=dim, length=tensor.shape[dim], group=group)
+    return _apply(tensor, partial(_shard, dim=dim, group=group, sums=sums), back)
 
 
 class _Collective(torch.autograd.Function):

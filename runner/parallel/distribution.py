@@ -17,10 +17,10 @@ from torch.optim import Adam, Optimizer
 from runner.clip import Layout
 from runner.clip.units import head_weights
 from runner.parallel import gradient_sync as sync
-from runner.parallel import stages, tensor_styles
+from runner.parallel import mesh, stages, tensor_styles
 from runner.parallel.collectives import broadcast
 from runner.parallel.hooks import Usage, require_no_post_accumulate
-from runner.parallel.mesh import Axes, MeshSizes, grid, of_experts, position, spread_experts
+from runner.parallel.mesh import Axes, MeshSizes, grid
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import hold, reshard, shard_model
 from runner.parallel.stages import SCHEDULES
@@ -111,7 +111,7 @@ class Distribution:
             self.fsdp["mp_policy"] = MixedPrecisionPolicy(self.param_dtype, torch.float32)
         if self.cpu_offload:
             self.fsdp["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        self.pp_rank, self.data_rank, tp_rank = position(dist.get_rank(), self.sizes)
+        self.pp_rank, self.data_rank, tp_rank = mesh.position(dist.get_rank(), self.sizes)
         last = stages.stages_on(self.pp_rank, pp, self.schedule)[-1] == self.stage_count - 1
         # Ranks of a tensor group or a pipeline read the same samples.
         self.has_loss = tp_rank == 0 and last
@@ -126,7 +126,7 @@ class Distribution:
             nn.SyncBatchNorm.convert_sync_batchnorm(model, data)  # type: ignore[no-untyped-call]
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
-        experts = of_experts(model) if sizes.ep > 1 else frozenset()
+        experts = mesh.of_experts(model) if sizes.ep > 1 else frozenset()
         styles, sequence = {}, self.sequence_parallel
         if sizes.tp > 1:
             styles = tensor_styles.checked_plan(model, self.tp_plan, sizes.tp, sequence)
@@ -142,19 +142,19 @@ class Distribution:
         broadcast([each.detach() for each in (*model.parameters(), *model.buffers())], world)
         own = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
         if sizes.ep > 1:
-            spread_experts(model, axes.ep.get_group())
+            mesh.spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
             parallelize(model, styles, axes.tp, sequence=sequence)
         modules = {number: stages.Stage(model, parts[number]) for number in own.numbers}
         roots = list(modules.values()) if parts else [model]
         usage = Usage()
         if self.sharded:
-            apart, mesh = axes.edp if sizes.ep > 1 else None, axes.dp
+            apart, over = axes.edp if sizes.ep > 1 else None, axes.dp
             if self.dp_replicate > 1:
                 shape = self.dp_replicate, sizes.dp // self.dp_replicate
-                mesh = grid(device.type, shape, ("dp_replicate", "dp_shard"))
+                over = grid(device.type, shape, ("dp_replicate", "dp_shard"))
             for root in roots:
-                shard_model(root, mesh, self.fsdp, usage, apart, ends=not parts)
+                shard_model(root, over, self.fsdp, usage, apart, ends=not parts)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
@@ -180,11 +180,12 @@ class Distribution:
         waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.microbatches)
         pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
-        tensor = axes.tp.get_group()
+        tensor, shared = axes.tp.get_group(), (data, axes.edp.get_group())
+        held = zip(mesh.split_parameters(model, experts), shared, strict=True)
         split = [p for p in model.parameters() if isinstance(p, DTensor) and sizes.tp > 1]
         calls: list[Callable[[], None]] = [
             *([] if pipeline is None else [pipeline.require_unchanged]),
-            *(usage.drops(model, axes, experts) if self.sharded else []),
+            *(partial(usage.drop_unused, *each) for each in held if self.sharded),
             partial(sync.sum_partial, split, tensor),
             *(each.finish for each in averagings),
             *tied,

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, islice
+from operator import not_
 from typing import Any, NamedTuple
-from weakref import WeakMethod
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -69,14 +70,32 @@ def average(
     all_reduce(gradients, group, divisor)
 
 
+# By world and ranks: groups, each with its last user and what that has sent and not finished.
+_groups: dict[Any, dict[Any, tuple[ReferenceType[Any], list[Any]]]] = {}
+
+
+def own_group(user: object, sends: list[Any], shared: Any) -> Any:
+    """Return a group of the ranks of ``shared`` for ``user`` alone, an old one if one is free.
+
+    Ranks that use different parameters send at different places among other collectives. A group
+    keeps threads, which a process that trains many models in turn would collect.
+    """
+    ranks = tuple(dist.get_process_group_ranks(shared))
+    known = _groups.setdefault((dist.group.WORLD, ranks), {})
+    taken = on_any_rank([last() is not None or bool(sent) for last, sent in known.values()], shared)
+    left = next(compress(known, map(not_, taken)), None)
+    group = left or dist.new_group(ranks, use_local_synchronization=True)
+    known[group] = ref(user), sends
+    return group
+
+
 class Averaging:
     """Averages the gradients of replicas, bucket by bucket from the backward pass on.
 
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
-    those of all buckets before it are complete, in a process group of its own, because ranks that
-    use different parameters send it at different places among other collectives. :meth:`finish`
-    sends the others; on a CPU the last one carries what ranks agree on. By ids: how many
-    ``backwards`` accumulate a gradient (1 if not given), and which are ``waiting`` for their end.
+    those of all buckets before it are complete, in a group of its own. :meth:`finish` sends the
+    others; on a CPU the last one carries what ranks agree on. By ids: how many ``backwards``
+    accumulate a gradient (1 if not given), and which are ``waiting`` for their end.
     """
 
     held = False  # whether backward passes run under ``no_sync`` now, and send nothing
@@ -88,10 +107,8 @@ class Averaging:
         alone = self._shared is None or self._shared.size() == 1
         self._late = [p for p in parameters if alone or id(p) in waiting]
         self._parameters = [p for p in parameters if not (alone or id(p) in waiting)]
-        self._group: Any = None
-        if not alone:
-            ranks = dist.get_process_group_ranks(self._shared)
-            self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._sent: list[tuple[Tensor, Any]] = []
+        self._group = None if alone else own_group(self, self._sent, self._shared)
         self._backwards = backwards
         self._carries = any(p.device.type == "cpu" for p in self._parameters)
         self._begin()
@@ -113,7 +130,7 @@ class Averaging:
         self._buckets = [list(islice(rest, length)) for length in self._open or [0] * self._carries]
         self._bucket_of = {id(p): at for at, bucket in enumerate(self._buckets) for p in bucket}
         self._left = {id(p): self._backwards.get(id(p), 1) for p in order}
-        self._sent: list[tuple[Tensor, Any]] = []
+        self._sent.clear()
         self._then: dict[int, tuple[Tensor | None, int]] = {}  # what autograd wrote last
 
     def _note(self, parameter: Tensor) -> None:

@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.parallel.collectives import full, on_any_rank, sharded
-from runner.parallel.mesh import Axes, split_parameters
 
 # Hooks of one parameter. The handle of a hook removes it from this mapping.
 Hooks = Mapping[int, Callable[[Tensor], Tensor | None]]
@@ -153,16 +152,6 @@ class Usage:
     def _note(self, parameter: int, gradient: Tensor) -> Tensor | None:
         self._used.add(parameter)
         return self._apart(gradient)
-
-    def drops(
-        self, model: nn.Module, axes: Axes, experts: frozenset[str]
-    ) -> list[Callable[[], None]]:
-        """Return a call of :meth:`drop_unused` for each group of ranks with the same shards."""
-        shared, expert = split_parameters(model, experts)
-        return [
-            partial(self.drop_unused, shared, axes.dp.get_group()),
-            partial(self.drop_unused, expert, axes.edp.get_group()),
-        ]
 
     @torch.no_grad()
     def drop_unused(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:

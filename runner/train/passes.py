@@ -260,7 +260,8 @@ class EvalMetrics:
             flags = [False] * plugin.world_size
             dist.all_gather_object(flags, plugin.reports_metrics)
             reporting = [rank for rank, reports in enumerate(flags) if reports]
-            self._group = cast(dist.ProcessGroup, dist.new_group(reporting))
+            every = dist.group.WORLD if all(flags) else dist.new_group(reporting)
+            self._group = cast(dist.ProcessGroup, every)
         made, self._made = self._made, {}
         here = {}
         for name, metric in made.items() if plugin.reports_metrics else ():

@@ -1,6 +1,7 @@
 """Gradients that are averaged while the backward pass goes on are those of an average after it."""
 
 import copy
+import gc
 import math
 from contextlib import nullcontext
 from functools import partial
@@ -166,11 +167,33 @@ def after_a_dropped_window(make, inside):
     return [n for n, g, own in got if own is not None and not torch.allclose(full(g), own, 0.02)]
 
 
+def groups_in_turn():
+    """Groups in which models send that are trained one after the other; one is left unfinished."""
+    used, send = [], dist.all_reduce
+    for ends in (True, True, False, True):
+        gc.collect()
+        used.append(set())
+        dist.all_reduce = lambda *args, group, **more: (
+            used[-1].add(group),
+            send(*args, group=group, **more),
+        )[1]
+        model, booster = Forked(), Booster(plugin=Ddp())
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        boosted(torch.ones(4, 5)).sum().backward()
+        dist.barrier()
+        if ends:
+            optimizer.unscale()
+        dist.all_reduce = send
+        del model, booster, boosted, optimizer
+    return used[0] == used[1], used[2] < used[0], used[2].isdisjoint(used[3]), len(used[3])
+
+
 def several():
     kinds = [Ddp, Fsdp, partial(Fsdp, param_dtype="bf16")]
     asked = product(kinds, (False, True))
-    return both_in_one_pass(), [after_a_dropped_window(*each) for each in asked]
+    together = both_in_one_pass()
+    return together, groups_in_turn(), [after_a_dropped_window(*each) for each in asked]
 
 
 def test_two_models_send_apart_and_a_dropped_window_leaves_nothing():
-    assert run_ranks(several, 2) == [([], [[]] * 6)] * 2
+    assert run_ranks(several, 2) == [([], (True, True, True, 2), [[]] * 6)] * 2

@@ -77,12 +77,12 @@ _groups: dict[Any, dict[Any, tuple[ReferenceType[Any], list[Any]]]] = {}
 def own_group(user: object, sends: list[Any], shared: Any) -> Any:
     """Return a group of the ranks of ``shared`` for ``user`` alone, an old one if one is free.
 
-    Ranks that use different parameters send at different places among other collectives. A group
-    keeps threads, which a process that trains many models in turn would collect.
+    Ranks that use different parameters send at different places, and a group keeps threads.
     """
-    ranks = tuple(dist.get_process_group_ranks(shared))
-    known = _groups.setdefault((dist.group.WORLD, ranks), {})
-    taken = on_any_rank([last() is not None or bool(sent) for last, sent in known.values()], shared)
+    world, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(shared))
+    known = _groups.setdefault((world, ranks), {})
+    # All ranks decide alike, not those of one group alone: torch numbers groups by counting them.
+    taken = on_any_rank([last() is not None or bool(sent) for last, sent in known.values()], world)
     left = next(compress(known, map(not_, taken)), None)
     group = left or dist.new_group(ranks, use_local_synchronization=True)
     known[group] = ref(user), sends

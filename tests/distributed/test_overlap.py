@@ -6,6 +6,7 @@ import math
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -186,6 +187,28 @@ def groups_in_turn():
         dist.all_reduce = send
         del model, booster, boosted, optimizer
     return used[0] == used[1], used[2] < used[0], used[2].isdisjoint(used[3]), len(used[3])
+
+
+class Split(nn.Sequential):
+    tp_plan: ClassVar = {"0": "colwise_rep"}
+
+
+def one_rank_keeps_a_model():
+    """A group is made by all ranks or by none: another mesh would wait for ever otherwise."""
+    kept = []
+    for plugin in (Hybrid(tp_size=2), Hybrid(tp_size=2), Ddp()):
+        model, booster = Split(nn.Linear(4, 4)), Booster(plugin=plugin)
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        booster.backward(boosted(torch.ones(2, 4)).sum(), optimizer)
+        optimizer.step()
+        kept += [(booster, boosted, optimizer)] * (dist.get_rank() == 0)
+        del model, booster, boosted, optimizer
+        gc.collect()
+    return len(kept)
+
+
+def test_models_in_turn_when_one_rank_keeps_them():
+    assert run_ranks(one_rank_keeps_a_model, 4, timeout=120) == [3, 0, 0, 0]
 
 
 def several():

@@ -19,8 +19,8 @@ HOUSE = Path(runner.__file__).parent
 LINES = {
     ("config",): 2400,
     ("cli",): 800,
-    ("launch",): 1190,
-    ("sweep",): 608,
+    ("launch",): 1195,
+    ("sweep",): 607,
     ("telemetry",): 1300,
     ("train",): 2097,
     ("booster",): 2500,
@@ -60,7 +60,7 @@ def test_a_room_keeps_its_budget(rooms):
 
 
 def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_640
+    assert lines(HOUSE.rglob("*.py")) <= 23_649
     assert len([*HOUSE.rglob("*.py")]) <= 141
     assert lines((ROOT / "tests").rglob("*.py")) <= 19_998
     assert lines([ROOT / "README.md"]) <= 300

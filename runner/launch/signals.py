@@ -108,6 +108,12 @@ def requeue() -> None:
         print(f"clip-runner: Slurm does not start the job again: {error}", file=sys.stderr)
 
 
+def raise_noted() -> None:
+    """End the time in which signals are noted only, and raise what one of them asks for."""
+    if number := reset():
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     stop.request(number)
     if not stop.is_polled() and not _State.raised:

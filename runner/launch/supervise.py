@@ -92,6 +92,10 @@ def importing_torch() -> Iterator[None]:
         return
     gc.disable()
     try:
+        signals.requested()  # Torch's C++ would abort where a signal raises an exception.
+        import torch  # noqa: F401
+
+        signals.raise_noted()
         yield
     finally:
         gc.freeze()

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from signal import SIGINT, SIGTERM
+from signal import SIGTERM
 from typing import Any
 
 from hydra.core.plugins import Plugins
@@ -193,8 +193,7 @@ def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:
     except Exception:
         if not signals.requested():  # else it follows from the end of the runs
             raise
-    if number := signals.reset():
-        raise KeyboardInterrupt if number == SIGINT else signals.Terminated(number)
+    signals.raise_noted()
 
 
 def _launch_in_slurm(sweep: Path, waiting: Sequence[int], launch: Callable[[], None]) -> None:

@@ -180,12 +180,12 @@ class Distribution:
         waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.microbatches)
         pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
-        tensor, shared = axes.tp.get_group(), (data, axes.edp.get_group())
-        held = zip(mesh.split_parameters(model, experts), shared, strict=True)
+        tensor, both = axes.tp.get_group(), (data, axes.edp.get_group())
+        held = zip(mesh.split_parameters(model, experts), both, strict=True) if self.sharded else ()
         split = [p for p in model.parameters() if isinstance(p, DTensor) and sizes.tp > 1]
         calls: list[Callable[[], None]] = [
             *([] if pipeline is None else [pipeline.require_unchanged]),
-            *(partial(usage.drop_unused, *each) for each in held if self.sharded),
+            *(partial(usage.drop_unused, *each) for each in held),
             partial(sync.sum_partial, split, tensor),
             *(each.finish for each in averagings),
             *tied,

@@ -16,6 +16,7 @@ from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
+from runner.launch.supervise import importing_torch
 from runner.run_folder import files
 from runner.run_folder.status import provenance
 from runner.run_folder.strict_json import write_object
@@ -48,8 +49,7 @@ def calibrate(words: Sequence[str]) -> int:
 
     steps = end_of(config).value
     sinks = [] if joins() else [TerminalSink(steps, config.log.flush, title="calibration")]
-    measured = on_ranks(config, home, execute, sinks)
-    found = describe(config, measured, masked_words(words))
+    found = describe(config, on_ranks(config, home, execute, sinks), masked_words(words))
     write_object(home / "calibrate.json", found)
     print_line("\n".join(["", *lines(found), "", str(home / "calibrate.json")]))
     return 0
@@ -153,14 +153,14 @@ def bench(words: Sequence[str]) -> int:
         raise RequestError(Problem("TABLE", name, text) for name in unknown)
     home = new_folder("benchmark", "bench.json", "--output", asked.output)
     announce("clip-runner: importing torch")
-    import torch
+    with importing_torch():
+        import torch
 
-    from runner.bench.timing import FILE, Setting, record
+        from runner.bench.timing import FILE, Setting, record
 
-    there = torch.cuda.is_available()
-    if asked.device == "cuda" and not there:
+    device = "cuda" if torch.cuda.is_available() and asked.device != "cpu" else "cpu"
+    if asked.device == "cuda" != device:
         raise RequestError([Problem("--device", "cuda", "this machine has no CUDA device")])
-    device = "cuda" if there and asked.device != "cpu" else "cpu"
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)

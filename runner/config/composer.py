@@ -80,7 +80,7 @@ class Composed:
     unsettled: set[str] = field(default_factory=set)  # groups whose option does not exist
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _composed(files: object, directory: str, *words: str) -> bytes:
     """Compose options in this directory; pickled, as ``copy.deepcopy`` takes five times as long."""
     return pickle.dumps(compose("config", [*words], return_hydra_config=True))

@@ -222,17 +222,17 @@ def test_one_call_limits_a_first_update_and_leaves_the_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-22, 1.0, 1e20])
 def test_spikes_at_the_ends_of_the_range(dtype, size):
-    """An element without a second moment is left alone; the others keep their sign."""
-    model = nn.Linear(3, 2, bias=False, dtype=dtype)
-    optimizer = torch.optim.Adam(model.parameters())
+    """What has no second moment, what no optimizer steps and what is 9·v exactly stays as it is."""
+    model = nn.Linear(3, 2, dtype=dtype)
+    optimizer = torch.optim.Adam([model.weight])
     give([model.weight], [torch.ones(2, 3)])
     optimizer.step()
     v = torch.tensor([[0.0, 1.0, 4.0], [1.0, 1.0, 0.25]], dtype=torch.float64) * size
     optimizer.state[model.weight]["exp_avg_sq"] = v.to(dtype)
     root = math.sqrt(size)
     wrapped = boosted(model, optimizer)
-    # 9·v is reached exactly by one element, which is left alone.
-    give([model.weight], [torch.tensor([[9.0, -9.0, 1.0], [2.0, 3.0, 8.0]]).double() * root])
+    grad, bias = torch.tensor([[9.0, -9.0, 1.0], [2.0, 3.0, 8.0]]), torch.tensor([3.0, 4.0])
+    give(model.parameters(), [grad.double() * root, bias.double() * root])
     decision = wrapped.clip(build("spike", threshold=9.0, min_steps=1))
     wanted = torch.tensor([[9.0, -3.0, 1.0], [2.0, 3.0, 1.5]], dtype=torch.float64) * root
     rough = 2e-2 if dtype is torch.bfloat16 else 1e-6
@@ -240,6 +240,7 @@ def test_spikes_at_the_ends_of_the_range(dtype, size):
     if dtype is not torch.bfloat16:
         assert decision.max_stat == pytest.approx(256.0, rel=1e-5)
         assert decision.fraction == 2 / 6 or size != 1.0
+        assert decision.norm_clipped == pytest.approx(norm_of([wanted, bias * root], 2.0), rel=1e-5)
 
 
 class Debiased(torch.optim.AdamW):

@@ -1,4 +1,4 @@
-"""The size of the house: lines of each room, long functions, circles, private interfaces."""
+"""The shape of the house: long functions, circles, private interfaces."""
 
 import ast
 import re
@@ -16,31 +16,6 @@ from runner.clip.norm import NormClip
 from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
-LINES = {
-    ("config",): 2400,
-    ("cli",): 800,
-    ("launch",): 1195,
-    ("sweep",): 607,
-    ("telemetry",): 1300,
-    ("train",): 2097,
-    ("booster",): 2500,
-    ("parallel",): 2300,
-    ("checkpoint",): 497,
-    ("clip",): 3349,
-    ("optim",): 259,
-    ("data", "models"): 1826,
-    ("report",): 2082,
-    ("run_folder",): 595,
-    ("tools",): 1005,
-    ("bench",): 719,
-}
-"""The most lines of each room. A change that makes a room smaller lowers its number."""
-PUBLIC = {"HybridParallelPlugin", "Mixture", "AWDLSTM", "GPT"}
-"""Classes with the arguments of another library's or a paper's."""
-
-
-def modules(*rooms):
-    return sorted(file for room in rooms for file in (HOUSE / room).rglob("*.py"))
 
 
 @cache
@@ -48,36 +23,11 @@ def tree(file):
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def lines(files):
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
-
-
-@pytest.mark.parametrize("rooms", LINES, ids="+".join)
-def test_a_room_keeps_its_budget(rooms):
-    assert lines(modules(*rooms)) <= LINES[rooms]
-    for room in rooms:
-        assert len((HOUSE / room / "README.md").read_text().splitlines()) <= 60
-
-
-def test_the_house_keeps_its_budget():
-    assert lines(HOUSE.rglob("*.py")) <= 23_649
-    assert len([*HOUSE.rglob("*.py")]) <= 141
-    assert lines((ROOT / "tests").rglob("*.py")) <= 20_000
-    assert lines([ROOT / "README.md"]) <= 300
-
-
-def test_no_function_or_file_is_long():
+def test_no_function_is_long():
     for file in HOUSE.rglob("*.py"):
-        assert lines([file]) <= 400, file
-        for owner in ast.walk(tree(file)):
-            for node in ast.iter_child_nodes(owner):
-                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    continue
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno - node.lineno < 80, (file, node.name)
-                names = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
-                most = 12 if node.name == "__init__" else 8
-                free = isinstance(owner, ast.ClassDef) and owner.name in PUBLIC
-                assert free or len(names - {"self", "cls"}) <= most, (file, node.name)
 
 
 def module_name(file):

@@ -20,7 +20,7 @@ from tests.process import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("r*/**/README.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("r*/**/*.md")]
 DOCUMENTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 
 
@@ -150,7 +150,7 @@ def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):
     data = TensorPairs(torch.randn(12, 4), torch.randint(3, (12,)))
     loader = torch.utils.data.DataLoader(data, 4, collate_fn=collate_pairs)
     section = README.partition("## Library\n")[2].partition("\n## ")[0]
-    section += CONTRIBUTING.partition("## Library details\n")[2].partition("\n## ")[0]
+    section += DOCUMENTS["runner/booster/library.md"]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(examples) == 4
     try:

@@ -260,14 +260,20 @@ def exact_muon():
         torch.Tensor.bfloat16 = before
 
 
+def conditions_of(name):
+    """The conditions that are tried under a plugin."""
+    return CONDITIONS if name in PLUGINS else SOME
+
+
 def table(*names):
-    found = {}
+    """The results of this rank, by plugin and condition."""
+    results = {}
     for name in names:
-        for title in CONDITIONS if name in PLUGINS else SOME:
+        for title in conditions_of(name):
             torch._dynamo.reset()
             with exact_muon():
-                found[name, title] = same_step(name, title)
-    return found
+                results[name, title] = same_step(name, title)
+    return results
 
 
 @cache
@@ -309,13 +315,24 @@ def compare(name, title, results):
 DAILY = [name for name in PLUGINS if name not in ("zero2", "zero3", "hybrid")] + ["tensor_zero3"]
 
 
+def computed_together(name):
+    """The plugins whose conditions one start of ranks computes, ``name`` among them."""
+    if name not in DAILY:
+        return (name,)
+    return tuple(daily for daily in DAILY if KINDS[daily].ranks == KINDS[name].ranks)
+
+
+def pairs():
+    """All pairs of a plugin and a condition; those that a day leaves out are slow."""
+    for name in KINDS:
+        marks = () if name in DAILY else pytest.mark.slow
+        for title in conditions_of(name):
+            yield pytest.param(name, title, marks=marks, id=f"{name}-{title}")
+
+
 @pytest.mark.xdist_group("same step")
-@pytest.mark.parametrize(
-    "name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
-)
-def test_each_condition_is_right_or_refused(name):
-    like = [n for n in DAILY if KINDS[n].ranks == KINDS[name].ranks]
-    ranks, wrong = tables(*(like if name in like else [name])), []
-    for title in CONDITIONS if name in PLUGINS else SOME:
-        wrong += compare(name, title, [rank[name, title] for rank in ranks])
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize(("name", "title"), list(pairs()))
+def test_the_condition_is_right_or_refused(name, title):
+    ranks = tables(*computed_together(name))
+    problems = compare(name, title, [results[name, title] for results in ranks])
+    assert not problems, "\n".join(problems)

@@ -7,7 +7,6 @@ Ctrl-C in that time ends in one line as it does later.
 
 import io
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -86,10 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         leave_unread(sys.stdout)
     except Failure as failed:
-        # The end of a traceback: the exception, its message and its notes.
-        raised = re.split(r"^  File .*\n(?:    .*\n)*", failed.error, flags=re.MULTILINE)[-1]
-        who = "" if failed.rank is None else f"rank {failed.rank}: "
-        print_line(f"clip-runner: {who}{raised.strip()}", sys.stderr)
+        print_line(f"clip-runner: {failed.line}", sys.stderr)
         code = failed.exit_code
     except (DamagedCheckpoint, OSError) as error:  # such as a file that cannot be written
         print_line(f"clip-runner: {disk_full(error) or error}", sys.stderr)

@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from runner.config.environment import started_rank, variable
 from runner.config.schema import RunConfig
-from runner.launch import failure, signals
-from runner.launch.failure import described, may_be_lost_peer, stopped_by
+from runner.launch import reports, signals
+from runner.launch.failure import is_lost_peer, stopped_by, summary_of
 from runner.launch.process_group import abandon, keep_freed_memory, launch_from_torch, leave
+from runner.launch.reports import Reports
 from runner.launch.resume import newest
 from runner.run_folder import files
 from runner.run_folder.strict_json import JsonlSink, cut
@@ -35,11 +36,15 @@ from runner.train.build import execute
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]  # sinks on rank 0 alone
 PATIENCE = 2.0  # seconds by which a rank that lost a connection ends after the one to blame
+LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of a run have to do; without ``work`` they train in its folder."""
+    """What the ranks of a run have to do; without ``work`` they train in its folder.
+
+    Local ranks report to the process that started them, by the ``port`` of its store.
+    """
 
     config: RunConfig
     folder: Path
@@ -47,46 +52,51 @@ class Job:
     resume: Path | None = None
     step: int = 0
     handled: tuple[int, ...] = ()
+    port: int | None = None
 
 
 def local_main(job: Job) -> dict[str, Any]:
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None
-    _answer_signals(job)
+    assert job.port is not None
+    reported = Reports.at(job.port)
+    reported.begin(started.rank)
+    _answer_signals(job, reported)
     own = hasattr(os, "sched_getaffinity")
     usable = (len(os.sched_getaffinity(0)) if own else os.cpu_count()) or 1
     cores = min(usable, variable("SLURM_CPUS_ON_NODE") or usable)
     torch.set_num_threads(max(1, cores // started.local_world_size))
     _log_to(job.folder / files.LOG, started.rank)
     try:
-        return train_as_rank(job, job.config.launch.timeout, seed=job.config.seed)
+        return train_as_rank(job, job.config.launch.timeout, reported, seed=job.config.seed)
     except BaseException as error:
         abandon()
-        if isinstance(error, SystemExit) and not stopped_by(error):
-            error = RuntimeError(f"rank {started.rank} exited with code {error.code}")
-        failure.report(job.folder, started.rank, error)
         if number := stopped_by(error):
+            reported.fail(error)  # a peer that was lost, perhaps
             sys.stdout.flush()
             os._exit(signals.exit_code(number))  # a rank that returns would wait for the agent
+        _report(reported, error)
         until = time.monotonic() + PATIENCE
-        while may_be_lost_peer(error) and time.monotonic() < until and not stop.requested():
+        while is_lost_peer(error) and time.monotonic() < until and not stop.requested():
             time.sleep(0.05)
-        raise error
+        raise SystemExit(1) from None  # the report has the reason; torch would write it to a disk
 
 
 def join(work: Work | None = None, timeout: float = 600.0) -> int:
     """Train as a rank that torchrun or Slurm started; the first rank sends what to do."""
     try:
-        train_as_rank(None, timeout)
+        train_as_rank(None, timeout, Reports())
         return 0
     except stop.Stopped as stopped:
         leave()
         return signals.exit_code(stopped.signal)
     except BaseException as error:
         abandon()
-        if isinstance(error, Exception) and not may_be_lost_peer(error):
-            print_line(described(error), sys.stderr)
+        if isinstance(error, Exception) and not is_lost_peer(error):
+            started = started_rank()
+            rank = "" if started is None else f"rank {started.rank}: "
+            print_line(f"clip-runner: {rank}{summary_of(error)}", sys.stderr)
         time.sleep(PATIENCE)  # torchrun ends all ranks then; the first one records this end
         if isinstance(error, Exception):
             return 1
@@ -94,13 +104,18 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
 
 
 def train_as_rank(
-    job: Job | None, timeout: float, shown: Sequence[Sink] = (), seed: int = 1024
+    job: Job | None,
+    timeout: float,
+    reported: Reports,
+    shown: Sequence[Sink] = (),
+    seed: int = 1024,
 ) -> dict[str, Any]:
     """Join the other ranks, and do what the first one, which alone has to know ``job``, says."""
     started = started_rank()
     assert started is not None
-    launch_from_torch(seed=seed, verbose=False, timeout=timeout + failure.LATER)
-    if job is not None and started.rank == 0 and failure.file_of(job.folder, 0).exists():
+    launch_from_torch(seed=seed, verbose=False, timeout=timeout + LATER)
+    restarted = variable("TORCHELASTIC_RESTART_COUNT")
+    if job is not None and job.port is not None and started.rank == 0 and restarted:
         again = newest(job.folder)  # an attempt failed, and torch's agent starts all ranks again
         cut(job.folder / files.ROWS, again.step if again.checkpoint else job.step)
         job = replace(job, resume=again.checkpoint or job.resume)
@@ -108,17 +123,26 @@ def train_as_rank(
     dist.broadcast_object_list(sent, src=0)
     [job] = sent
     assert job is not None
-    failure.begin(job.folder, started.rank, timeout)
+    reported.begin(started.rank)
+    reports.watch(job.folder, started.rank, timeout)
     if not logging.root.handlers:
         _log_to(job.folder / files.LOG, started.rank)
     signals.set_timeout(job.config.shutdown.timeout)
     try:
         ended = perform(job, None if started.rank else shown)
     except BaseException as error:
-        failure.report(job.folder, started.rank, error)
+        _report(reported, error)
         raise
     leave()
     return ended
+
+
+def _report(reported: Reports, error: BaseException) -> None:
+    if isinstance(error, SystemExit) and not stopped_by(error):  # by the model, or the data
+        ended = RuntimeError(f"SystemExit: {error.code}")
+        ended.__cause__ = error
+        error = ended
+    reported.fail(error)
 
 
 def perform(job: Job, shown: Sequence[Sink] | None) -> dict[str, Any]:  # None: no sinks at all
@@ -130,14 +154,14 @@ def perform(job: Job, shown: Sequence[Sink] | None) -> dict[str, Any]:  # None: 
         return work(job.config, [rows, *shown])
 
 
-def _answer_signals(job: Job) -> None:
+def _answer_signals(job: Job, reported: Reports) -> None:
     def note(number: int, frame: FrameType | None) -> None:
         if number not in job.handled and number != signal.SIGTERM:  # by which the agent ends ranks
             return
         stop.request(number)
         if not stop.is_polled():
             raise signals.Terminated(number)
-        threading.Thread(target=failure.end_after_failure, args=(job.folder,), daemon=True).start()
+        threading.Thread(target=reported.end_after_failure, daemon=True).start()
 
     for number in signals.ASKING:
         signal.signal(number, note)

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from runner.config.environment import started_rank
 from runner.config.schema import RunConfig
-from runner.launch import failure, signals
-from runner.launch.failure import KNOBS, Failure, attempt, may_be_lost_peer
+from runner.launch import signals
+from runner.launch.failure import KNOBS, Failure, attempt, stopped_by
 from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.status import WANDB_STEP, Record, provenance
@@ -38,6 +39,7 @@ from runner.train import stop
 
 if TYPE_CHECKING:
     from runner.launch.rank import Job, Work
+    from runner.launch.reports import Reports
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ def train(
     """Train in this process, on local ranks, or as the first rank of torchrun."""
     from runner.launch.process_group import abandon, leave, stand_alone
     from runner.launch.rank import Job, perform, train_as_rank
+    from runner.launch.reports import Reports
     from runner.train import build
 
     joined, folder = started_rank(), folder.absolute()
@@ -62,9 +65,10 @@ def train(
     job = Job(config, folder, work, start.checkpoint, start.step, tuple(signals.handled()))
     if joined is None and (ranks > 1 or config.launch.max_restarts):
         return train_on_ranks(job, ranks, shown)
+    reported = Reports()
     try:
         if joined is not None and config.plugin.name != "single":
-            ended = train_as_rank(job, limit, shown)
+            ended = train_as_rank(job, limit, reported, shown)
         else:
             if config.plugin.name != "single":
                 stand_alone()
@@ -74,8 +78,8 @@ def train(
             leave()
             raise
         abandon()
-        if may_be_lost_peer(error):
-            raise failure.blamed(folder, joined.world_size, limit) from error
+        if joined.world_size > 1 and isinstance(error, Exception) and not stopped_by(error):
+            raise reported.blamed(folder, joined.world_size, limit) from error
         raise
     leave()
     return ended
@@ -145,12 +149,15 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
 
     from runner.launch.rank import local_main
     from runner.launch.rendezvous import OneMachine
+    from runner.launch.reports import Reports
 
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the end of a run says it shorter
     rendezvous_handler_registry.register("one machine", OneMachine)
     _ensure_running()
+    reported = Reports.served()
+    job = replace(job, port=reported.port)
     asked = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -180,18 +187,20 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
     except SignalException as error:
         raise stop.Stopped(int(error.sigval)) from None
     except ChildFailedError as error:
-        raise _end_of(job, ranks, *error.get_first_failure()) from None
+        raise _end_of(job, reported, ranks, *error.get_first_failure()) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end_of(job: Job, size: int, rank: int, process: Any) -> Exception:
+def _end_of(job: Job, reported: Reports, size: int, rank: int, process: Any) -> Exception:
     code = process.exitcode  # of the first one that ended; it may only have lost a connection
     if code in (129, 130, 143):  # a signal reached this rank alone
         return stop.Stopped(code - 128)
+    if failed := reported.raised(size):
+        return failed
     if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
-        return failure.blamed(job.folder, size, job.config.launch.timeout)
+        return reported.blamed(job.folder, size, job.config.launch.timeout)
     if code > 0:
         return Failure(f"rank {rank} exited with code {code}", rank)
     memory = f", as the system does if it runs {KNOBS}" if code == -signal.SIGKILL else ""
@@ -253,6 +262,8 @@ def run(
             at = {"rank": failed.rank, "node": failed.node}
             record.end(failed.state, failed.exit_code, failed.error, **at)
             log.info("%s", failed.error)
+            for text in failed.others:
+                log.info("%s", text)
         else:
             record.end("finished")
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
@@ -261,8 +272,7 @@ def run(
         sink.close(summary, exit_code)
     if failed and (failed.state == "failed" or "\n" in failed.error):
         level = logging.ERROR if swept is None else logging.INFO
-        last = failed.error.strip().rpartition("\n")[2]
-        log.log(level, "failed: %s (see %s)", last, folder / files.STATUS)
+        log.log(level, "failed: %s (see %s)", failed.line, folder / files.STATUS)
     if page is not None:
         place = page(folder) or folder
         if exit_code > 128 and newest(folder).checkpoint is not None:

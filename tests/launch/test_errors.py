@@ -1,0 +1,80 @@
+"""An exception on a rank arrives: the terminal, status.json and runner.log name it."""
+
+import pytest
+
+from tests.launch.ends import only_run, read
+from tests.process import main
+
+PLUGINS = {
+    "ddp": ["plugin=ddp", "plugin.nproc=2"],
+    "fsdp": ["plugin=fsdp", "plugin.nproc=2"],
+    "zero": ["plugin=zero", "plugin.nproc=2"],
+    "zero3": ["plugin=zero", "plugin.nproc=2", "plugin.zero_stage=3"],
+    "tensor": ["plugin=tensor", "plugin.nproc=2"],
+    "pipeline": ["plugin=pipeline", "plugin.nproc=2"],
+    "moe": ["plugin=moe", "plugin.nproc=2", "+model.mixture=true"],
+    "hybrid": ["plugin=hybrid", "plugin.tp_size=2", "plugin.dp_size=2"],
+}
+PARTS = [
+    f"{part}._target_=tests.launch.raising.{name}"
+    for part, name in [
+        ("model", "gpt"),
+        ("data", "data"),
+        ("loss", "Criterion"),
+        ("optimizer", "Optimizer"),
+    ]
+]
+PARTS += ["callbacks=[{_target_: tests.launch.raising.Callback}]", "optimizer.lr=0.01"]
+SHORT = ["device=cpu", "tracker=none", "data.batch_size=4", "train.max_duration=20ba"]
+SHORT += ["eval.interval=1ba", "checkpoint.interval=1ba"]
+MEMORY = "can't allocate memory"
+ERROR = "tests.launch.raising.PlantedError: planted error"
+CAUSE = "KeyError: 'planted cause'"
+FAULTS = {
+    "forward": (ERROR, CAUSE),
+    "forward memory": (MEMORY, "out of memory: lower data.batch_size"),
+    "function": (ERROR, CAUSE),
+    "backward memory": (MEMORY, "out of memory: lower data.batch_size"),
+    "hook": (ERROR, CAUSE),
+    "in-place": ("modified by an inplace operation", "RuntimeError"),
+    "step": (ERROR, CAUSE),
+    "step memory": (MEMORY, "out of memory: lower data.batch_size"),
+    "criterion": (ERROR, CAUSE),
+    "data": (ERROR, CAUSE),
+    "evaluation": (ERROR, CAUSE),
+    "checkpoint": (ERROR, CAUSE),
+    "callback": (ERROR, CAUSE),
+}
+DAILY = [
+    ("hook", "ddp", "rank 1"),
+    ("backward memory", "fsdp", "all ranks"),
+    ("in-place", "zero", "rank 1"),
+    ("forward", "pipeline", "rank 1"),
+]
+PRODUCT = [
+    (fault, plugin, where)
+    for fault in FAULTS
+    for plugin in PLUGINS
+    for where in ("rank 1", "all ranks")
+]
+CASES = [
+    *DAILY,
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in DAILY),
+]
+
+
+@pytest.mark.parametrize(("fault", "plugin", "where"), CASES)
+def test_an_exception_on_a_rank_arrives(outputs, capsys, fault, plugin, where):
+    ranks = [1] if where == "rank 1" else [0, 1, 2, 3]
+    planted = [f"+model.fault={fault}", f"+model.ranks={ranks}"]
+    assert main([*SHORT, *PARTS, *PLUGINS[plugin], *planted]) == 1
+    folder, printed = only_run(outputs), capsys.readouterr().err
+    status, log = read(folder), (folder / "runner.log").read_text()
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert status["rank"] in ranks
+    for text in FAULTS[fault]:
+        for record in (printed, status["error"], log):
+            assert text in record
+    assert f"failed: rank {status['rank']}: " in printed
+    assert "Traceback" not in printed
+    assert "lost the connection" not in printed + status["error"]

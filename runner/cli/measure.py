@@ -10,8 +10,8 @@ from runner.bench import TABLES
 from runner.cli import checkpoint_parser, chosen, command_parser, folder, new_folder
 from runner.cli.arguments import check_jobs, on_ranks, single
 from runner.config.environment import joins
-from runner.config.identity import masked_words
 from runner.config.jobs import recorded
+from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
 from runner.launch.failure import Failure, attempt

@@ -5,8 +5,8 @@ from typing import Any
 
 from runner.cli.arguments import check_jobs, checked, read
 from runner.config.environment import joins, started_rank
-from runner.config.identity import masked_words
 from runner.config.jobs import write_composition
+from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.request import Request, answer, composed_text, help_text, request
@@ -14,6 +14,7 @@ from runner.launch import resume
 from runner.run_folder import files
 from runner.run_folder.status import claimed
 from runner.run_folder.strict_json import read_object
+from runner.telemetry.sinks.console import print_line
 
 
 def run(words: Sequence[str]) -> int:
@@ -21,7 +22,7 @@ def run(words: Sequence[str]) -> int:
     args = read(words)
     overrides, own = args.overrides, args.config_dir
     if args.help:
-        print(help_text(overrides, own, args.multirun))
+        print_line(help_text(overrides, own, args.multirun))
     elif args.cfg:
         wanted = request(overrides, config_dir=own)
         print(composed_text(wanted, args.cfg, args.package, args.resolve), end="")
@@ -95,13 +96,13 @@ def plan(words: Sequence[str]) -> int:
         state = "done" if state == "finished" else "to run"
         rows.append((number, label, "unknown" if count is None else str(count), state))
         left += [count] if state == "to run" else []
-    print(live.columns([("run", "", "steps", "state"), *rows]))
+    print_line(live.columns([("run", "", "steps", "state"), *rows]))
     if not wanted.sweep:
-        print("one run, in a folder of its own in outputs/runs")
+        print_line("one run, in a folder of its own in outputs/runs")
     elif wanted.trials is not None:
         runs = f"{plural(wanted.trials, 'run')} that the sweeper chooses as it goes"
-        print(f"{runs}, of the kinds above, in {wanted.folder}")
+        print_line(f"{runs}, of the kinds above, in {wanted.folder}")
     else:
         total = "" if None in left else f", {plural(sum(filter(None, left)), 'step')}"
-        print(f"{len(left)} of {len(rows)} to run{total}, in {wanted.folder}")
+        print_line(f"{len(left)} of {len(rows)} to run{total}, in {wanted.folder}")
     return 0

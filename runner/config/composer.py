@@ -27,13 +27,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.config.folders import Refusal, find, outputs
+from runner.config.masking import masked_words, remember, secrets_in
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
 from runner.config.recipes import Recipe, files_of, read
 from runner.config.schema import SHORT, owned_keys
@@ -140,7 +141,9 @@ class Composer:
                 if re.search("[\0\ud800-\udfff]", word):  # no file can hold these
                     raise ValueError
                 OmegaConf.create([word])  # Hydra records it, which fails for ${.}
-                overrides += parser.parse_overrides([word])
+                [override] = parser.parse_overrides([word])
+                remember(secrets_in(_listed(override), override.get_key_element()))
+                overrides.append(override)
             except Exception:  # HydraException, RecursionError, ValueError of a number
                 problems.append(Problem(word, NOTHING, _UNREADABLE))
         return overrides, problems
@@ -182,7 +185,8 @@ class Composer:
         made.problems += problems
         task = [one.input_line or "" for one in overrides if not one.is_hydra_override()]
         made.config.hydra.overrides.task = task
-        made.config.hydra.job.override_dirname = ",".join(sorted(task))
+        # A folder may be named after it.
+        made.config.hydra.job.override_dirname = ",".join(sorted(masked_words(task)))
         with open_dict(made.config):
             made.config.update({key: one for key, one in (base or {}).items() if key not in typed})
         final = ChainMap({group: one.value() for group, one in typed.items()})
@@ -249,6 +253,14 @@ class Composer:
         return made
 
 
+def _listed(override: Override) -> Any:
+    """Return the value of an override in plain containers, or a list of those to choose from."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return [getattr(item, "text", item) for item in value.list]
+    return value
+
+
 def refer_to(config: DictConfig) -> None:
     """Let ``${hydra:...}`` refer to a configuration itself: Hydra would copy it for each job."""
     HydraConfig.instance().cfg = config  # type: ignore[assignment]
@@ -271,6 +283,9 @@ def _set(values: Iterable[tuple[str, str, Any, bool]], made: Composed) -> None:
     free: tuple[str, ...] = ()  # where keys may be added without a plus
     for word, key, value, adds in values:
         section = key.partition(".")[0]
+        if key == "hydra" and value is NOTHING:
+            made.problems.append(Problem(word, NOTHING, "cannot be removed"))
+            continue
         if section in made.unsettled.intersection(OPEN):
             continue  # its key depends on an option that does not exist
         try:

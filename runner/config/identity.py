@@ -1,33 +1,20 @@
-"""What is recorded of a configuration, and what tells one run from another.
-
-Secrets are not recorded: the value of a key called password, token, secret or api_key is masked,
-and what comes from the environment stays a reference, ``${oc.env:DATA}``.
-"""
+"""What tells one run from another: the hash of a configuration, and where two of them differ."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from runner.config.notation import Duration
 from runner.config.problem import MISSING, leaves
 
-MASK = "***"
-
-_SECRET = re.compile(
-    r"(^|[._])(password|passwd|secret|api_?key|(access|api|auth|hf|wandb)_?token)$|^token$|\.token$",
-    re.IGNORECASE,
-)
-_REFERENCE = re.compile(r"['\"]?\$\{[^${}]*(?:\$\{[^${}]*\}[^${}]*)*\}['\"]?")
-_INSIDE = re.compile(r"[{,]\s*['\"]?([\w.-]+)['\"]?\s*:")  # a key of a mapping in an override
-
 NOT_HASHED = (
     *("tracker", "log", "sweep", "report", "calibrate", "verify"),
-    *("checkpoint", "resume", "shutdown"),
+    *("checkpoint", "resume", "shutdown", "trust"),
 )
 """Sections that do not change what is trained: runs that differ in these alone are the same."""
 
@@ -37,28 +24,6 @@ MAY_CHANGE = (
     *("data.num_workers", "clip.what_if", "clip.max_skips", "clip.when", "clip.step_in_backward"),
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
-
-
-def masked(value: Any, key: str = "") -> Any:
-    """Return plain containers, references unresolved, with the values of secret keys masked."""
-    if isinstance(value, Mapping):
-        return {name: masked(one, str(name)) for name, one in value.items()}
-    if isinstance(value, list):
-        return [masked(one, key) for one in value]
-    shown = value in (None, "", MISSING) or _REFERENCE.fullmatch(str(value))
-    return MASK if _SECRET.search(key) and not shown else value
-
-
-def masked_words(words: Iterable[str]) -> list[str]:
-    """Return overrides, or arguments of a command, with the values of secret keys masked."""
-
-    def shown(word: str) -> str:
-        key, equals, value = word.partition("=")
-        inside = any(map(_SECRET.search, _INSIDE.findall(value)))
-        secret = inside or masked(value, key.lstrip("+")) == MASK
-        return f"{key}={MASK}" if equals and secret else word
-
-    return [*map(shown, words)]
 
 
 def branching(source: str) -> tuple[str, int] | None:

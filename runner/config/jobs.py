@@ -25,7 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.composer import Composed, Composer, reason, refer_to
 from runner.config.folders import Refusal, read_yaml
-from runner.config.identity import MASK, NOT_HASHED, config_hash, masked, masked_words
+from runner.config.identity import NOT_HASHED, config_hash
+from runner.config.masking import is_recorded, masked, masked_words, remember, secrets_in
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import SHORT, RunConfig, examine
@@ -101,21 +102,32 @@ def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str,
         # Ranks and the record get the plan, not the path of its file; the check says what is wrong.
         with suppress(ValueError):
             plugin["tp_plan"] = read_plan(plugin["tp_plan"])
-    secrets: set[str] = set()
+    secrets = {*secrets_in(written), *secrets_in(resolved)} - {""}
+    remember(secrets)
+    # Values that others refer to, of the environment too: what quotes them stays a reference.
+    referred = secrets | _from_environment(written, resolved)
 
-    def recorded(text: Any, value: Any, key: str = "") -> Any:
+    def recorded(text: Any, value: Any) -> Any:
         """Return ``value``, but as it is written if it comes from the environment or a secret."""
         if isinstance(text, dict) and isinstance(value, dict):
-            return {name: recorded(text.get(name), one, name) for name, one in value.items()}
+            return {name: recorded(text.get(name), item) for name, item in value.items()}
         if isinstance(text, list) and isinstance(value, list):
-            return [recorded(*pair, key) for pair in zip(text, value, strict=True)]
-        if "oc.env:" in str(text) or masked(value, key) == MASK:
-            secrets.add(str(value))
-        quotes = any(one in str(value) for one in secrets - {""})
+            return [recorded(*pair) for pair in zip(text, value, strict=True)]
+        quotes = any(secret in str(value) for secret in referred)
         return text if "${" in str(text) and (quotes or "oc.env:" in str(text)) else value
 
-    recorded(written, resolved)  # finds all secrets, which values before them may quote
-    return resolved, masked(recorded(written, resolved))
+    return resolved, masked(recorded(written, resolved), known=secrets)
+
+
+def _from_environment(text: Any, value: Any) -> set[str]:
+    """Return the values that are written with a variable of the environment."""
+    if isinstance(text, dict) and isinstance(value, dict):
+        parts = [_from_environment(text.get(name), item) for name, item in value.items()]
+    elif isinstance(text, list) and isinstance(value, list):
+        parts = [_from_environment(*pair) for pair in zip(text, value, strict=True)]
+    else:
+        return {str(value)} - {""} if "oc.env:" in str(text) else set()
+    return set().union(*parts)
 
 
 def write_composition(home: Path, config: DictConfig) -> None:
@@ -162,7 +174,8 @@ def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -
         made = composer.compose(overrides, content)
         made.problems += problems
         for key, value in leaves("", OmegaConf.to_container(made.config)):
-            if value == MASK and key.partition(".")[0] not in NOT_HASHED:
+            masks = not is_recorded(str(value))
+            if masks and key.partition(".")[0] not in NOT_HASHED:
                 text = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
                 made.problems.append(Problem(key, NOTHING, text))
         return job_of(made, file.parent)

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
+from runner.config.masking import hidden, masked, masked_words
 from runner.config.notation import plural
 
 MISSING = "???"  # how a configuration file marks a value that somebody must give
@@ -41,8 +42,10 @@ class Problem:
 
     @property
     def word(self) -> str:
-        key = _brief(self.key)
-        return key if self.value is NOTHING else f"{key}={_brief(shown(self.value))}"
+        [key] = masked_words([str(self.key)])
+        if self.value is NOTHING:
+            return _brief(key)
+        return f"{_brief(key)}={_brief(hidden(shown(masked(self.value, self.key))))}"
 
 
 def _brief(text: str, longest: int = 400) -> str:
@@ -65,7 +68,7 @@ class RequestError(Exception):
         text = f"clip-runner: this request cannot be run ({plural(len(self.problems), 'problem')})"
         for one in self.problems:
             place = f"  (in the job {_brief(one.job)})" if one.job else ""
-            text += f"\n  {one.word:<{width}}  {_brief(one.message, 4000)}{place}"
+            text += f"\n  {one.word:<{width}}  {_brief(hidden(one.message), 4000)}{place}"
         return text
 
 

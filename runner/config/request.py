@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
@@ -25,6 +26,7 @@ from runner.config.composer import OPEN, Composed, Composer, reason, refer_to
 from runner.config.folders import find, outputs
 from runner.config.identity import digest
 from runner.config.jobs import LAUNCHERS, Job, Where
+from runner.config.masking import hidden, masked, masked_words
 from runner.config.problem import NOTHING, Problem, RequestError, leaves, shown
 from runner.config.recipes import purpose
 from runner.config.schema import SHORT, RunConfig, owned_keys
@@ -169,11 +171,29 @@ def composed_text(wanted: Request, part: str, package: str, resolve: bool) -> st
             node = OmegaConf.select(node, package.removeprefix("_global_"), default=NOTHING)
             if node is NOTHING:
                 raise RequestError([Problem("--package", package, "there is no such key")])
-            if OmegaConf.is_config(node):
-                return OmegaConf.to_yaml(node, resolve=resolve)
-            return OmegaConf.to_yaml([node]).removeprefix("- ")
+            if not OmegaConf.is_config(node):
+                return OmegaConf.to_yaml([masked(node, package)]).removeprefix("- ")
+            plain = OmegaConf.to_container(node, resolve=resolve, enum_to_str=True)
+            return as_yaml(masked(_words_masked(plain), package))
         except OmegaConfBaseException as error:
             raise RequestError([Problem("--cfg", part, reason(error))]) from None
+
+
+def _words_masked(plain: Any) -> Any:
+    """Mask the overrides in Hydra's part of a composition, which are lists of words."""
+    hydra = plain.get("hydra", plain) if isinstance(plain, dict) else {}
+    overrides = hydra.get("overrides") if isinstance(hydra, dict) else None
+    for name, words in overrides.items() if isinstance(overrides, dict) else ():
+        overrides[name] = masked_words(words)
+    return plain
+
+
+def as_yaml(plain: Any) -> str:
+    """Return the YAML of plain containers as OmegaConf writes it, references as they are."""
+    try:
+        return OmegaConf.to_yaml(OmegaConf.create(plain))
+    except OmegaConfBaseException:  # a text that only looks like a reference
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def answer(flags: Sequence[str], words: Sequence[str], config_dir: Path | None) -> None:
@@ -187,7 +207,7 @@ def answer(flags: Sequence[str], words: Sequence[str], config_dir: Path | None) 
             main(print)()
     finally:  # Hydra exits after some answers
         sys.argv = argv
-        print(printed.getvalue(), end="")
+        print(hidden(printed.getvalue()), end="")
 
 
 def _keys(config: DictConfig, sections: Sequence[str]) -> str:
@@ -204,7 +224,8 @@ def _keys(config: DictConfig, sections: Sequence[str]) -> str:
             value = OmegaConf.select(config, name, default=field and field.get_default())
             value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
             meaning = (field and field.description) or ""
-            rows.append((f"{short.get(name, name)}={shown(value)}", meaning))
+            text = hidden(shown(masked(value, name)))
+            rows.append((f"{short.get(name, name)}={text}", meaning))
     return _table(rows)
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from runner.config.environment import started_rank, variable
+from runner.config.masking import remember
 from runner.config.schema import RunConfig
 from runner.launch import reports, signals
 from runner.launch.failure import is_lost_peer, stopped_by, summary_of
@@ -30,7 +31,7 @@ from runner.launch.resume import newest
 from runner.run_folder import files
 from runner.run_folder.strict_json import JsonlSink, cut
 from runner.telemetry.sinks import Sink
-from runner.telemetry.sinks.console import ConsoleHandler, print_line
+from runner.telemetry.sinks.console import ConsoleHandler, MaskedFormatter, print_line
 from runner.train import build, stop
 from runner.train.build import execute
 
@@ -53,9 +54,11 @@ class Job:
     step: int = 0
     handled: tuple[int, ...] = ()
     port: int | None = None
+    secrets: tuple[str, ...] = ()  # not to be written by any rank
 
 
 def local_main(job: Job) -> dict[str, Any]:
+    remember(job.secrets)
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None
@@ -123,6 +126,7 @@ def train_as_rank(
     dist.broadcast_object_list(sent, src=0)
     [job] = sent
     assert job is not None
+    remember(job.secrets)
     reported.begin(started.rank)
     reports.watch(job.folder, started.rank, timeout)
     if not logging.root.handlers:
@@ -179,7 +183,7 @@ def _log_to(file: Path, rank: int) -> None:
     here = file.parent.is_dir()  # not the temporary folder of an evaluation on another machine
     handlers: list[logging.Handler] = [logging.FileHandler(file) if here else logging.NullHandler()]
     form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
-    handlers[0].setFormatter(logging.Formatter(form))
+    handlers[0].setFormatter(MaskedFormatter(form))
     if rank == 0:
         handlers.append(ConsoleHandler())
         handlers[-1].setLevel(logging.WARNING)

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from runner.config.environment import started_rank
+from runner.config.masking import hidden, hidden_in, remembered
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import KNOBS, Failure, attempt, stopped_by
@@ -62,7 +63,8 @@ def train(
     if is_watched(sys.stderr) and device.type == "cpu":
         config = config.model_copy(update={"log": config.log.model_copy(update={"flush": 1})})
     limit, ranks = config.launch.timeout, build.ranks_of(config)
-    job = Job(config, folder, work, start.checkpoint, start.step, tuple(signals.handled()))
+    handled = tuple(signals.handled())
+    job = Job(config, folder, work, start.checkpoint, start.step, handled, remembered())
     if joined is None and (ranks > 1 or config.launch.max_restarts):
         return train_on_ranks(job, ranks, shown)
     reported = Reports()
@@ -297,8 +299,8 @@ def _trackers(
         aside = ("calibrate", "verify", "sweep", "report")  # they say nothing about a run itself
         yield WandbSink(
             folder,
-            **config.tracker.model_dump(exclude={"name", "also"}),
-            name=name,
+            **hidden_in(config.tracker.model_dump(exclude={"name", "also"})),
+            name=hidden(name),
             run_id=status["wandb_run_id"],
             config={key: value for key, value in plain.items() if key not in aside},
             sent_until=status.get(WANDB_STEP) or 0,

@@ -152,7 +152,8 @@ def _brief(text: str) -> str:
 
 
 def _value(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    plain = json.loads(json.dumps(value, default=str))  # names of several types have no order
+    return json.dumps(plain, sort_keys=True)
 
 
 def _words(run: Run) -> str:

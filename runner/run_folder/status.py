@@ -24,7 +24,8 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from runner.config.environment import slurm_job
-from runner.config.identity import config_hash, masked_words
+from runner.config.identity import config_hash
+from runner.config.masking import hidden_in, masked_words
 from runner.config.problem import Problem, RequestError
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import (
@@ -108,7 +109,7 @@ class Record:
             log.error("%s", failed.args[-1])
             self._status["error"] = (error or "").strip().rpartition("\n")[2][:1000]
             with suppress(OSError), (self._folder / files.STATUS).open("r+") as file:
-                file.write(encode(self._status))
+                file.write(encode(hidden_in(self._status)))
                 file.truncate()
 
     def _write_status(self) -> None:

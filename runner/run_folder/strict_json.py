@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from runner.config.masking import hidden_in
 from runner.run_folder import keys
 
 Row: TypeAlias = dict[str, int | float]  # metrics of one step by key, with `keys.TRAIN_STEP`
@@ -97,12 +98,13 @@ def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) 
 def spelled(value: Any) -> Any:
     """Return ``value`` with each number that is not finite as a string."""
 
-    def text(one: Any) -> Any:
-        if not isinstance(one, float) or math.isfinite(one):
-            return one
-        return "NaN" if math.isnan(one) else "Infinity" if one > 0 else "-Infinity"
+    return _each(value, _spelled)
 
-    return _each(value, text)
+
+def _spelled(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _floats(value: Any) -> Any:
@@ -111,13 +113,14 @@ def _floats(value: Any) -> Any:
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
-        return {key: _each(item, change) for key, item in value.items()}
+        return {_spelled(key): _each(item, change) for key, item in value.items()}
     listed = isinstance(value, list | tuple)
     return [_each(item, change) for item in value] if listed else change(value)
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
-    write_text(path, encode(value, indent=2) + "\n")
+    """Replace a JSON file; secrets in its texts are masked."""
+    write_text(path, encode(hidden_in(value), indent=2) + "\n")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def run_sweep(
             interrupted = True
             raise signals.Interrupted from None
         except Exception:  # of Hydra's sweeper or launcher
-            traceback.print_exc()
+            print_line(traceback.format_exc().rstrip(), sys.stderr)
         finally:
             signals.requested()  # a signal is noted from here on: the record is written whole
             record = _end(sweep, code, interrupted, search)

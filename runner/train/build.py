@@ -7,9 +7,9 @@ Arguments that a configuration cannot hold are added: parameters, the optimizer,
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
+import pickle
 import random
 import sys
 import time
@@ -98,12 +98,12 @@ def maker(target: Target) -> partial[Any]:
 
 def make_data(config: DataSection) -> Data:
     """Make the data, once for each configuration: the preflight check and the run share it."""
-    return _data(json.dumps(config.model_dump(by_alias=True), sort_keys=True))
+    return _data(pickle.dumps(config.model_dump(by_alias=True)))
 
 
 @lru_cache(maxsize=2)
-def _data(section: str) -> Data:
-    config = DataSection.model_validate_json(section)
+def _data(section: bytes) -> Data:
+    config = DataSection.model_validate(pickle.loads(section))
     data = _require(Data, maker(config)(), config)
     for dataset in (data.train, data.test):
         if dataset is not None:

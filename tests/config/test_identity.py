@@ -1,4 +1,5 @@
-from runner.config.identity import config_hash, differences, masked, masked_words
+from runner.config.identity import config_hash, differences
+from runner.config.masking import masked, masked_words
 
 CLIP = {"mode": "norm", "threshold": 0.25, "exclude": ["head.*"]}
 CONFIG = {

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from runner.config.environment import started_rank
+from runner.config.masking import hidden
 from runner.config.notation import clock, percent, plural, rounded
 from runner.run_folder import keys
 from runner.run_folder.strict_json import Row
@@ -26,7 +27,7 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
     """Print ``text`` at once. A reader that left does not change how the command ends."""
     stream = sys.stdout if stream is None else stream
     try:
-        stream.write(f"{text}\n")  # in one piece: other processes print too
+        stream.write(f"{hidden(text)}\n")  # in one piece: other processes print too
         stream.flush()
     except BrokenPipeError:
         leave_unread(stream)
@@ -55,11 +56,18 @@ def is_watched(stream: TextIO) -> bool:
         return False
 
 
+class MaskedFormatter(logging.Formatter):
+    """Formats log messages, with their tracebacks, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hidden(super().format(record))
+
+
 class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Show log messages, never in the middle of a bar."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record).rstrip()
+        text = hidden(super().format(record)).rstrip()
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
         return f"\r\x1b[K{text}" if is_watched(self.stream) else text

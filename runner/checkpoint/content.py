@@ -139,13 +139,19 @@ def _model(training: Training) -> dict[str, Tensor]:
 def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the state dict of the whole model; tied weights are one tensor."""
     source = Folder(checkpoint)
-    model: dict[str, Tensor] = {
-        name: torch.empty(one.shape, dtype=one.dtype)
-        for name, one in source.stored.items()
-        if not name.startswith(OPTIMIZER)
-    }
-    source.fill({name: [tensor] for name, tensor in model.items()})
-    return model | {name: model[first] for name, first in manifest.get("tied", {}).items()}
+    try:
+        model: dict[str, Tensor] = {
+            name: torch.empty(one.shape, dtype=one.dtype)
+            for name, one in source.stored.items()
+            if not name.startswith(OPTIMIZER)
+        }
+        source.fill({name: [tensor] for name, tensor in model.items()})
+        tied = {name: model[first] for name, first in (manifest.get("tied") or {}).items()}
+    except ValueError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    except (KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{checkpoint} does not hold {error}") from error
+    return model | tied
 
 
 def write_model(

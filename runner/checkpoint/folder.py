@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from runner.config.reading import DamagedFile, opened
 from runner.run_folder import files
-from runner.run_folder.strict_json import decode, encode, number
+from runner.run_folder.strict_json import decode_file, encode, number
 
 VERSION = 4  # of the format; a checkpoint of another one is refused
 _PREFIX, _PART = "step_", ".part"
@@ -59,7 +60,9 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, whose files may still be damaged."""
     path = checkpoint / files.MANIFEST
     try:
-        manifest = decode(path.read_bytes())
+        manifest = decode_file(path)
+    except DamagedFile as error:
+        raise DamagedCheckpoint(str(error)) from None
     except OSError as error:
         message = f"{checkpoint} is no checkpoint: {path.name}: {error.strerror}"
         raise DamagedCheckpoint(message) from None
@@ -68,6 +71,9 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     version, listed = manifest.get("version"), manifest.get("files")
     if not isinstance(version, int) or not isinstance(listed, dict):
         raise DamagedCheckpoint(f"{path} is no manifest of a checkpoint")
+    for key, kind in {"step": int, "metrics": dict, "tied": dict}.items():
+        if not isinstance(manifest.get(key), kind | None):
+            raise DamagedCheckpoint(f"{path} is damaged: its {key} is none")
     if version != VERSION:
         raise DamagedCheckpoint(
             f"{checkpoint} was written by another version of clip-runner: its format is {version}, "
@@ -89,6 +95,8 @@ def require_whole(checkpoint: Path) -> dict[str, Any]:
         path = checkpoint / name
         try:
             entry = _entry(path)
+        except DamagedFile as error:
+            raise DamagedCheckpoint(str(error)) from None
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
         if not isinstance(wanted, dict) or wanted.get("sha256") != entry["sha256"]:
@@ -172,7 +180,7 @@ def _name(step: int) -> str:
 
 
 def _entry(file: Path) -> dict[str, str]:
-    with file.open("rb") as content:
+    with opened(file) as content:
         return {"sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 

@@ -65,7 +65,8 @@ def chosen(run: Path, name: str | None) -> tuple[Path, dict[str, Any]]:
 
     try:
         config = read_yaml(run / files.CONFIG) if name == "best" else {}
-        section = (config.get("sweep") if isinstance(config, dict) else None) or {}
+        section = config.get("sweep") if isinstance(config, dict) else None
+        section = section if isinstance(section, dict) else {}
         objective, direction = str(section.get("objective")), section.get("direction")
         maximizes = direction == "maximize" or (not direction and higher_is_better(objective))
         return choose(run, name, objective, maximizes)

@@ -101,8 +101,10 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
         prepare(*(job.config for job in jobs))
     problems: list[Problem] = []
     with importing_torch():
-        from runner.train import build, preflight
+        from runner.train import build, preflight, targets
 
+        if strange := [one for job in jobs for one in targets.problems(job.targets)]:
+            raise RequestError(strange)
         for job in {digest({**job.plain, "seed": 0}): job for job in jobs}.values():
             try:
                 preflight.check(job.config, compared=len(jobs) > 1, here=here)

@@ -17,6 +17,7 @@ from inspect import getdoc
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.environment import joins, started_rank
 from runner.config.problem import RequestError
+from runner.config.reading import DamagedFile
 from runner.launch import signals
 from runner.launch.failure import Failure
 from runner.run_folder.strict_json import disk_full
@@ -87,7 +88,11 @@ def main(arguments: Sequence[str]) -> int:
     except Failure as failed:
         print_line(f"clip-runner: {failed.line}", sys.stderr)
         code = failed.exit_code
-    except (DamagedCheckpoint, OSError) as error:  # such as a file that cannot be written
+    except (
+        DamagedCheckpoint,
+        DamagedFile,
+        OSError,
+    ) as error:  # such as a file that cannot be written
         print_line(f"clip-runner: {disk_full(error) or error}", sys.stderr)
         code = FAILED
     return code

@@ -167,7 +167,7 @@ class Composer:
         self, overrides: Sequence[Override], base: Mapping[str, Any] | None = None
     ) -> Composed:
         """Compose the overrides of one job, or of a run that has the configuration ``base``."""
-        typed = {one.get_key_element().lstrip("+~"): one for one in overrides if self._chooses(one)}
+        typed = {one.get_key_element().lstrip("+~"): one for one in overrides if self.chooses(one)}
         layers, problems = dict[str, Recipe](), list[Problem]()
         words: dict[str, str] = {}  # what Hydra composes, and the override that it comes from
         for group, one in typed.items():
@@ -200,7 +200,7 @@ class Composer:
             if final.get(section) == layer.names.get(section, final.get(section))
         ]
         again = [one for key, one in typed.items() if layers and key.startswith("hydra.")]
-        rest = [one for one in overrides if not self._chooses(one)]
+        rest = [one for one in overrides if not self.chooses(one)]
         # Arguments are set after the target that they are for.
         rest.sort(key=lambda one: not one.key_or_group.endswith("._target_"))
         for one in (*again, *rest):
@@ -211,7 +211,7 @@ class Composer:
         _set(values, made)
         return made
 
-    def _chooses(self, override: Override) -> bool:
+    def chooses(self, override: Override) -> bool:
         """Return whether an override chooses an option of a group, or is for Hydra."""
         named = not isinstance(override.value(), dict) and self.options(override.key_or_group)
         return bool(named) or override.is_hydra_override()

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from runner.config.reading import DamagedFile, yaml_of
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -28,14 +30,19 @@ def options(group: str) -> tuple[str, ...]:
 
 def read_yaml(file: Path) -> Any:
     """Return the content of a YAML file as plain containers; references stay text."""
+    import io
+
     import yaml
     from omegaconf import OmegaConf  # a rank that checks nothing needs no reader
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.to_container(OmegaConf.load(file))
+        text = yaml_of(file).decode("utf-8")
+        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except FileNotFoundError:
         raise Refusal(f"there is no file {file.absolute()}") from None
+    except DamagedFile as error:
+        raise Refusal(str(error)) from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise Refusal(f"{file} cannot be read: {' '.join(str(error).split())}") from None
 

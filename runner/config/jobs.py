@@ -30,6 +30,7 @@ from runner.config.masking import is_recorded, masked, masked_words, remember, s
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import SHORT, RunConfig, examine
+from runner.config.trust import Origin, Recorded, unknown
 
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
@@ -51,6 +52,7 @@ class Job:
     plain: dict[str, Any]  # as it is recorded
     words: tuple[str, ...] = ()  # its overrides
     apart: tuple[str, ...] = ()  # overrides that set it apart from the other jobs
+    targets: tuple[Recorded, ...] = ()  # from a record: their types are to be checked
 
     @property
     def label(self) -> str:
@@ -61,10 +63,13 @@ class Job:
         return config_hash(self.plain)
 
 
-def job_of(made: Composed, folder: Path, number: int | None = None) -> Job:
+def job_of(
+    made: Composed, folder: Path, number: int | None = None, origin: Origin | None = None
+) -> Job:
     """Return the job of a composition, in its folder or as this ``number`` of a sweep.
 
-    A RequestError says everything that is wrong with it.
+    ``origin`` tells which of its targets a record has named. A RequestError says everything that
+    is wrong with it.
     """
     hydra, problems = made.config.hydra, [*made.problems]
     if number is not None:  # as the launcher of a sweep does
@@ -82,13 +87,16 @@ def job_of(made: Composed, folder: Path, number: int | None = None) -> Job:
         key = str(error.full_key)
         text = dict(leaves("", written)).get(key, NOTHING)
         problems.append(Problem(key, text, f"cannot be resolved: {reason(error)}"))
+    targets = [] if origin is None or resolved.get("trust") is True else origin.recorded(resolved)
+    if strange := unknown(targets):  # before the check imports the class of a mode
+        raise RequestError(strange)
     typed, found = examine(resolved, made.unsettled)
     known = {one.key for one in problems}
     problems += (one for one in found if one.key not in known)
     if typed is None or problems:
         raise RequestError(problems)
     words: Any = OmegaConf.to_container(hydra.overrides.task)
-    return Job(typed, plain, tuple(words))
+    return Job(typed, plain, tuple(words), targets=tuple(targets))
 
 
 def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -163,7 +171,10 @@ def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -
             raise Refusal(f"{file} holds no configuration")
     except Refusal as error:
         raise RequestError([Problem("RUN", str(file.parent), str(error))]) from None
-    composer = Composer(config_dir)
+    content.pop("trust", None)  # the user trusts a folder, not the folder itself
+    composer, origin = Composer(config_dir), Origin()
+    if config_dir is not None:
+        origin.add_folder(config_dir)
     with composer.active():
         overrides, problems = composer.read(given)
         text = "must be one value of this run's configuration: the run is trained already"
@@ -173,12 +184,15 @@ def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -
                 problems.append(Problem(one.key_or_group, one.get_value_string(), text))
         made = composer.compose(overrides, content)
         made.problems += problems
+        for one in overrides:
+            chosen = composer.chooses(one)
+            origin.add(one.get_key_element().lstrip("+~"), one.value(), whole=chosen)
         for key, value in leaves("", OmegaConf.to_container(made.config)):
             masks = not is_recorded(str(value))
             if masks and key.partition(".")[0] not in NOT_HASHED:
                 text = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
                 made.problems.append(Problem(key, NOTHING, text))
-        return job_of(made, file.parent)
+        return job_of(made, file.parent, origin=origin)
 
 
 def destination(config: DictConfig, kind: str) -> Path:

@@ -22,10 +22,10 @@ MASK = "***"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # At the end of a key: which of several secrets it is, and what is no secret but about one.
 _WHICH = {"value", "text", "string", "str", "raw", "b64", "base64", "prod", "dev", "old", "new"}
-_ABOUT = set(
-    "file path dir folder name names id ids length len size count type types policy env var field "
-    "format prefix expiry ttl required enabled hint manager store provider index idx sock version "
-    "dim rate prob weight loss layer layers width depth heads embedding embeddings limit".split()
+_ABOUT = re.compile(
+    r"file|path|dir|folder|names?|ids?|length|len|size|count|types?|policy|env|var|field|format"
+    r"|prefix|expiry|ttl|required|enabled|hint|manager|store|provider|index|idx|sock|version"
+    r"|dim|rate|prob|weight|loss|layers?|width|depth|heads|embeddings?|limit"
 )
 _ALWAYS = re.compile(
     r"(^|_)(passwords?|passwd|passphrases?|passcode|secrets?|credentials?|creds|bearer"
@@ -42,14 +42,14 @@ _LOGINS = (
 )
 _LOGIN_TOKEN = re.compile(rf"(^|_)({_LOGINS})_?tokens?$")
 # Before ``token``: it is one of a vocabulary, or counted.
-_OF_MODELS = set(
-    "bos eos pad padding unk unknown sep separator cls class mask masked start end stop begin sot "
-    "eot boi eoi special image img video audio vision visual text prompt query num n max min per "
-    "next last first prev previous extra additional added add register registers reg dist "
-    "distillation distill newline blank decoder encoder fill ignore vocab vocabulary each single "
-    "one every input output target label task current learned learnable latent memory state "
-    "summary global local patch position pooled pool context time word char byte sub drop keep "
-    "image box point object frame expert experts routed router dropped".split()
+_OF_MODELS = re.compile(
+    r"(^|_)(bos|eos|pad|padding|unk|unknown|sep|separator|cls|class|masked|mask|start|end|stop"
+    r"|begin|sot|eot|boi|eoi|special|image|img|video|audio|vision|visual|text|prompt|query|num|n"
+    r"|max|min|per|next|last|first|prev|previous|extra|additional|added|add|registers?|reg|dist"
+    r"|distillation|distill|newline|blank|decoder|encoder|fill|ignore|vocab|vocabulary|each|single"
+    r"|one|every|input|output|target|label|task|current|learned|learnable|latent|memory|state"
+    r"|summary|global|local|patch|position|pooled|pool|context|time|word|char|byte|sub|drop"
+    r"|dropped|keep|box|point|object|frame|experts?|routed|router)_"
 )
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
 _PATH = re.compile(r"(\.{0,2}|~|\$\w+)/[^@]*")
@@ -83,12 +83,12 @@ def _names_secret(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     while words and (words[-1].isdecimal() or words[-1] in _WHICH):
         words.pop()
-    if not words or words[-1] in _ABOUT:
+    if not words or _ABOUT.fullmatch(words[-1]):
         return False
     joined = "_".join(words)
     if _ALWAYS.search(joined) or _LOGIN_TOKEN.search(joined):
         return True
-    return words[-1] == "token" and not _OF_MODELS.intersection(words[:-1])
+    return words[-1] == "token" and not _OF_MODELS.search(joined)
 
 
 def hides(key: str, value: Any) -> bool:
@@ -233,7 +233,7 @@ def _of_environment() -> list[str]:
 
 
 def _variants(values: Iterable[str]) -> Iterator[str]:
-    """Yield secrets that are long enough to be found in a text, as files and messages spell them."""
+    """Yield secrets that are long enough to be found in texts, as these may spell them."""
     for value in values:
         parts = [value, *value.splitlines()] if "\n" in value else [value]
         for part in parts:
@@ -316,7 +316,7 @@ def _is_open_user(scheme: str, user: str) -> bool:
 
 
 def _pairs_masked(text: str) -> str:
-    """Return a text with the value of each ``key=value`` and ``key: value`` of a secret key masked."""
+    """Mask the value of each ``key=value`` and ``key: value`` whose key is secret."""
     parts, end = [], 0
     for found in _PAIR.finditer(text):
         key, sign, space = found.groups()

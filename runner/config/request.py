@@ -183,8 +183,8 @@ def _words_masked(plain: Any) -> Any:
     """Mask the overrides in Hydra's part of a composition, which are lists of words."""
     hydra = plain.get("hydra", plain) if isinstance(plain, dict) else {}
     overrides = hydra.get("overrides") if isinstance(hydra, dict) else None
-    for name, words in overrides.items() if isinstance(overrides, dict) else ():
-        overrides[name] = masked_words(words)
+    if isinstance(overrides, dict):
+        overrides.update({name: masked_words(words) for name, words in overrides.items()})
     return plain
 
 

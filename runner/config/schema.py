@@ -202,6 +202,7 @@ class RunConfig(Section):
     seed: int = key("change it to see how much runs differ by chance", ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("train on it; auto: cuda where there is one")
     callbacks: list[Target] = key("call objects of your own after steps and evaluations")
+    trust: bool = key("evaluate: call any target that the run's config.yaml names", False)
     recipe: t.Text = key("start from this published setting; none: from none")
 
     def across(self) -> Conflicts:

@@ -13,6 +13,7 @@ from runner.config.environment import started_rank, variable
 from runner.config.identity import branching, config_hash, differences
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, shown
+from runner.config.reading import DamagedFile
 from runner.config.schema import RunConfig
 from runner.run_folder import files, keys
 from runner.run_folder.status import RESUMED, WANDB_STEP, is_unfinished, job_ids
@@ -99,7 +100,10 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     again = job_ids(slurm=bool(counts[0]), elastic=bool(counts[1]))
     new = again and not (folder / files.STATUS).exists()
     for path in sorted(folder.parent.glob(f"*/{files.STATUS}"), reverse=True) if new else ():
-        status = read_object(path)
+        try:
+            status = read_object(path)
+        except DamagedFile:  # of another run
+            continue
         same = status.get("config_hash") == config_hash(plain) and is_unfinished(path.parent)
         if same and any(status.get(key) == job for key, job in again.items()):
             return path.parent
@@ -178,6 +182,6 @@ def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
     try:
         plugin = PluginSection.model_validate(saved["plugin"])
         batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]
-        return int(batch * steps * data_parallel_size(plugin, int(str(world_size))))
+        return int(batch) * int(steps) * data_parallel_size(plugin, int(str(world_size)))
     except (KeyError, TypeError, ValueError):
         return None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import hf_storage, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
 from runner.config.notation import first_few
+from runner.config.reading import opened
 from runner.parallel.collectives import from_all, full, is_first, on_first, several_ranks, sharded
 
 _ADVICE = "torch.distributed is disabled"  # torch warns where one process saves
@@ -165,6 +167,10 @@ class Folder:
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
         try:
+            for file in Path(self._path).glob("*.safetensors"):
+                opened(file).close()
+                with safe_open(file, "pt"):  # it checks names, shapes and sizes
+                    pass
             metadata = hf_storage.HuggingFaceStorageReader(self._path).read_metadata()
         except Exception as error:  # torch reads the header of a file as it comes
             kind = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -15,7 +15,9 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from runner.config.masking import masked, masked_words
 from runner.config.modes import ModeInfo, info_of
+from runner.config.reading import yaml_of
 from runner.run_folder import files, keys
 from runner.run_folder.status import Entry, SweepRecord, state_of
 from runner.run_folder.strict_json import number, read_object, read_rows
@@ -157,14 +159,17 @@ def read_run(folder: Path, entry: Entry | None = None) -> Run:
     composed = folder / files.HYDRA / files.CONFIG
     overrides, words = read_yaml(folder / files.OVERRIDES), entry.words if entry else ()
     series = read_series(folder / files.ROWS)
-    config = flat(read_yaml(folder / files.CONFIG)) or flat(read_yaml(composed))
+    recorded = read_yaml(folder / files.CONFIG) or read_yaml(composed)
+    config = flat(masked(recorded))
     return Run(
         folder=folder,
         number=folder.name,
         state=state_of(status),
         error=str(status["error"]) if status.get("error") else None,
         config=config if status or overrides else _clipping(series) | config,
-        overrides=tuple(map(str, overrides if isinstance(overrides, list) else words)),
+        overrides=tuple(
+            masked_words(map(str, overrides if isinstance(overrides, list) else words))
+        ),
         series=series,
         summary=read_object(folder / files.SUMMARY),
         status=status,
@@ -191,7 +196,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def read_yaml(path: Path) -> object:
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+        return yaml.load(yaml_of(path).decode("utf-8"), Loader=_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return None
 

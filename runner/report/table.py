@@ -203,10 +203,16 @@ def as_csv(found: Findings) -> str:
     """Return `records` as CSV with a line of names."""
     rows = records(found)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["run"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_inert, rows[0] if rows else ["run"]))
+    writer.writerows(map(_inert, row.values()) for row in rows)
     return text.getvalue()
+
+
+def _inert(value: Any) -> Any:
+    """Return a cell that a spreadsheet does not compute: text as text, numbers as they are."""
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if formula and natural(value)[1] else value
 
 
 def as_json(found: Findings) -> str:

@@ -27,6 +27,7 @@ from runner.config.environment import slurm_job
 from runner.config.identity import config_hash
 from runner.config.masking import hidden_in, masked_words
 from runner.config.problem import Problem, RequestError
+from runner.config.reading import DamagedFile, content_of
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import (
     encode,
@@ -227,7 +228,7 @@ class SweepRecord:
     def read(cls, folder: Path) -> SweepRecord:
         path = folder / files.SWEEP
         try:
-            return _READER.validate_json(path.read_bytes())
+            return _READER.validate_json(content_of(path))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -288,7 +289,7 @@ def earlier_record(folder: Path, asked: str | None = None, jobs: Sequence[str] =
     other = "; choose another sweep.name"
     try:
         record = SweepRecord.find(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DamagedFile) as error:
         return f"{error}{other} or remove {folder}"
     if record is None:  # a sweep that ended before it wrote anything leaves its lock
         empty = not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir())

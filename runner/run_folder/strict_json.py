@@ -21,6 +21,14 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from runner.config.masking import hidden_in
+from runner.config.reading import (
+    MOST_LINE,
+    DamagedFile,
+    content_of,
+    opened,
+    require_shallow,
+    too_deep,
+)
 from runner.run_folder import keys
 
 Row: TypeAlias = dict[str, int | float]  # metrics of one step by key, with `keys.TRAIN_STEP`
@@ -88,9 +96,12 @@ def encode(value: Any, *, indent: int | None = None) -> str:
 
 def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
     """Return the object of a JSON text, with numbers that are not finite as floats."""
-    record = loads(text)
+    return _object(loads(text))
+
+
+def _object(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object: {text[:80]!r}")
+        raise ValueError(f"not a JSON object: {str(record)[:80]}")
     each = record.items()  # of a row, most are numbers: a call for each would take longer
     return {key: value if isinstance(value, _NUMBERS) else _floats(value) for key, value in each}
 
@@ -124,11 +135,24 @@ def write_object(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file is missing or damaged."""
+    """Return the object in a JSON file; empty if the file is missing or torn.
+
+    A DamagedFile says that the file is none that a run has written.
+    """
     try:
-        return decode(path.read_bytes())
+        return decode_file(path)
     except (OSError, ValueError):
         return {}
+
+
+def decode_file(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. An OSError or a ValueError says that there is none."""
+    try:
+        record = json.loads(content_of(path))
+    except RecursionError:
+        raise too_deep(path) from None
+    require_shallow(path, record)
+    return _object(record)
 
 
 def number(value: object) -> float | None:
@@ -171,8 +195,10 @@ def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file that may not be complete."""
     from pydantic_core import from_json  # four times as fast as json; 20 ms to import
 
-    with suppress(OSError), path.open("rb") as file:
-        for line in file:
+    with suppress(OSError), opened(path) as file:
+        while line := file.readline(MOST_LINE):
+            if len(line) == MOST_LINE:
+                raise DamagedFile(path, f"a line is longer than {MOST_LINE / 2**20:g} MiB")
             with suppress(ValueError):
                 yield decode(line, from_json)
 
@@ -188,7 +214,7 @@ def cut(path: Path, step: int) -> None:
         kept = 0
         with suppress(ValueError):  # of a row that is torn, when its process was killed
             for line in file:
-                if decode(line).get(keys.TRAIN_STEP, 0) > step:
+                if (number(decode(line).get(keys.TRAIN_STEP)) or 0) > step:
                     break
                 kept += len(line)
         file.truncate(kept)

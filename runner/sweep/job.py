@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.config.environment import slurm_job
 from runner.config.identity import config_hash
-from runner.config.masking import masked_words
 from runner.config.jobs import LAUNCHERS, resolved_and_recorded, write_composition
+from runner.config.masking import masked_words
 from runner.config.schema import parse
 from runner.launch import signals
 from runner.report.page import written

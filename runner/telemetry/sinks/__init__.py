@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from runner.config.masking import hidden, masked_words
+from runner.config.masking import masked_words
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import Row
 

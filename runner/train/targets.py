@@ -1,0 +1,112 @@
+"""Check by type, before the call, the targets that a recorded configuration names.
+
+`runner/config/trust.py` has checked their names before: importing their modules runs no code of a
+stranger. What is left is whether they are classes that make what a training consists of.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from hydra.utils import get_object
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from runner.config.folders import find
+from runner.config.problem import Problem
+from runner.config.trust import LIBRARIES, PROJECT, Recorded
+
+BASES = (nn.Module, Dataset, Optimizer, LRScheduler)
+# Arguments by which a library runs code of others, or reads pickles.
+_RUNS_CODE = {"_args_", "trust_remote_code", "code_revision", "auto_map", "use_kernels"}
+_RUNS_CODE |= {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "loader"}
+_READS_PICKLES = ("LSUN", "LSUNClass")
+_METHODS = ("from_config", "from_pretrained", "for_model")  # of transformers' classes
+
+
+def problems(recorded: Iterable[Recorded]) -> list[Problem]:
+    """Return a problem for each target that may not be called."""
+    return [one.problem for one in recorded if not _may_be_called(one)]
+
+
+def _may_be_called(one: Recorded) -> bool:
+    if _runs_code(one):
+        return False
+    try:
+        made = get_object(one.target)
+    except Exception:  # there is none, which is reported where it would be called
+        return True
+    if isinstance(made, type):
+        return _is_known(made)
+    if inspect.ismethod(made):
+        return made.__name__ in _METHODS and _is_of_transformers(made.__self__)
+    return _is_factory(one.target, made)
+
+
+def _runs_code(one: Recorded) -> bool:
+    if any(one.arguments.get(name) for name in _RUNS_CODE):
+        return True
+    # timm and transformers fetch what such names stand for.
+    fetched = str(one.arguments.get("model_name", "")).partition(":")[1]
+    kernels = (v for k, v in one.arguments.items() if str(k).endswith("_implementation"))
+    return bool(fetched) or any("/" in str(kernel) for kernel in kernels)
+
+
+def _is_known(kind: type) -> bool:
+    """Return whether a class is one of this project, or makes a part of a training."""
+    module = f"{kind.__module__}."
+    if module.startswith(PROJECT):
+        return True
+    if not module.startswith(LIBRARIES) or module.startswith("torch.utils.data.datapipes."):
+        return False
+    if kind.__name__ in _READS_PICKLES:
+        return False
+    is_transform = module.startswith("torchvision.transforms.")
+    return issubclass(kind, _bases()) or is_transform
+
+
+def _bases() -> tuple[type, ...]:
+    """Return the classes that parts of a training derive from, of libraries that are imported."""
+    found: list[type] = [*BASES]
+    if "timm.scheduler.scheduler" in sys.modules:
+        found.append(sys.modules["timm.scheduler.scheduler"].Scheduler)
+    if "transformers" in sys.modules:
+        found.append(sys.modules["transformers"].PretrainedConfig)
+    return tuple(found)
+
+
+def _is_of_transformers(kind: Any) -> bool:
+    if not isinstance(kind, type) or not kind.__module__.startswith("transformers."):
+        return False
+    chooses = kind.__module__.startswith("transformers.models.auto.")
+    return _is_known(kind) or (chooses and kind.__name__.startswith(("AutoModel", "AutoConfig")))
+
+
+def _is_factory(target: str, made: Any) -> bool:
+    """Return whether a function is one that makes a part of a training, by its name."""
+    if target in _project_factories() or target == "timm.create_model":
+        return True
+    module, name = str(getattr(made, "__module__", "")), target.rpartition(".")[2]
+    if target.startswith("torchvision.models.") and module.startswith("torchvision.models."):
+        from torchvision.models import list_models
+
+        return name == "get_model" or name in list_models()
+    if target.startswith("torch.nn.functional."):
+        return module in ("torch.nn.functional", "torch._C._nn", "torch._jit_internal", "torch")
+    if target.startswith("transformers."):
+        return module == "transformers.optimization" and "_schedule" in name
+    return False
+
+
+@cache
+def _project_factories() -> set[str]:
+    """Return the functions and classes of this project that the options in ``conf/`` name."""
+    text = "".join(file.read_text(encoding="utf-8") for file in find("conf").rglob("*.yaml"))
+    return set(re.findall(r"_target_: (runner\.[\w.]+)", text))

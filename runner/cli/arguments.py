@@ -86,6 +86,7 @@ def single(words: Sequence[str], purpose: str) -> Request:
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
     require_one_machine(wanted.jobs[0].config)
     check_jobs(wanted.jobs)
+    require_same(wanted.jobs[0])
     return wanted
 
 
@@ -125,6 +126,15 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
             )
     for text in sorted(notes):
         print_line(f"clip-runner: note: {text}", sys.stderr)
+
+
+def require_same(job: Job, **arguments: Any) -> None:
+    """Refuse the request on all ranks if torchrun or srun started one with another request."""
+    started = started_rank()
+    if started is not None and started.world_size > 1:
+        from runner.launch.agreement import require_same_request
+
+        require_same_request({**job.plain, **arguments}, job.config.launch.timeout)
 
 
 def on_ranks(

@@ -15,7 +15,7 @@ from importlib import import_module
 from inspect import getdoc
 
 from runner.checkpoint.folder import DamagedCheckpoint
-from runner.config.environment import joins, started_rank
+from runner.config.environment import join_slurm_step, joins, started_rank
 from runner.config.problem import RequestError
 from runner.config.reading import DamagedFile
 from runner.launch import signals
@@ -46,7 +46,7 @@ def start() -> int:
     signals.ignore()  # only the end of the interpreter is left, which has no good answer to them
     if code > 128:
         signals.requeue()
-    if code not in (0, WRONG_REQUEST) and started_rank() is not None:
+    if code and started_rank() is not None:
         sys.stderr.flush()
         os._exit(code)  # the end of the interpreter would wait for ranks that may be gone
     return code
@@ -107,6 +107,8 @@ def _command(arguments: list[str]) -> int:
 
         print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
         return 0
+    if command != "bench" and COMMANDS[command] != "pages":
+        join_slurm_step()
     flags = {argument for argument in arguments if argument.startswith("-")}
     if command != "bench" and COMMANDS[command] != "pages" and flags <= {"-m", "--multirun"}:
         announce("clip-runner: reading the configuration")

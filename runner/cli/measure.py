@@ -3,13 +3,14 @@
 import shlex
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from runner.bench import TABLES
 from runner.cli import checkpoint_parser, chosen, command_parser, folder, new_folder
-from runner.cli.arguments import check_jobs, on_ranks, single
-from runner.config.environment import joins
+from runner.cli.arguments import check_jobs, on_ranks, require_same, single
+from runner.config.environment import joins, started_rank
 from runner.config.jobs import recorded
 from runner.config.masking import masked_words
 from runner.config.notation import plural
@@ -109,8 +110,14 @@ def evaluate(words: Sequence[str]) -> int:
     add("--config-dir", "-cd", type=folder, metavar="FOLDER", help="options of your own")
     asked = parser.parse_intermixed_args(words)
     job = recorded(asked.run / files.CONFIG, asked.overrides, asked.config_dir)
+    if started_rank() is not None:  # the ranks that are there, not those that trained
+        typed = {word.partition("=")[0] for word in asked.overrides}
+        unset = {name: None for name in ("nproc", "nnodes") if f"plugin.{name}" not in typed}
+        plugin = job.config.plugin.model_copy(update=unset)
+        job = replace(job, config=job.config.model_copy(update={"plugin": plugin}))
     require_one_machine(job.config)
     check_jobs([job])
+    require_same(job, RUN=str(asked.run), checkpoint=asked.checkpoint)
     from runner.train.build import evaluate as work
 
     # The first rank tells the others which checkpoint.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from runner.cli.arguments import check_jobs, checked, read
+from runner.cli.arguments import check_jobs, checked, read, require_same
 from runner.config.environment import joins, started_rank
 from runner.config.jobs import write_composition
 from runner.config.masking import masked_words
@@ -44,11 +44,12 @@ def _run(wanted: Request, words: Sequence[str]) -> int:
         from runner.sweep.control import run_sweep
 
         if (started := started_rank()) and started.world_size > 1:
-            message = "a sweep starts its own ranks (plugin.nproc): run it without torchrun"
+            message = "a sweep starts its own ranks (plugin.nproc): run it once, without torchrun"
             raise RequestError([Problem("-m", NOTHING, message)])
         return run_sweep(wanted, words, check_jobs)
     check_jobs(wanted.jobs)
     [job] = wanted.jobs
+    require_same(job)
     if joins():
         from runner.launch.rank import join
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import subprocess
+from contextlib import suppress
 from typing import NamedTuple
 
 
@@ -19,6 +23,68 @@ def started_rank() -> StartedRank | None:
     if rank is None or world_size is None:
         return None
     return StartedRank(rank, world_size, variable("LOCAL_RANK"), variable("LOCAL_WORLD_SIZE") or 1)
+
+
+def join_slurm_step() -> None:
+    """Describe a task that srun started by the variables of torchrun, so that it is a rank.
+
+    Variables that are there hold: those of torchrun, which srun may have started, and a user's
+    ``MASTER_ADDR`` and ``MASTER_PORT``. A batch script is no task of a step, and a step of one task
+    starts its ranks itself (``plugin.nproc``).
+    """
+    rank = variable("SLURM_PROCID")
+    ranks = variable("SLURM_STEP_NUM_TASKS") or 1
+    if ranks == 1 or rank is None or os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
+        return
+    machines = variable("SLURM_STEP_NUM_NODES") or 1
+    tasks_of_machines = _tasks_of_machines(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    machine = variable("SLURM_NODEID") or 0
+    local_ranks = tasks_of_machines[machine] if machine < len(tasks_of_machines) else 1
+    os.environ["RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(ranks)
+    os.environ["LOCAL_RANK"] = str(variable("SLURM_LOCALID") or 0)
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_ranks)
+    os.environ["GROUP_WORLD_SIZE"] = str(machines)
+    if not os.environ.get("MASTER_ADDR"):
+        os.environ["MASTER_ADDR"] = _first_machine() if machines > 1 else "127.0.0.1"
+    if not os.environ.get("MASTER_PORT"):
+        # All ranks calculate the same port: below those that Linux gives to connections.
+        steps = 1009 * (variable("SLURM_STEP_ID") or 0)
+        os.environ["MASTER_PORT"] = str(15000 + ((variable("SLURM_JOB_ID") or 0) + steps) % 15000)
+    if not os.environ.get("OMP_NUM_THREADS"):  # torch would start a thread on each core
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        share = (variable("SLURM_CPUS_ON_NODE") or cores) // local_ranks
+        os.environ["OMP_NUM_THREADS"] = str(max(1, min(cores, share)))
+
+
+def in_slurm_step() -> bool:
+    """Return whether this process is one of several tasks that srun started."""
+    return (variable("SLURM_STEP_NUM_TASKS") or 1) > 1 and not os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _tasks_of_machines(text: str) -> list[int]:
+    """Return the number of tasks on each machine from Slurm's short form, such as ``2(x3),1``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _first_machine() -> str:
+    """Return the address of the machine that runs the first task, ``n1`` of ``n[1-4,7],m2``."""
+    names = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", names)
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+    with suppress(OSError):
+        socket.getaddrinfo(name, None)
+        return name
+    command = ["scontrol", "show", "node", name]  # Slurm may know it by another address
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+        if address := re.search(r"\bNodeAddr=(\S+)", said.stdout):
+            return address[1]
+    return name
 
 
 def started_nodes() -> int | None:

@@ -116,7 +116,10 @@ def train_as_rank(
     """Join the other ranks, and do what the first one, which alone has to know ``job``, says."""
     started = started_rank()
     assert started is not None
-    launch_from_torch(seed=seed, verbose=False, timeout=timeout + LATER)
+    if dist.is_initialized():  # the requests of the ranks were compared
+        torch.manual_seed(seed)
+    else:
+        launch_from_torch(seed=seed, verbose=False, timeout=timeout + LATER)
     restarted = variable("TORCHELASTIC_RESTART_COUNT")
     if job is not None and job.port is not None and started.rank == 0 and restarted:
         again = newest(job.folder)  # an attempt failed, and torch's agent starts all ranks again

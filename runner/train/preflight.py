@@ -28,7 +28,13 @@ from runner.clip import ClipMode, Decision, Layout
 from runner.clip import build as build_mode
 from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
-from runner.config.environment import started_nodes, started_rank
+from runner.config.environment import (
+    StartedRank,
+    in_slurm_step,
+    started_nodes,
+    started_rank,
+    variable,
+)
 from runner.config.notation import plural
 from runner.config.problem import (
     MISSING,
@@ -120,10 +126,20 @@ def _unfit_size(config: RunConfig) -> Problem | None:
     nodes, local = plugin.nnodes or 1, ranks // (plugin.nnodes or 1)
     if started is not None:
         nodes, local = started_nodes() or nodes, started.local_world_size
+        if problem := _unfit_for_started(config, started):
+            return problem
     try:
         parts = build.mesh_of(plugin, ranks).tp
     except SizeError as error:
-        key = "nnodes" if error.key == "nproc" and plugin.nproc is None and nodes > 1 else error.key
+        key = error.key
+        if key == "nproc" and started is not None:
+            sizes = ("tp_size", "pp_size", "dp_size")
+            typed = [name for name in sizes if (getattr(plugin, name) or 1) > 1]
+            if not typed:
+                return Problem("plugin", plugin.name, str(error))
+            key = typed[0]
+        elif key == "nproc" and plugin.nproc is None and nodes > 1:
+            key = "nnodes"
         return Problem(f"plugin.{key}", getattr(plugin, key) or ranks, str(error))
     if plugin.nnodes not in (None, nodes):
         text = f"{plural(nodes, 'machine')} started ranks: leave it out"
@@ -132,6 +148,22 @@ def _unfit_size(config: RunConfig) -> Problem | None:
         text = f"{parts} do not divide the {local} ranks of a machine (plugin.nnodes={nodes})"
         return Problem("plugin.tp_size", plugin.tp_size, text)
     return None
+
+
+def _unfit_for_started(config: RunConfig, started: StartedRank) -> Problem | None:
+    """Return why a run cannot use the ranks that torchrun or srun started."""
+    ranks, nproc = started.world_size, config.plugin.nproc
+    starter = "srun" if in_slurm_step() else "torchrun"
+    if config.plugin.name == "single" and ranks > 1:
+        text = f"trains on one rank, and {starter} started {ranks}: plugin=ddp trains on all"
+        if starter == "srun":
+            text += "; separate runs: srun env -u SLURM_PROCID python -m runner"
+        return Problem("plugin", "single", text)
+    local = variable("LOCAL_WORLD_SIZE")
+    if nproc is None or nproc == local or (local is None and ranks % nproc == 0):
+        return None
+    count = plural(ranks, "rank") if local is None else f"{plural(local, 'rank')} on each machine"
+    return Problem("plugin.nproc", nproc, f"{starter} started {count}: leave it out")
 
 
 def _machine(config: RunConfig) -> Iterator[Problem]:

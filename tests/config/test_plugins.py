@@ -102,6 +102,10 @@ def test_the_ranks_that_are_asked_for():
         ("tensor", {}, (4, 2, 2), "tp_size", "4 do not divide the 2 ranks of a machine"),
         ("hybrid", {"tp_size": 3}, (6, 2, 3), "tp_size", "(plugin.nnodes=3)"),
         ("ddp", {"nnodes": 3}, (4, 2, 2), "nnodes", "2 machines started ranks"),
+        ("ddp", {"nproc": 3}, (4, 2, 2), "nproc", "torchrun started 2 ranks on each machine"),
+        ("ddp", {"nproc": 3}, (1, 1, 1), "nproc", "torchrun started 1 rank on each machine"),
+        ("hybrid", {"tp_size": 3}, (4, 2, 2), "tp_size", "4 ranks cannot be a multiple of"),
+        ("single", {}, (4, 2, 2), "", "torchrun started 4: plugin=ddp trains on all"),
     ],
 )
 def test_sizes_that_do_not_fit_say_the_numbers_and_a_way_out(
@@ -117,7 +121,7 @@ def test_sizes_that_do_not_fit_say_the_numbers_and_a_way_out(
     with pytest.raises(RequestError) as error:
         preflight.check(parse(asked))
     [problem] = error.value.problems
-    assert problem.key == f"plugin.{key}"
+    assert problem.key == f"plugin.{key}".rstrip(".")
     assert message in problem.message
 
 

@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.clip.transfer import start_gather
+from runner.config.environment import join_slurm_step
+from runner.config.problem import RequestError
+from runner.launch import agreement
 from runner.launch.failure import may_be_lost_peer
 from runner.launch.rank import join
 from tests.process import ROOT, python, wait_for
@@ -94,6 +97,74 @@ def test_the_master_of_a_coordinator_goes_first(tmp_path):
     first, second = run_ranks(asked, 2, tmp_path)
     assert first == (2, True, False, "of the first rank\n")
     assert second == (2, False, True, "")
+
+
+STEP = {  # of srun --nodes=2 --ntasks=3, in its last task
+    "SLURM_JOB_ID": "14990",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "localhost,gpu[07-09,11]",
+    "SLURM_CPUS_ON_NODE": "1",
+}
+RANK = {
+    "RANK": "2",
+    "WORLD_SIZE": "3",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": str(15000 + (14990 + 3 * 1009) % 15000),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, RANK),
+        (
+            {"MASTER_ADDR": "other", "MASTER_PORT": "7"},
+            {"MASTER_ADDR": "other", "MASTER_PORT": "7"},
+        ),
+        ({"SLURM_STEP_NODELIST": "gpu[07-09,11]-b,c"}, {"MASTER_ADDR": "gpu07-b"}),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, {"LOCAL_WORLD_SIZE": "3"}),
+        ({"SLURM_STEP_NUM_NODES": "1"}, {"MASTER_ADDR": "127.0.0.1", "GROUP_WORLD_SIZE": "1"}),
+        # What starts its ranks itself: torchrun, a step of one task, a batch script.
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": None}),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, {"RANK": None}),
+        ({"SLURM_STEP_NUM_TASKS": ""}, {"RANK": None}),
+        ({"SLURM_PROCID": ""}, {"RANK": None}),
+    ],
+)
+def test_a_task_of_srun_is_a_rank(changed, expected):
+    with patch.dict(os.environ, STEP | changed, clear=True):
+        join_slurm_step()
+        assert {name: os.environ.get(name) for name in expected} == expected
+
+
+def compare_requests(folder):
+    rank = dist.get_rank()
+    request = {"seed": min(rank, 1), "clip": {"threshold": 1.0}, "tracker": {"group": rank}}
+    joined = patch.object(agreement, "launch_from_torch")
+    described = patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": "3"})
+    with joined, described:
+        agreement.require_same_request({**request, "seed": 1}, timeout=60)  # another group is free
+        with pytest.raises(RequestError) as refused:
+            agreement.require_same_request(request, timeout=60)
+    return str(refused.value)
+
+
+def test_ranks_with_different_requests_refuse_them_by_one_message(tmp_path):
+    first, second, third = run_ranks(compare_requests, 3, tmp_path)
+    assert first == second == third
+    assert "(1 problem)" in first
+    assert "seed=0  on rank 0, and 1 on rank 1" in first
 
 
 # The calls by which a process learns of a GPU or uses it; after any of them its children cannot.

@@ -16,7 +16,7 @@ from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.reading import DamagedFile
 from runner.config.schema import RunConfig
 from runner.run_folder import files, keys
-from runner.run_folder.status import RESUMED, WANDB_STEP, is_unfinished, job_ids
+from runner.run_folder.status import RESUMED, is_unfinished, job_ids
 from runner.run_folder.strict_json import decode, encode, number, read_object
 
 WORDS = ("auto", "never")  # values of `resume` that are no path
@@ -34,7 +34,7 @@ class Start:
     former: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
-    def status(self, last_step: int) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         if self.checkpoint is None:
             return {}
         if not self.former:
@@ -43,7 +43,6 @@ class Start:
         return kept | {
             "step": self.step,
             RESUMED: [*(self.former.get(RESUMED) or []), self.step],
-            WANDB_STEP: max(last_step, self.former.get(WANDB_STEP) or 0),
             keys.WALL_SECONDS: number(self.former.get(keys.WALL_SECONDS)) or 0.0,
         }
 

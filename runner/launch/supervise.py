@@ -30,8 +30,8 @@ from runner.launch import signals
 from runner.launch.failure import KNOBS, Failure, attempt, stopped_by
 from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
-from runner.run_folder.status import WANDB_STEP, Record, provenance
-from runner.run_folder.strict_json import cut, follow, last_step
+from runner.run_folder.status import RESUMED, Record, provenance
+from runner.run_folder.strict_json import cut, follow
 from runner.telemetry.guidance import sentences
 from runner.telemetry.sinks import RunLog, Sink, TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
@@ -226,7 +226,7 @@ def run(
     run_id = str(run_id) if config.tracker.uses("wandb") else None
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.requested()  # a signal is noted from here on, so that it is recorded
-    resumed = start.status(last_step(folder / files.ROWS))
+    resumed = start.status()
     status = record.begin(plain, run_id, **resumed)
     cut(folder / files.ROWS, start.step if start.former else 0)
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
@@ -295,6 +295,7 @@ def run(
 def _trackers(
     config: RunConfig, plain: dict[str, Any], folder: Path, name: str, status: dict[str, Any]
 ) -> Iterator[Sink]:
+    continued_after = status["step"] if RESUMED in status else None
     if config.tracker.uses("wandb"):
         aside = ("calibrate", "verify", "sweep", "report")  # they say nothing about a run itself
         yield WandbSink(
@@ -303,9 +304,8 @@ def _trackers(
             name=hidden(name),
             run_id=status["wandb_run_id"],
             config={key: value for key, value in plain.items() if key not in aside},
-            sent_until=status.get(WANDB_STEP) or 0,
-            resumes=WANDB_STEP in status,
+            continued_after=continued_after,
             time_left=lambda: signals.time_left() - 2.0,  # for the page of the run
         )
     if config.tracker.uses("tensorboard"):
-        yield TensorboardSink(folder, status["step"] if WANDB_STEP in status else None)
+        yield TensorboardSink(folder, continued_after)

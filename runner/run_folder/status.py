@@ -40,9 +40,7 @@ from runner.run_folder.strict_json import (
 
 log = logging.getLogger(__name__)
 
-# Entries of the status of a run that was continued: the steps at which it was, and the last step
-# whose row wandb got before
-RESUMED, WANDB_STEP = "resumed", "wandb_step"
+RESUMED = "resumed"  # entry of the status of a run that was continued: the steps at which it was
 PROGRESS_SECONDS = 1.0  # shortest time between two writes of the step to `status.json`
 RELEASED = 8.0  # to wait for a lock: children of a process that is gone may finish a step first
 

@@ -203,11 +203,6 @@ def read_rows(path: Path) -> Iterator[Row]:
                 yield decode(line, from_json)
 
 
-def last_step(path: Path) -> int:
-    steps = (row.get(keys.TRAIN_STEP) for row in read_rows(path))
-    return max((step for step in steps if isinstance(step, int)), default=0)
-
-
 def cut(path: Path, step: int) -> None:
     """Remove the rows after an optimizer step, in place: another process may follow the file."""
     with suppress(FileNotFoundError), path.open("rb+") as file:

@@ -78,7 +78,7 @@ def test_an_unfinished_run_is_continued_from_its_newest_checkpoint(run):
     assert (found.checkpoint, found.step, found.warnings) == (newest, 30, ())
     assert found.former["wandb_run_id"] == "abc"
     entries = {"started": "before", "step": 30, "resumed": [10, 30]}
-    assert found.status(37) == {**entries, "wandb_step": 37, "wall_s": 3.5}
+    assert found.status() == {**entries, "wall_s": 3.5}
     assert earlier_record(run) is None
 
 
@@ -124,7 +124,7 @@ def test_a_path_is_a_run_or_its_checkpoints_or_one_of_them(run, old):
     for path in (old, old / "checkpoints", newest):
         found = start(run, f"resume={path}")
         assert (found.checkpoint, found.step, found.former) == (newest, 30, {})
-        assert found.status(0) == {"resumed_from": str(newest), "step": 30}
+        assert found.status() == {"resumed_from": str(newest), "step": 30}
     assert start(run, f"resume={old}/checkpoints/step_000000020").step == 20
 
 
@@ -183,10 +183,10 @@ def test_another_number_of_samples_in_a_step_counts(tmp_path, run, old):
 def test_a_path_beside_own_checkpoints(tmp_path, run, old):
     record(run, resumed_from="there")
     found = start(run, f"resume={old}")
-    assert found.status(0)["resumed_from"].endswith("old/checkpoints/step_000000030")
+    assert found.status()["resumed_from"].endswith("old/checkpoints/step_000000030")
     older, newer = save(run, 40), save(run, 50)
     found = start(run, f"resume={old}")  # the run has come further since
-    assert (found.checkpoint, found.status(50)["resumed_from"]) == (newer, "there")
+    assert (found.checkpoint, found.status()["resumed_from"]) == (newer, "there")
     (tmp_path / "link").symlink_to(older.parent)
     for path in (older, tmp_path / "link" / older.name):
         assert "step_000000050 is newer" in refused(run, f"resume={path}")

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.run_folder import files, keys
-from runner.run_folder.strict_json import Row, spelled
+from runner.run_folder.strict_json import Row, read_rows, spelled
+from runner.telemetry.sinks.wandb_file import last_recorded_step
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -50,7 +51,9 @@ def effective_mode(mode: str) -> str:
 class WandbSink:
     """Records a run with wandb, in ``folder/wandb``; see the section ``tracker`` for its arguments.
 
-    A continued run has ``resumes``, and rows up to the step ``sent_until`` are recorded already.
+    A run that continues after a step has ``continued_after``. Rows that wandb has already are not
+    recorded again. Rows up to that step that were lost with a process are read from the run's own
+    rows; later ones are trained again.
     ``labels`` are further arguments of ``wandb.init``: ``project``, ``group``, ``tags``, ``name``.
     """
 
@@ -62,15 +65,15 @@ class WandbSink:
         timeout: float,
         run_id: str,
         config: dict[str, Any],
-        sent_until: int = -1,
-        resumes: bool = False,
+        continued_after: int | None = None,
         time_left: Callable[[], float] = lambda: math.inf,
         **labels: Any,
     ) -> None:
         self._folder, self._mode, self._timeout = folder.absolute(), mode, timeout
-        self._sent_until, self._time_left = sent_until, time_left
+        self._run_id, self._time_left = run_id, time_left
+        self._continued_after, self._recorded = continued_after, -1
         self._init = {"dir": str(self._folder), "id": run_id, "config": config, **labels}
-        self._init["resume"] = "allow" if resumes else None
+        self._init["resume"] = None if continued_after is None else "allow"
         self._queue: queue.SimpleQueue[Callable[[Run], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._warned = False
@@ -81,10 +84,9 @@ class WandbSink:
             self._thread.start()
 
     def write(self, row: Row) -> None:
-        if self._thread is not None and row[keys.TRAIN_STEP] > self._sent_until:
+        if self._thread is not None:
             copy = dict(row)
-            # Without ``step=``, which would keep the row open for later keys.
-            self._queue.put(lambda run: run.log(copy))
+            self._queue.put(lambda run: self._log(run, copy))
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Send the end of the run and wait until it is recorded, ``timeout`` seconds at most."""
@@ -107,12 +109,41 @@ class WandbSink:
     def _record(self) -> None:
         try:
             run = self._open()
+            self._log_lost_rows(run)
             while (task := self._queue.get()) is not None:
                 task(run)
         except Exception as error:
             self._warn("wandb did not record or send the whole run", error)
             with suppress(Exception):
                 _imported().teardown()  # the next run gets a new client
+
+    def _log(self, run: Run, row: Row) -> None:
+        step = int(row[keys.TRAIN_STEP])
+        if step > self._recorded:
+            # wandb's own step is ours too, so that a server says how far it has the run. Without
+            # ``commit`` a row with a step would stay open for later keys.
+            run.log(row, step=step, commit=True)
+
+    def _log_lost_rows(self, run: Run) -> None:
+        """Find out how far a continued run is recorded, and log the rows after that."""
+        checkpoint = self._continued_after
+        if checkpoint is None:
+            return
+        self._recorded = self._last_recorded(run, checkpoint)
+        for row in read_rows(self._folder / files.ROWS):
+            if row[keys.TRAIN_STEP] > checkpoint:  # the training has gone on meanwhile
+                break
+            self._log(run, row)
+
+    def _last_recorded(self, run: Run, checkpoint: int) -> int:
+        if run.resumed:  # online: what the server has
+            return run.starting_step - 1
+        try:
+            step = last_recorded_step(self._folder, self._run_id)
+        except Exception as error:  # wandb may change the format of its files
+            log.info("wandb's files of this run cannot be read (%r)", error)
+            step = None
+        return checkpoint if step is None else step
 
     def _open(self) -> Run:
         """Begin the run, offline if no server accepts it."""

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import wandb
 
 from runner.run_folder.strict_json import JsonlSink, Row, decode, read_rows
 from runner.telemetry.sinks import wandb_sink
@@ -183,21 +184,40 @@ def test_no_secret_and_no_argument_is_recorded(start_server, warnings, tmp_path,
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-def test_a_run_that_continues_has_each_row_once(start_server, warnings, tmp_path, mode):
+def test_a_run_that_was_killed_several_times_has_each_row_once(
+    start_server, warnings, tmp_path, mode
+):
     """``wandb sync`` sends what is offline; the server keeps rows by the client's offsets."""
     server, folder = start_server(), tmp_path / "run"
     rows: list[Row] = [{"train/step": step, "train/loss": 1 / step} for step in range(1, 13)]
-    record(folder, "again1", rows[:8], mode=mode, summary={"steps": 8}, exit_code=1)
-    # The checkpoint is of step 5: three steps are taken again.
-    more = {"summary": {"steps": 12}, "sent_until": 8, "resumes": True}
-    record(folder, "again1", rows[5:], mode=mode, **more)
+
+    def part(recorded, checkpoint=None, **more):
+        """Continue after the checkpoint, whose rows the run keeps; wandb gets the next ones."""
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        with JsonlSink(folder / "metrics.jsonl") as kept:
+            for row in rows[: checkpoint or 0]:
+                kept.write(row)
+        given = {"mode": mode, "summary": None, "exit_code": 1, "continued_after": checkpoint}
+        file = record(folder, "again1", recorded, **{**given, **more})
+        wandb.teardown()  # its client, which writes the file, ends with its process
+        # wandb names folders by the second, and sends them in the order of their names.
+        kind, number = file.parent.name.partition("run-")[0], len([*folder.glob("wandb/*-part")])
+        return file.parent.rename(file.parent.with_name(f"{kind}run-{number}-part")) / file.name
+
+    file = part(rows[:3])  # killed at row 8: wandb had written three of them
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])  # in the middle of a record
+    part(rows[5:9], 5)
+    file.write_bytes(whole)  # wandb sends nothing after a file that is not whole
+    part(rows[7:8], 7)  # it had no row that is new
+    part(rows[7:], 7, summary={"steps": 12}, exit_code=0)
     assert warnings() == []
-    folders = [one for one in (folder / "wandb").glob("*run-*") if one.is_dir()]
-    offline = sorted(str(one) for one in folders if one.name.startswith("offline-run-"))
-    assert len([one for one in folders if not one.is_symlink()]) == 2  # the first part is kept
-    if offline:
+    parts = sorted(map(str, folder.glob("wandb/*-part")))
+    assert len(parts) == 4  # earlier parts are kept
+    if mode == "offline":
         assert server.requests == []
-        python("-m", "wandb", "sync", *offline, cwd=Path(os.environ["HOME"]))
+        python("-m", "wandb", "sync", *parts, cwd=Path(os.environ["HOME"]))
     [run] = server.runs.values()
     assert_same(run.history(), rows)
     config = json.loads(run.created["config"]).items()

@@ -18,8 +18,8 @@ from runner.clip import Layout
 from runner.clip.units import head_weights
 from runner.parallel import gradient_sync as sync
 from runner.parallel import mesh, stages, tensor_styles
-from runner.parallel.collectives import broadcast
-from runner.parallel.hooks import Usage, require_no_post_accumulate
+from runner.parallel.collectives import broadcast, on_any_rank
+from runner.parallel.hooks import AfterBatch, Usage, require_no_post_accumulate
 from runner.parallel.mesh import Axes, MeshSizes, grid
 from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import hold, reshard, shard_model
@@ -174,12 +174,19 @@ class Distribution:
         tied = sync.tied_copies(model, own.copies, own.renamed, axes)
         staged = [p for stage in modules.values() for p in stage.parameters()]
         backwards = {id(p): self.microbatches for p in staged}
+        after_batch = AfterBatch(model.parameters() if parts else ())
         waiting = partial_parameters(model)
+        if parts and any(on_any_rank([after_batch.runs_hooks], world)):
+            # Hooks change gradients after the backward pass: no average may begin before.
+            waiting = frozenset(backwards)
         averagings = [sync.Averaging(each, backwards, waiting) for each in replicas]
         # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
         waits = data if sizes.ep > 1 or self.sharded else None
         ways = (self.stage_count, self.schedule, self.microbatches)
-        pipeline = Pipeline(modules, *ways, axes.pp.get_group(), device, waits) if parts else None
+        pipeline = None
+        if parts:
+            group = axes.pp.get_group()
+            pipeline = Pipeline(modules, *ways, group, device, waits, after_batch)
         tensor, both = axes.tp.get_group(), (data, axes.edp.get_group())
         held = zip(mesh.split_parameters(model, experts), both, strict=True) if self.sharded else ()
         split = [p for p in model.parameters() if isinstance(p, DTensor) and sizes.tp > 1]

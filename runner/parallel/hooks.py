@@ -39,6 +39,46 @@ def require_no_post_accumulate(named: Iterable[tuple[str, Tensor]], why: str) ->
         )
 
 
+class AfterBatch:
+    """Runs hooks of ``register_post_accumulate_grad_hook`` once after a batch of a pipeline.
+
+    Autograd would run them after each microbatch, on a part of the gradient.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._hooks: dict[nn.Parameter, Mapping[int, Callable[[Tensor], None]]] = {}
+        self._accumulated: set[int] = set()
+        for parameter in self._parameters:
+            if parameter._post_accumulate_grad_hooks:
+                # The handle of a hook removes it from this mapping.
+                self._hooks[parameter] = parameter._post_accumulate_grad_hooks
+                parameter._post_accumulate_grad_hooks = None
+                register(self._note, parameter, after=True)
+        self.runs_hooks = bool(self._hooks)
+
+    def _note(self, parameter: Tensor) -> None:
+        self._accumulated.add(id(parameter))
+
+    def begin(self) -> None:
+        """Count the hooks at the end of boost."""
+        self._counts = [len(p._post_accumulate_grad_hooks or ()) for p in self._parameters]
+
+    def has_more(self) -> bool:
+        """Return whether a hook was registered after boost: autograd runs it too often."""
+        hooks = [len(p._post_accumulate_grad_hooks or ()) for p in self._parameters]
+        return hooks != self._counts
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Run the hooks of the parameters whose gradients the batch has changed."""
+        for parameter, hooks in self._hooks.items():
+            if id(parameter) in self._accumulated:
+                for hook in list(hooks.values()):
+                    hook(parameter)
+        self._accumulated.clear()
+
+
 def carry_over(hooks: Hooks | None, replacement: nn.Parameter) -> None:
     """Register ``_backward_hooks`` on a replacement; on a DTensor they get the whole gradient."""
     if not hooks:
@@ -162,6 +202,13 @@ class Usage:
             raise ValueError(
                 f"{hooked[0]}: a hook was registered after boost, on a shard that no backward pass "
                 "reaches: register it on the model before boost, which carries it over"
+            )
+        after = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
+        if after:
+            raise ValueError(
+                f"{after[0]}: a hook of register_post_accumulate_grad_hook was registered after "
+                "boost, and runs on a shard of the gradient: register one of register_hook on the "
+                "model before boost, or choose plugin=ddp"
             )
         for name, p in parameters.items():
             if (whole := computed_with(p)) is not p and whole.grad is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from runner.clip.shard import local
 from runner.parallel.collectives import on_any_rank
 from runner.parallel.gradient_sync import written
-from runner.parallel.hooks import Apart, register
+from runner.parallel.hooks import AfterBatch, Apart, register
 from runner.parallel.sharding import reshard
 from runner.parallel.stages import SCHEDULES, Stage, stage_to_rank
 
@@ -43,6 +43,7 @@ class Pipeline:
     group: dist.ProcessGroup
     device: torch.device
     across: dist.ProcessGroup | None = None  # data-parallel ranks that wait in forward passes
+    after_batch: AfterBatch = field(default_factory=lambda: AfterBatch(()))  # hooks of the user's
 
     def __post_init__(self) -> None:
         self._made: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -52,6 +53,7 @@ class Pipeline:
         for stage in self.stages.values():
             for parameter in () if isinstance(stage, FSDPModule) else stage.parameters():
                 register(self._apart, parameter)
+        self.after_batch.begin()
         if self.last:
             self.stages[self.count - 1].ends = True
 
@@ -78,6 +80,7 @@ class Pipeline:
         self._loss_of = None
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        self.after_batch.run()
         self._after = self._last_gradient()
         if kept is not None and outputs is not None:
             kept.append(outputs.detach()[: len(inputs)])
@@ -94,10 +97,20 @@ class Pipeline:
         return gradient, (version, str(local(gradient).flatten()[:1].tolist()))
 
     def require_unchanged(self) -> None:
-        """Refuse, on all ranks, gradients that were changed in place since: by their norm, say."""
+        """Refuse, on all ranks, gradients that were changed in place since: by their norm, say.
+
+        Hooks after accumulation that were registered after boost have changed parts of them.
+        """
         (then, before), (now, version) = self._after, self._last_gradient()
         self._after = (None, 0)
-        if any(on_any_rank([now is then and version != before], self.group)):
+        flags = [now is then and version != before, self.after_batch.has_more()]
+        changed, has_more_hooks = on_any_rank(flags, self.group)
+        if has_more_hooks:
+            raise ValueError(
+                "a hook of register_post_accumulate_grad_hook was registered after boost, and runs "
+                "once for each microbatch of a pipeline: register it on the model before boost"
+            )
+        if changed:
             raise ValueError(
                 "gradients were changed in place after the backward pass, and a rank of a pipeline "
                 "has those of its stages alone: use optimizer.clip_grad_by_norm, or register_hook"

@@ -312,6 +312,11 @@ def halved(net):
     net[1].linear.weight.register_post_accumulate_grad_hook(hook)
 
 
+def halve_later(net, optimizer):
+    if net[1].linear.weight is not None:
+        halved(net)
+
+
 def hook_later(net, optimizer):
     if net[1].linear.weight is not None:
         net[1].linear.weight.register_hook(lambda gradient: gradient * 2.0)
@@ -455,7 +460,14 @@ CONDITIONS = {
     "post-accumulate hook": Condition(
         build=halved,
         refused={REPLACED: r"1\.linear\.weight: a hook of register_post_acc.* use register_hook"},
-        options=("chunks",),
+    ),
+    "post-accumulate hook after boost": Condition(
+        change=at(3, halve_later),
+        refused={
+            SHARDED: r"1\.linear\.weight: .* registered after boost, and runs on a shard",
+            STAGES: "registered after boost, and runs once for each microbatch of a pipeline",
+            AVERAGED: "changed in place before they were averaged",
+        },
     ),
     "hook after boost": Condition(
         change=at(3, hook_later),

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
         TorchFSDPPlugin,
     )
     from runner.checkpoint.content import CheckpointSaver
-    from runner.clip import GradientClipping, SkipRule, apply_gradient_clipping
+    from runner.clip import (
+        GradientClipping,
+        SkipRule,
+        apply_gradient_clipping,
+        clipping_state_dict,
+        load_clipping_state_dict,
+    )
     from runner.launch.process_group import (
         DistCoordinator,
         get_current_device,
@@ -61,9 +67,11 @@ _HOME = {
     "TorchFSDPPlugin": "runner.booster",
     "Trainer": "runner.train.trainer",
     "apply_gradient_clipping": "runner.clip",
+    "clipping_state_dict": "runner.clip",
     "get_current_device": "runner.launch.process_group",
     "get_dist_logger": "runner.launch.process_group",
     "launch_from_torch": "runner.launch.process_group",
+    "load_clipping_state_dict": "runner.clip",
 }
 
 __all__ = [
@@ -91,9 +99,11 @@ __all__ = [
     "TorchFSDPPlugin",
     "Trainer",
     "apply_gradient_clipping",
+    "clipping_state_dict",
     "get_current_device",
     "get_dist_logger",
     "launch_from_torch",
+    "load_clipping_state_dict",
 ]
 
 

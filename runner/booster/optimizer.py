@@ -23,6 +23,7 @@ from runner.booster.step_order import (
     finding,
 )
 from runner.clip import ClipMode, Decision, GradStats, Number, build, total_norm, transfer
+from runner.clip.call_history import CallHistory
 from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule
 from runner.parallel.distribution import ParallelModel
@@ -57,6 +58,7 @@ class OptimizerWrapper(StepOrder):
         self._max_norm, self._require_final = plugin.max_norm, require_final
         self.decision: Decision | None = None
         self.powers: Powers | None = None
+        self.calls = CallHistory()  # of ``apply_gradient_clipping``
         self._mode: ClipMode | None = None  # of the decision
         self._taken: bool | Callable[[], float] = False
         self._groups = BoostedGroups(self.optimizers, made.layout, made.steps)
@@ -285,13 +287,17 @@ class OptimizerWrapper(StepOrder):
     def rest_of_state(self) -> dict[str, Any]:
         """Return the state beside that of the optimizers."""
         held = {"loss_scale": self.loss_scale, "skip": self.skip}
-        return {key: one.state_dict() for key, one in held.items() if one is not None}
+        state = {key: one.state_dict() for key, one in held.items() if one is not None}
+        if calls := self.calls.state_dict():
+            state["calls"] = calls
+        return state
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`rest_of_state` returned."""
         for key, one in (("loss_scale", self.loss_scale), ("skip", self.skip)):
             if one is not None and state.get(key) is not None:
                 one.load_state_dict(state[key])
+        self.calls.load_state_dict(state.get("calls", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the optimizers, of what this rank steps, and of the rest."""

@@ -1,7 +1,12 @@
 """Gradient clipping over layouts: where gradients live, what they measure, and one file a mode."""
 
 from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.functional import GradientClipping, apply_gradient_clipping
+from runner.clip.functional import (
+    GradientClipping,
+    apply_gradient_clipping,
+    clipping_state_dict,
+    load_clipping_state_dict,
+)
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
 from runner.clip.norm import limit_norm
@@ -26,6 +31,8 @@ __all__ = [
     "Units",
     "apply_gradient_clipping",
     "build",
+    "clipping_state_dict",
     "limit_norm",
+    "load_clipping_state_dict",
     "total_norm",
 ]

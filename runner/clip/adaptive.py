@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, transfer
+from runner.clip.layout import OptionError
 from runner.clip.norms import OVERFLOWS, ROW, SMALL, VANISHES, combine, gathered, powers_of
 from runner.clip.shard import local
 from runner.config.modes import Adaptive
@@ -236,6 +237,13 @@ class AdaptiveClip(Adaptive, ClipMode):
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units``; log what ``auto`` excludes, and unknown layers."""
         auto, units = self.exclude == "auto", self.units or {}
+        if auto and not layout.heads_known:
+            raise OptionError(
+                "exclude",
+                "clip.exclude=auto leaves out the head of the model, which is not known where "
+                "ranks hold different parts of it: name the weights that are not clipped, as in "
+                'exclude=["head.weight"], or exclude=[] for none',
+            )
         globs = () if auto else self.exclude
         named = {name for glob in globs for name in layout.matching(glob, "exclude")}
         self._excluded = set(layout.heads) if auto else named

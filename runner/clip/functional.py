@@ -6,20 +6,32 @@ import lines changed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
+from runner.clip.call_history import CallHistory
 from runner.clip.decision import Decision
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
-from runner.clip.shard import is_dtensor
+from runner.clip.over_ranks import (
+    ProcessGroups,
+    are_process_groups,
+    compare_replicas,
+    outside_of_ddp,
+    over_ranks,
+    process_groups_of,
+)
+from runner.clip.shard import is_dtensor, is_sharded
+from runner.clip.transfer import Number
 
 # Names of wrappers of other libraries, and their attribute that holds the model.
 _INSIDE = {
@@ -35,6 +47,7 @@ class PlainClipper:
 
     layout: Layout
     mark: list[Any] = field(default_factory=list)
+    process_groups: ProcessGroups = field(default_factory=dict)
 
     def clip(self, mode: ClipMode) -> Decision:
         """Clip by ``mode``, which is bound to the layout."""
@@ -44,8 +57,22 @@ class PlainClipper:
 
 # For modules and parameters a weak reference to their clipper, or "none" if they have none.
 _boosted = WeakIdKeyDictionary()
-# For each module that was not boosted the clipper that was made last.
+# For each module that was not boosted the clippers that were made last, by their process groups.
 _plain = WeakIdKeyDictionary()
+# For each module inside of wrappers, and each boosted optimizer, what calls remember of it.
+_histories = WeakIdKeyDictionary()
+# For each parameter of a list that was clipped by a mode with a history, what is kept of the list.
+_lists = WeakIdKeyDictionary()
+# Modules, and first parameters of lists, that were without gradients when they were clipped.
+_warned = WeakIdKeyDictionary()
+
+
+@dataclass
+class _ListHistory:
+    """What calls remember of a list of parameters, which it does not keep alive."""
+
+    ids: list[int]
+    calls: CallHistory = field(default_factory=CallHistory)
 
 
 def register(clipper: Any, owned: Iterable[nn.Module | Tensor]) -> None:
@@ -61,8 +88,11 @@ def register(clipper: Any, owned: Iterable[nn.Module | Tensor]) -> None:
 def apply_gradient_clipping(
     parameters: nn.Module | Iterable[Tensor] | Tensor,
     clipping_type: str,
-    clipping_threshold: float,
+    clipping_threshold: float | None,
     norm_type: float = 2.0,
+    *,
+    groups: Mapping[str, Any] | None = None,
+    process_groups: ProcessGroups | None = None,
     **options: Any,
 ) -> Decision:
     """Clip the gradients of ``parameters`` in place. Call it after ``backward``, before ``step``.
@@ -73,32 +103,106 @@ def apply_gradient_clipping(
     matrices that Muon steps, unless ``scales="all"`` is given. In a loop of Lightning Fabric or
     Accelerate give what their ``setup`` or ``prepare`` returned; unscale gradients before.
 
+    A mode that remembers earlier steps (``percentile``, ``zscore``, ``adagc``, ``schedule``, and
+    ``chain`` and ``groups`` of them) goes on from call to call. Its history belongs to the model,
+    or to the list of parameters, and to the options of the mode, but not to its threshold. It ends
+    with the model; :func:`clipping_state_dict` saves it.
+
+    On several ranks a parameter that is no DTensor counts as a replica on each rank, unless
+    ``groups`` says that ranks hold different parameters. Where other parameters of the model are
+    sharded by ``fully_shard``, or averaged by ``DistributedDataParallel``, the first call compares
+    the ranks. It cannot know this of a model without either: experts of such a model need
+    ``groups``, without which the norm is that of one rank.
+
     Args:
         parameters: a module (whose layers and heads are then known), or parameters, or one tensor.
             Of a boosted model, on every rank: the boosted model, the user's own model object, or
             all parameters of either. Of another model whose parameters are DTensors
             (``fully_shard``): the module, on every rank.
-        clipping_type: ``norm``, ``value`` or ``adaptive``.
-        clipping_threshold: λ, above 0.
+        clipping_type: a clipping mode, such as ``norm``, ``value`` or ``adaptive``.
+        clipping_threshold: λ, above 0; None for ``chain`` and ``groups``.
         norm_type: p of the total norm.
+        groups: for globs of parameter names the process group (or device mesh of one dimension)
+            over which these parameters are distinct: each of its ranks holds others, and ranks
+            outside of it hold replicas. ``groups={"experts.*": group}`` for experts;
+            ``groups={"*": group}`` for pipeline stages of your own. All ranks of the world have to
+            call then. In names of modes and patterns, ``experts.0.weight@1`` is the parameter on
+            rank 1 of its group. With ``clipping_type="groups"`` this is the option of the mode.
+        process_groups: the same as ``groups``, also with ``clipping_type="groups"``.
         options: options of the mode, such as ``units={"experts.*": [0, 1]}`` of ``adaptive``.
 
     Returns:
         What was done: the norm before and after, the coefficient, the share clipped.
 
     Raises:
-        ValueError: an unknown type, a wrong option or threshold, no parameters, or some parameters
-            of a boosted model that cannot be clipped alone.
+        ValueError: an unknown type, a wrong option or threshold, no parameters, some parameters
+            of a boosted model that cannot be clipped alone, or (``LayoutError``, on every rank)
+            parameters that are no replicas and are not in ``groups``.
         StepOrderError: gradients of a boosted model are not final, or were clipped already.
         TypeError: parameters are sharded, and are not given as a module.
     """
     options |= {"threshold": clipping_threshold, "norm_type": norm_type}
+    if are_process_groups(groups):
+        process_groups = groups
+    elif groups is not None:
+        options["groups"] = groups
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     given = listed if isinstance(listed, nn.Module) else list(listed)
-    clipper, mode = clipper_of(given), build(clipping_type, **options)
-    mode.bind(clipper.layout)
-    decision: Decision = clipper.clip(mode)
+    clipper = clipper_of(given, process_groups_of(process_groups))
+    calls = _calls_of(given, clipper)
+    if isinstance(calls, CallHistory):
+        mode = calls.mode(clipping_type, options, clipper.layout)
+        decision: Decision = clipper.clip(mode)
+    else:
+        assert isinstance(given, list)
+        decision = _clip_list(given, calls, clipper, clipping_type, options)
+    warn_without_gradients(given, clipper.layout, decision.norm, stacklevel=4)
     return decision
+
+
+def clipping_state_dict(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Any]:
+    """Return what calls of :func:`apply_gradient_clipping` remember of a model, to be saved.
+
+    It is empty for modes without a history, and the same on every rank. The state of a boosted
+    optimizer (``optimizer.state_dict()``) has it too.
+    """
+    given = parameters if isinstance(parameters, nn.Module) else list(parameters)
+    calls = _calls_of(given, _owner_of(given))
+    history = calls if isinstance(calls, CallHistory) else calls.calls
+    return history.state_dict()
+
+
+def load_clipping_state_dict(
+    parameters: nn.Module | Iterable[Tensor], state: Mapping[str, Any]
+) -> None:
+    """Load what :func:`clipping_state_dict` returned; ``{}`` begins all histories anew."""
+    given = parameters if isinstance(parameters, nn.Module) else list(parameters)
+    calls = _calls_of(given, _owner_of(given))
+    history = calls if isinstance(calls, CallHistory) else calls.calls
+    history.load_state_dict(state)
+    if isinstance(given, list) and isinstance(calls, _ListHistory):
+        _keep(given, calls)
+
+
+def warn_without_gradients(
+    given: nn.Module | list[Tensor], layout: Layout, norm: Number, stacklevel: int
+) -> None:
+    """Warn once of a model, or a list of parameters, of which no parameter has a gradient."""
+    if isinstance(norm, float) and norm != 0.0:
+        return
+    if any(shard.param.grad is not None for shard in layout.shards):
+        return
+    # Other ranks may have gradients. A rank without any may read the norm: it waits for nothing.
+    if layout.group is not None and float(norm) != 0.0:
+        return
+    key = given if isinstance(given, nn.Module) else given[0]
+    if key not in _warned:
+        _warned[key] = True
+        warnings.warn(
+            "no parameter has a gradient, so nothing was clipped and the norm is 0: call this "
+            "after backward() and before zero_grad()",
+            stacklevel=stacklevel,
+        )
 
 
 @dataclass(frozen=True)
@@ -127,19 +231,43 @@ class GradientClipping:
         return build(self.clipping_type, **options)
 
 
-def clipper_of(given: nn.Module | list[Tensor]) -> Any:
+def clipper_of(given: nn.Module | list[Tensor], process_groups: ProcessGroups | None = None) -> Any:
     """Return what clips a module, or a list of parameters; see :func:`apply_gradient_clipping`.
 
     For some parameters of a boosted model on one rank, their gradients are made final here.
     """
     if given == []:
         raise ValueError("no parameters to clip: give a module, or parameters")
-    module = given if isinstance(given, nn.Module) else None
-    parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
-    for part in () if module is None else module.modules():
+    for part in given.modules() if isinstance(given, nn.Module) else ():
         if isinstance(part, FSDPModule):
             # A forward pass after the backward pass may have gathered parameters without gradients.
             part.reshard()
+    clipper, whole = _boosted_clipper(given)
+    if clipper is not None:
+        if process_groups:
+            raise ValueError(
+                "groups names process groups of a model that was not boosted: the plugin of a "
+                "boosted one knows which ranks hold what, so leave it out"
+            )
+        if whole:
+            return clipper
+        clipper.begin_clip()
+    if isinstance(given, nn.Module):
+        return plain_clipper(given, process_groups)
+    if process_groups:
+        raise ValueError(
+            "groups names parameters of a model: give the model instead of its parameters"
+        )
+    return PlainClipper(Layout.of_parameters(given))
+
+
+def _boosted_clipper(given: nn.Module | list[Tensor]) -> tuple[Any, bool]:
+    """Return the boosted optimizer that clips what is given, and whether that is all of its model.
+
+    None for what was not boosted.
+    """
+    module = given if isinstance(given, nn.Module) else None
+    parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
     owned = parameters if module is None or module not in _boosted else [module, *parameters]
     known = [_boosted.get(each) for each in owned]  # type: ignore[no-untyped-call]
     found = [each() if isinstance(each, ReferenceType) else each for each in known]
@@ -150,40 +278,108 @@ def clipper_of(given: nn.Module | list[Tensor]) -> Any:
             "this model was boosted without its optimizer, which synchronises gradients before "
             "they are clipped: booster.boost(model, optimizer)"
         )
-    if clipper is not None:
-        asked = {id(parameter) for parameter in parameters}
-        shards = {id(shard.param): shard for shard in clipper.layout.shards}
-        whole = all(key in asked or not one.param.requires_grad for key, one in shards.items())
-        others = len(clippers) > 1 or any(each is None for each in found) or asked - shards.keys()
-        if others or not (whole or clipper.layout.group is None):
-            raise ValueError(
-                "these are not the parameters of one boosted model, which are clipped together: "
-                "give the boosted model, or its parameters(); clip several models one by one, or "
-                "boost one module that holds them all"
-            )
-        if whole:
-            return clipper
-        clipper.begin_clip()
-    if module is None:
-        return PlainClipper(Layout.of_parameters(parameters))
-    return plain_clipper(module)
+    if clipper is None:
+        return None, False
+    asked = {id(parameter) for parameter in parameters}
+    shards = {id(shard.param): shard for shard in clipper.layout.shards}
+    whole = all(key in asked or not one.param.requires_grad for key, one in shards.items())
+    others = len(clippers) > 1 or any(each is None for each in found) or asked - shards.keys()
+    if others or not (whole or clipper.layout.group is None):
+        raise ValueError(
+            "these are not the parameters of one boosted model, which are clipped together: "
+            "give the boosted model, or its parameters(); clip several models one by one, or "
+            "boost one module that holds them all"
+        )
+    return clipper, whole
 
 
-def plain_clipper(model: nn.Module) -> PlainClipper:
+def _owner_of(given: nn.Module | list[Tensor]) -> Any:
+    """Return the boosted optimizer whose whole model is given, else None."""
+    clipper, whole = _boosted_clipper(given)
+    return clipper if whole else None
+
+
+def plain_clipper(model: nn.Module, process_groups: ProcessGroups | None = None) -> PlainClipper:
     """Return the clipper of a model that was not boosted; a new one if its parameters changed.
 
-    Where parameters are sharded, a new layout takes a collective: all ranks have to call this, and
-    to change their parameters or placements together.
+    Where parameters are sharded, or process groups are given, a new layout takes collectives: all
+    ranks have to call this, and to change their parameters or placements together.
     """
     mark: list[Any] = []  # The layout keeps the parameters, so that no id is reused.
     for parameter in model.parameters():
         mark += [id(parameter), parameter.shape]
         if is_dtensor(parameter):
             mark += [parameter.placements, id(parameter.device_mesh)]
-    known: PlainClipper | None = _plain.get(model)  # type: ignore[no-untyped-call]
-    if known is None or known.mark != mark:
-        known = _plain[model] = PlainClipper(Layout.of_model(_without_wrappers(model)), mark)
-    return known
+    groups = dict(process_groups or {})
+    clippers: list[PlainClipper] = _plain.setdefault(model, [])  # type: ignore[no-untyped-call]
+    for clipper in clippers:
+        if clipper.process_groups == groups:
+            if clipper.mark == mark:
+                return clipper
+            clippers.remove(clipper)
+            break
+    clipper = PlainClipper(_plain_layout(model, groups), mark, groups)
+    clippers.append(clipper)
+    return clipper
+
+
+def _plain_layout(model: nn.Module, process_groups: ProcessGroups) -> Layout:
+    inner = _without_wrappers(model)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if process_groups and not dist.is_initialized():
+        raise ValueError("groups needs torch.distributed: call init_process_group first")
+    if process_groups or any(is_sharded(parameter) for parameter in model.parameters()):
+        assert dist.group.WORLD is not None
+        return over_ranks(inner, dist.group.WORLD, process_groups)
+    if ranks > 1:
+        apart, group = outside_of_ddp(model)
+        if apart and group.size() > 1:
+            compare_replicas(apart, group)
+    return Layout.of_model(inner)
+
+
+def _calls_of(given: nn.Module | list[Tensor], clipper: Any) -> CallHistory | _ListHistory:
+    """Return what calls remember of a model, or of a list of parameters."""
+    if clipper is not None and not isinstance(clipper, PlainClipper):
+        calls: CallHistory = clipper.calls
+        return calls
+    if isinstance(given, nn.Module):
+        inner = _without_wrappers(given)
+        history: CallHistory = _histories.setdefault(inner, CallHistory())  # type: ignore[no-untyped-call]
+        return history
+    ids = [id(parameter) for parameter in given]
+    kept = [_lists.get(parameter) for parameter in given]  # type: ignore[no-untyped-call]
+    # An id may be that of a parameter that is gone, so every parameter has to know the list.
+    if kept[0] is not None and kept[0].ids == ids and all(each is kept[0] for each in kept):
+        own: _ListHistory = kept[0]
+        return own
+    return _ListHistory(ids)
+
+
+def _clip_list(
+    given: list[Tensor], history: _ListHistory, clipper: Any, kind: str, options: dict[str, Any]
+) -> Decision:
+    """Clip a list of parameters, with the history of earlier calls on the same list."""
+    mode = history.calls.mode(kind, options, clipper.layout)
+    try:
+        for parameter in given:
+            other: _ListHistory | None = _lists.get(parameter)  # type: ignore[no-untyped-call]
+            if other is not None and other is not history and other.calls.remembers(mode):
+                raise ValueError(
+                    f"clipping type {kind} remembers earlier calls, but these parameters are only "
+                    "in part those of an earlier call: give the same list in each call, or the "
+                    "model"
+                )
+        decision: Decision = clipper.clip(mode)
+        return decision
+    finally:
+        if history.calls.release():
+            _keep(given, history)
+
+
+def _keep(given: list[Tensor], calls: _ListHistory) -> None:
+    for parameter in given:
+        _lists[parameter] = calls
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

@@ -57,6 +57,8 @@ class Layout:
     Attributes:
         names: names of all parameters of the model, in one order for all ranks.
         partly_scaled: whether :meth:`leave_unscaled` named parameters, of any rank.
+        heads_known: whether ``heads`` are those of the whole model. They are not where ranks hold
+            different models.
 
     Raises:
         TypeError: a parameter is complex.
@@ -81,6 +83,7 @@ class Layout:
         self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
         self.names = list(self.parameters)
         self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
+        self.heads_known = True
         self._elsewhere = elsewhere
 
     @cached_property
@@ -160,13 +163,15 @@ class Layout:
     def restricted(self, names: Iterable[str]) -> Layout:
         """Return the layout of some parameters, over the same ranks, which all know ``names``."""
         kept = {*names}
-        return Layout(
+        restricted = Layout(
             [shard for shard in self.shards if shard.name in kept],
             self.group,
             [head for head in self.heads if head in kept],
             {name: whole for name, whole in self.parameters.items() if name in kept},
             self.device.type,
         )
+        restricted.heads_known = self.heads_known
+        return restricted
 
     @property
     def device(self) -> torch.device:
@@ -220,8 +225,12 @@ class Layout:
     def matching(self, pattern: str, option: str) -> list[str]:
         """Return the names of parameters that match a glob, which the mode's ``option`` has."""
         names = self.names
-        if hits := fnmatch.filter(names, pattern):
-            return hits
+        matches = {*fnmatch.filter(names, pattern)}
+        for name, whole in self.parameters.items():
+            if whole.base and fnmatch.fnmatchcase(whole.base, pattern):
+                matches.add(name)
+        if matches:
+            return [name for name in names if name in matches]
         some = ", ".join([*names[:3], "...", *names[-3:]] if len(names) > 7 else names)
         raise OptionError(option, f"clip.{option}={pattern} matches no parameter of: {some}")
 

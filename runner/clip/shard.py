@@ -27,13 +27,15 @@ class ParamShard:
     """The part of one parameter that lies on this rank.
 
     Attributes:
-        name: the parameter's qualified name in the user's model.
+        name: the parameter's qualified name in the user's model, or another one that tells apart
+            parameters of the same name on different ranks.
         param: the parameter; only the local shard of a DTensor is used.
         units: how the local shard is divided into units.
         num_replicas: ranks of the layout's group that hold these same elements (replicas).
         shard_groups: groups of ranks over which each unit is split, one for each mesh axis that
             splits units. All ranks of these groups see the same number of units.
         scaled: whether a coefficient multiplies this gradient, see :meth:`Layout.leave_unscaled`.
+        base: the qualified name in the user's model, where ``name`` is another one.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ParamShard:
     num_replicas: int = 1
     shard_groups: tuple[dist.ProcessGroup, ...] = ()
     scaled: bool = True
+    base: str = ""
 
     @property
     def weight(self) -> Tensor:
@@ -98,10 +101,12 @@ class Whole(NamedTuple):
     shape: tuple[int, ...]
     known: bool
     scaled: bool = True
+    base: str = ""
 
     @classmethod
     def of(cls, shard: ParamShard) -> Whole:
-        return cls(tuple(shard.param.shape), shard.units.known, shard.scaled)
+        shape = tuple(shard.param.shape)
+        return cls(shape, shard.units.known, shard.scaled, shard.base)
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:
@@ -121,6 +126,20 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
     if ranks % parts:
         raise LayoutError(f"{name} is split in {parts}, which does not divide its {ranks} ranks")
     return ParamShard(name, parameter, units, ranks // parts, _cut(parameter, units))
+
+
+def position_of(parameter: Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the place of this rank along the mesh axes that split ``parameter``, and its parts.
+
+    Ranks that hold the same elements have the same place; that of a whole parameter is ``()``.
+    """
+    position: list[int] = []
+    parts = 1
+    if is_dtensor(parameter):
+        for axis, _ in _shards(parameter):
+            position.append(parameter.device_mesh.get_local_rank(axis))
+            parts *= parameter.device_mesh.size(axis)
+    return tuple(position), parts
 
 
 def account(

@@ -266,6 +266,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._pending = []  # of steps that are left
         self.last, self.best = dict(state["last"]), dict(state["best"])
         self._window, self._total = Sums(**state["window"]), Sums(**state["total"])
         self.norms = array("d", state["norms"].tolist())

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.clip import Decision, GradStats, Number, transfer
-from runner.clip.functional import plain_clipper
+from runner.clip.functional import plain_clipper, warn_without_gradients
+from runner.clip.over_ranks import ProcessGroups, process_groups_of
 from runner.clip.shard import is_dtensor
 from runner.run_folder import files, keys
-from runner.run_folder.strict_json import JsonlSink, Row
+from runner.run_folder.strict_json import JsonlSink, Row, cut
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.telemetry.sinks import Sink
 
@@ -37,6 +38,8 @@ class GradientMonitor:
         interval: steps between rows. Means, maxima, ratios and times cover all steps in between.
         flush: steps between transfers to the host; by default 1 on the CPU of a single rank, or 50.
         what_if: thresholds of which the share of steps that they would have clipped is logged.
+        groups: process groups over which parameters are distinct, for gradients that are measured
+            here; see :func:`runner.apply_gradient_clipping`.
 
     Attributes:
         steps: number of the last step.
@@ -55,13 +58,16 @@ class GradientMonitor:
         interval: int = 1,
         flush: int | None = None,
         what_if: Sequence[float] = (),
+        groups: ProcessGroups | None = None,
     ) -> None:
         self._model = model
+        self._process_groups = process_groups_of(groups)
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         writes = self._world == 1 or dist.get_rank() == 0
         self._device = next(model.parameters()).device
         if flush is None:
             flush = 1 if self._world == 1 and transfer.can_read(self._device) else 50
+        self._files = [_file(one) for one in to if isinstance(one, str | Path)] if writes else []
         sinks = [_sink(one) for one in to] if writes else []
         self._meter = Meter(sinks, interval, flush, what_if=what_if)
         self.steps = 0
@@ -142,9 +148,18 @@ class GradientMonitor:
         return {**counts, "meter": self._meter.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that :meth:`state_dict` returned."""
+        """Continue from a state that :meth:`state_dict` returned.
+
+        Files that are named by a path lose the rows of later steps, which are taken again.
+        """
         self.steps, self._samples, self._tokens = state["steps"], state["samples"], state["tokens"]
         self._meter.load_state_dict(state["meter"])
+        self.remove_rows_after(self.steps)
+
+    def remove_rows_after(self, step: int) -> None:
+        """Remove the rows of steps after ``step`` from files that are named by a path."""
+        for path in self._files:
+            cut(path, step)
 
     def _decision(
         self, clipped: Decision | Tensor | float | None, threshold: float | None
@@ -159,7 +174,9 @@ class GradientMonitor:
             changed = (coef < 1) * 1.0
             coef = coef.clamp(max=1.0) if isinstance(coef, Tensor) else min(coef, 1.0)
             return Decision(before, before * coef, coef, changed, changed, before, threshold)
-        norm = GradStats.of(plain_clipper(self._model).layout).norm
+        layout = plain_clipper(self._model, self._process_groups).layout
+        norm = GradStats.of(layout).norm
+        warn_without_gradients(self._model, layout, norm, stacklevel=5)
         return Decision.untouched(norm, threshold, norm)
 
     def _mean(self, values: list[float]) -> list[float]:
@@ -170,10 +187,14 @@ class GradientMonitor:
 
 def _sink(to: To) -> Any:
     if isinstance(to, str | Path):
-        path = Path(to) / files.ROWS if Path(to).is_dir() else Path(to)
+        path = _file(to)
         path.parent.mkdir(parents=True, exist_ok=True)
         return JsonlSink(path)
     return SimpleNamespace(write=to, close=lambda *_: None) if callable(to) else to
+
+
+def _file(to: Path | str) -> Path:
+    return Path(to) / files.ROWS if Path(to).is_dir() else Path(to)
 
 
 def _number(value: Tensor | float) -> Number:

@@ -21,6 +21,7 @@ from runner import (
     apply_gradient_clipping,
 )
 from runner.report import figures, read_run, write
+from runner.run_folder.strict_json import read_rows
 from tests.ranks import run_ranks
 
 # Lightning says at import that Slurm's srun is not used; where to log is transformers' own affair.
@@ -84,7 +85,9 @@ def bare(kind, mode, *to):
     """A loop of PyTorch alone; kind: single, ddp or fsdp."""
     rank, world = (0, 1) if kind == "single" else (dist.get_rank(), dist.get_world_size())
     net = make_net()
-    apply_gradient_clipping(net, mode, CLIPS[mode])  # what it keeps of the plain model is not used
+    with pytest.warns(UserWarning, match="no parameter has a gradient"):
+        apply_gradient_clipping(net, mode, CLIPS[mode])  # what it keeps of it is not used
+    apply_gradient_clipping(net, mode, CLIPS[mode])  # it warns once
     model = {"single": lambda m: m, "ddp": DistributedDataParallel, "fsdp": sharded}[kind](net)
     optimizer = make_optimizer(model)
     with GradientMonitor(model, *to) as monitor:
@@ -228,7 +231,7 @@ class WithLoss(nn.Module):
         return {"loss": cross_entropy(outputs, labels), "logits": outputs}
 
 
-def by_transformers(folder, callback, max_grad_norm=0, logging_strategy="no"):
+def by_transformers(folder, callback, max_grad_norm=0, logging_strategy="no", resume=None, **more):
     """Weights after the Trainer of transformers."""
     from transformers import Trainer as Theirs
     from transformers import TrainingArguments
@@ -243,11 +246,11 @@ def by_transformers(folder, callback, max_grad_norm=0, logging_strategy="no"):
         lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
         report_to="none",
-        save_strategy="no",
         logging_strategy=logging_strategy,
         logging_steps=1,
         disable_tqdm=True,
         max_grad_norm=max_grad_norm,
+        **({"save_strategy": "no"} | more),
     )
     Theirs(
         WithLoss(net),
@@ -255,7 +258,7 @@ def by_transformers(folder, callback, max_grad_norm=0, logging_strategy="no"):
         train_dataset=[{"inputs": inputs, "labels": label} for inputs, label in make_data()],
         optimizers=(make_optimizer(net), None),
         callbacks=[callback],
-    ).train()
+    ).train(resume_from_checkpoint=resume)
     return whole(net)
 
 
@@ -270,6 +273,40 @@ def test_the_trainer_of_transformers(tmp_path):
     recorded = by_transformers(tmp_path, ClippingCallback(to=rows.append))
     assert far(recorded, by_trainer(None)) < 1e-6  # recorded, not clipped
     assert [row["clip/clipped"] for row in rows] == [0] * STEPS
+
+
+HISTORIES = {
+    "percentile": (40.0, {"min_steps": 2}),
+    "zscore": (0.1, {"warmup_steps": 4}),
+    "adagc": (0.9, {"warmup_steps": 2}),
+}
+"""Modes with a history that clip some of six steps: a threshold and options."""
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("mode", HISTORIES)
+def test_a_training_of_transformers_resumes_with_the_history_and_writes_each_step_once(
+    mode, restores, tmp_path
+):
+    threshold, options = HISTORIES[mode]
+    saves = {"save_strategy": "steps", "save_steps": 4, "logging_strategy": "steps"}
+    file = tmp_path / "metrics.jsonl"
+
+    def run(**more):
+        callback = ClippingCallback(mode, threshold, to=file, **options)
+        return by_transformers(tmp_path, callback, **saves, **more)
+
+    def rows():
+        timed = ("time/step_s", "throughput/samples_per_s")
+        return [{k: v for k, v in row.items() if k not in timed} for row in read_rows(file)]
+
+    weights, whole_run = run(), rows()
+    assert 0 < whole_run[-2]["clip/ratio_total"] < 1
+    again = run(
+        resume=tmp_path / "checkpoint-4", restore_callback_states_from_checkpoint=restores
+    )
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert rows() == whole_run
 
 
 def by_numpy():

@@ -1,0 +1,124 @@
+"""What calls of ``apply_gradient_clipping`` remember of a model, so that a history grows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from runner.clip.layout import Layout
+from runner.clip.mode import ClipMode, build
+from runner.config.modes import Mode
+
+
+@dataclass
+class _CalledMode:
+    """A mode that calls have clipped by, and the arguments and the layout it was made for."""
+
+    kind: str | type[Mode]
+    options: dict[str, Any]
+    layout: Layout
+    mode: ClipMode
+
+
+class CallHistory:
+    """The modes of all calls on one model, or on one list of parameters.
+
+    A call finds its mode again by the kind of the mode and its options. A threshold is no part of
+    this: a call with another threshold goes on with the same history.
+    """
+
+    def __init__(self) -> None:
+        self._called: dict[str, _CalledMode] = {}
+        self._states: dict[str, Any] = {}  # of modes that were not called since they were loaded
+
+    def mode(self, kind: str | type[Mode], options: dict[str, Any], layout: Layout) -> ClipMode:
+        """Return the mode of a call, bound to ``layout``, with the history of earlier calls."""
+        for called in self._called.values():
+            if called.kind == kind and called.options == options and called.layout is layout:
+                return called.mode
+        mode = build(kind, **options)
+        mode.bind(layout)
+        key = key_of(mode)
+        earlier = self._called.get(key)
+        state = self._states.pop(key, None) if earlier is None else earlier.mode.state_dict()
+        if state is not None:
+            mode.load_state_dict(_without_thresholds(state))
+        self._called[key] = _CalledMode(kind, copy.deepcopy(options), layout, mode)
+        return mode
+
+    def remembers(self, mode: ClipMode) -> bool:
+        """Return whether ``mode`` has a history here."""
+        return key_of(mode) in self.state_dict()
+
+    def release(self) -> bool:
+        """Keep the histories alone, without modes, which hold parameters; return if there is one.
+
+        The next call makes its mode anew, and loads the history, for which the host waits.
+        """
+        self._states = self.state_dict()
+        self._called = {}
+        return bool(self._states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each mode that has a history."""
+        states = dict(self._states)
+        for key, called in self._called.items():
+            state = called.mode.state_dict()
+            if _has_history(state):
+                states[key] = state
+        return states
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned; other histories are forgotten."""
+        self._called = {}
+        self._states = dict(state)
+
+
+def key_of(mode: ClipMode) -> str:
+    """Return the class and the options of a mode, without thresholds, as text."""
+    options: dict[str, Any] = {}
+    for option in fields(mode):
+        if option.init and option.name != "threshold":
+            options[option.name] = getattr(mode, option.name)
+    if "history" in options:  # an option whose attribute has become the memory of the mode
+        options["history"] = mode.keeps_clipped
+    named = ", ".join(f"{name}={_text(value)}" for name, value in options.items())
+    return f"{_class_name(type(mode))}({named})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        items = [(k, v) for k, v in value.items() if not _is_threshold(k, v)]
+        return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in items) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_text(item) for item in value) + "]"
+    if isinstance(value, type):
+        return _class_name(value)
+    return repr(value)
+
+
+def _class_name(kind: type) -> str:
+    ours = kind.__module__.startswith("runner.")  # whose modules may move
+    return kind.__qualname__ if ours else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_threshold(name: Any, value: Any) -> bool:
+    return name == "threshold" and not isinstance(value, Mapping)
+
+
+def _without_thresholds(state: Any) -> Any:
+    """Return a state of a mode, and of modes inside of it, without thresholds."""
+    if not isinstance(state, dict):
+        return state
+    return {k: _without_thresholds(v) for k, v in state.items() if not _is_threshold(k, v)}
+
+
+def _has_history(state: Any) -> bool:
+    """Return whether the state of a mode, or of a mode inside of it, has more than a threshold."""
+    if not isinstance(state, dict):
+        return False
+    if state.get("history"):
+        return True
+    return any(_has_history(value) for value in state.values())

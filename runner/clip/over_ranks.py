@@ -1,0 +1,290 @@
+"""Which ranks hold which parameters of a model that no plugin has distributed.
+
+A parameter that is no DTensor counts as a replica on every rank, unless the user says over which
+ranks it differs. Ranks compare checksums once, so that experts of each rank are not taken for
+replicas of one another.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.clip.layout import Layout, OptionError
+from runner.clip.shard import (
+    LayoutError,
+    ParamShard,
+    account,
+    placed,
+    position_of,
+)
+from runner.clip.units import head_weights, owned_parameters
+from runner.config.notation import first_few
+
+ProcessGroups = Mapping[str, Any]
+"""For globs of parameter names the process group on each rank of which parameters differ."""
+
+_CHUNK = 2**22  # elements that are summed at a time
+_NEAR = 0.05  # share of its norm by which the gradient of a replica may differ
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+EXAMPLE = 'groups={"experts.*": process_group}'
+
+
+class Held(NamedTuple):
+    """What a rank tells all others of a parameter that it holds."""
+
+    name: str
+    position: tuple[int, ...]  # of the shard along mesh axes; () for a whole parameter
+    base: str  # name in the user's model
+    elements: int  # of the whole parameter
+    weight: int | None = None  # checksum of the shard; None where it need not be compared
+    gradient: tuple[float, ...] | None = None  # see :func:`projections`
+
+
+class Report(NamedTuple):
+    """What a rank tells all others of its model."""
+
+    held: list[Held]
+    heads: tuple[str, ...]
+    matched: dict[str, bool]  # for each pattern, whether a parameter of this rank matches
+    problem: str | None  # what is wrong on this rank
+
+
+def over_ranks(model: nn.Module, world: dist.ProcessGroup, process_groups: ProcessGroups) -> Layout:
+    """Return the layout of a model whose parameters lie on all ranks of ``world``.
+
+    DTensors lie as their placements say. Parameters that match a pattern of ``process_groups`` are
+    distinct on each rank of the group, and replicas over all other ranks. All others are replicas
+    on all ranks. Takes two collectives of ``world``.
+
+    Raises:
+        LayoutError: replicas differ, or a parameter lies on some ranks alone. On every rank.
+        OptionError: no parameter on any rank matches a pattern. On every rank.
+    """
+    shards: list[ParamShard] = []
+    held: list[Held] = []
+    matched = dict.fromkeys(process_groups, False)
+    problem: str | None = None
+    seen: set[int] = set()
+    for base, parameter, module in owned_parameters(model):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        name, ranks = base, 1
+        pattern = _pattern_of(base, process_groups)
+        if pattern is not None:
+            matched[pattern] = True
+            group = process_groups[pattern]
+            if isinstance(group, dist.ProcessGroup):
+                ranks = group.size()
+                name = f"{base}@{group.rank()}"
+            else:
+                problem = (
+                    f"{base} lies on a rank that is not in the process group of {pattern!r}: give "
+                    "a group of all ranks that hold such parameters"
+                )
+        position, parts = position_of(parameter)
+        shard = placed(name, parameter, module, parts)
+        shards.append(replace(shard, base=base))
+        report = Held(name, position, base, parameter.numel())
+        if parameter.requires_grad and parts * ranks < world.size():
+            report = _with_checksums(report, shard)
+        held.append(report)
+    heads = head_weights(model)
+    reports: list[Any] = [None] * world.size()
+    dist.all_gather_object(reports, Report(held, heads, matched, problem), group=world)
+    _require_matches(reports)
+    _require_on_every_rank(reports)
+    require_replicas([report.held for report in reports])
+    holders = Counter((each.name, each.position) for report in reports for each in report.held)
+    shards = [
+        replace(shard, num_replicas=holders[shard.name, each.position])
+        for shard, each in zip(shards, held, strict=True)
+    ]
+    whole = {each.name: each.elements for report in reports for each in report.held}
+    parameters, elsewhere = account(shards, world, whole)
+    layout = Layout(shards, world, heads, parameters, elsewhere)
+    renamed = {each.base for report in reports for each in report.held if each.name != each.base}
+    layout.heads_known = all(report.heads == heads for report in reports)
+    layout.heads_known = layout.heads_known and not renamed.intersection(heads)
+    return layout
+
+
+def compare_replicas(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+    """Check that parameters are the same on all ranks of ``group``; one collective.
+
+    Raises:
+        LayoutError: they differ, on every rank.
+    """
+    held = []
+    for name, parameter in named:
+        shard = ParamShard(name, parameter, placed(name, parameter, nn.Module(), 1).units)
+        held.append(_with_checksums(Held(name, (), name, parameter.numel()), shard))
+    everywhere: list[Any] = [None] * group.size()
+    dist.all_gather_object(everywhere, held, group=group)
+    require_replicas(everywhere)
+
+
+def require_replicas(everywhere: Sequence[Sequence[Held]]) -> None:
+    """Check that ranks which hold the same part of a parameter have equal weights and gradients."""
+    replicas: defaultdict[tuple[str, tuple[int, ...]], list[Held]] = defaultdict(list)
+    for held in everywhere:
+        for each in held:
+            replicas[each.name, each.position].append(each)
+    weights: dict[str, None] = {}
+    gradients: dict[str, None] = {}
+    for (name, _), copies in replicas.items():
+        if len({copy.weight for copy in copies}) > 1:
+            weights[name] = None
+        elif any(not _near(copies[0].gradient, copy.gradient) for copy in copies):
+            gradients[name] = None
+    if weights:
+        raise LayoutError(
+            f"{first_few([*weights])}: ranks hold different values, so these are no replicas of "
+            f"one parameter: say on which ranks they differ, as in {EXAMPLE}, or broadcast them "
+            "from one rank"
+        )
+    if gradients:
+        raise LayoutError(
+            f"{first_few([*gradients])}: ranks hold different gradients of what counts as one "
+            "parameter: average them over ranks before clipping, or, if each rank has parameters "
+            f"of its own, say on which ranks they differ, as in {EXAMPLE}"
+        )
+
+
+def checksum(tensor: Tensor) -> int | None:
+    """Return a checksum of the bits of a plain tensor, whatever device and order sums them."""
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.dtype.itemsize not in _INTEGERS:
+        return None
+    bits = tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize]).flatten()
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        places = torch.arange(start + 1, start + 1 + len(part), device=part.device)
+        total += int((part * places).sum())  # integers wrap alike in any order
+    return total
+
+
+def projections(tensor: Tensor | None) -> tuple[float, ...]:
+    """Return the norm of a gradient and two projections, which small differences hardly change."""
+    if tensor is None or tensor.is_meta or not tensor.numel():
+        return (0.0, 0.0, 0.0)
+    flat = tensor.flatten()
+    sums = torch.zeros(3, dtype=torch.float64)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].to(torch.float32)
+        angles = torch.arange(start, start + len(part), device=part.device).to(part.dtype)
+        found = [part.square().sum(), (part * angles.cos()).sum(), (part * angles.sin()).sum()]
+        sums += torch.stack(found).double().cpu()
+    square, cosines, sines = sums.tolist()
+    return (math.sqrt(square), cosines, sines)
+
+
+def _near(first: tuple[float, ...] | None, second: tuple[float, ...] | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    if not all(map(math.isfinite, (*first, *second))):
+        return True  # a step that is skipped
+    most = _NEAR * max(first[0], second[0])
+    return all(abs(a - b) <= most for a, b in zip(first, second, strict=True))
+
+
+def _with_checksums(held: Held, shard: ParamShard) -> Held:
+    gradient = shard.gradient
+    dense = gradient is None or gradient.layout is torch.strided
+    found = projections(gradient) if dense else None
+    return held._replace(weight=checksum(shard.weight), gradient=found)
+
+
+def _pattern_of(name: str, process_groups: ProcessGroups) -> str | None:
+    """Return the first pattern that a parameter matches."""
+    for pattern in process_groups:
+        if fnmatch.fnmatchcase(name, pattern):
+            return pattern
+    return None
+
+
+def _require_matches(reports: Sequence[Report]) -> None:
+    for report in reports:
+        if report.problem is not None:
+            raise LayoutError(report.problem)
+    if any(list(report.matched) != list(reports[0].matched) for report in reports):
+        raise LayoutError("groups has other patterns on other ranks: give the same ones everywhere")
+    for pattern in reports[0].matched:
+        if not any(report.matched[pattern] for report in reports):
+            raise OptionError("groups", f"groups: {pattern!r} matches no parameter on any rank")
+
+
+def _require_on_every_rank(reports: Sequence[Report]) -> None:
+    """Check that each parameter that matches no pattern lies on all ranks."""
+    names = [{each.name for each in report.held if each.name == each.base} for report in reports]
+    if missing := sorted(set[str]().union(*names) - set[str].intersection(*names)):
+        raise LayoutError(
+            f"{first_few(missing)}: some ranks hold no such parameter: say on which ranks "
+            f"parameters differ, as in {EXAMPLE}; for pipeline stages of your own that is "
+            'groups={"*": process_group_of_stages}'
+        )
+
+
+def process_groups_of(groups: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return process groups by pattern, given groups or one-dimensional device meshes."""
+    found: dict[str, Any] = {}
+    for pattern, group in (groups or {}).items():
+        found[pattern] = group.get_group() if hasattr(group, "get_group") else group
+    return found
+
+
+def are_process_groups(groups: Any) -> bool:
+    """Return whether ``groups`` maps patterns to process groups, not to clipping modes."""
+    if not isinstance(groups, Mapping) or not groups or not dist.is_available():
+        return False
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    return all(
+        isinstance(group, dist.ProcessGroup) or hasattr(group, "get_group") or group is outside
+        for group in groups.values()
+    )
+
+
+def outside_of_ddp(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], Any]:
+    """Return trained parameters that no DistributedDataParallel inside of ``model`` averages.
+
+    The second value is the process group of the first such module, None if there is none.
+    """
+    modules = [*_ddp_modules(model)]
+    if not modules:
+        return [], None
+    averaged: set[int] = set()
+    for ddp in modules:
+        for name, parameter in ddp.module.named_parameters():
+            if name not in ddp.parameters_to_ignore:
+                averaged.add(id(parameter))
+    trained = [
+        (name.replace("module.", "", 1) if model in modules else name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in averaged
+    ]
+    return trained, modules[0].process_group
+
+
+def _ddp_modules(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            yield module
+
+
+__all__ = [
+    "ProcessGroups",
+    "are_process_groups",
+    "compare_replicas",
+    "outside_of_ddp",
+    "over_ranks",
+    "process_groups_of",
+]

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from runner import apply_gradient_clipping
+from runner import apply_gradient_clipping, clipping_state_dict, load_clipping_state_dict
 from runner.booster import Booster, LossScale, StepOrderError
 from runner.booster.step_order import StepState
 from runner.clip import transfer
 from tests.clip.reference import norm_of, refused
+from tests.clip.test_history_modes import REFERENCE, SEQUENCES
+from tests.clip.test_tensor_modes import AdaGC, give, parameters, recorded
 
 
 def boosted():
@@ -103,3 +105,128 @@ def test_values_of_devices():
         vector = transfer.on_device(values, torch.device("cpu"))
         assert (vector.dtype, vector.tolist()) == (torch.float64, [float(one) for one in values])
         assert transfer.on_device(values, torch.device("meta")).device.type == "meta"
+
+
+HISTORIES = {
+    "percentile": {"threshold": 50.0, "window": 37},
+    "zscore": {"threshold": 1.5, "history": "raw", "decay": 0.9, "warmup_steps": 7},
+    "schedule": {"threshold": 0.8, "warmup_steps": 100},
+}
+GIVEN = {
+    "module": lambda model: model,
+    "parameters": lambda model: model.parameters(),  # another generator in each call
+    "wrapped": torch.compile,  # another wrapper in each call
+}
+
+
+class OneWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+
+def called(model, give_to, name, norms, threshold, **options):
+    """The norm after each call, and λ."""
+    direction = torch.tensor([2.0, -1.0, 2.0], dtype=torch.float64) / 3
+    found = []
+    for norm in norms:
+        model.weight.grad = direction * norm
+        decision = apply_gradient_clipping(give_to(model), name, threshold, **options)
+        found.append((length(model), decision.threshold))
+    return found
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("name", HISTORIES)
+def test_calls_remember_a_model_and_go_on_from_a_saved_state(name, given, tmp_path):
+    norms, give_to = SEQUENCES["usual"][:120], GIVEN[given]
+    first, second = OneWeight(), OneWeight()
+    found = called(first, give_to, name, norms[:50], **HISTORIES[name])
+    state = clipping_state_dict(give_to(first))
+    torch.save(state, tmp_path / "state")
+    load_clipping_state_dict(give_to(second), torch.load(tmp_path / "state", weights_only=True))
+    found += called(second, give_to, name, norms[50:], **HISTORIES[name])
+    wanted = list(REFERENCE[name](norms, **HISTORIES[name]))
+    for step, right in zip(found, wanted, strict=True):
+        assert step == pytest.approx(right, rel=1e-9, nan_ok=True)
+    assert any(after < norm for (after, _), norm in zip(found, norms, strict=True))
+
+
+def test_the_optimizer_of_a_boosted_model_saves_the_history_of_calls():
+    raw, _, optimizer = boosted()
+    for scale in (1.0, 2.0, 4.0):
+        optimizer.backward(raw(torch.full((3, 4), scale)).square().sum())
+        decision = apply_gradient_clipping(raw, "percentile", 50.0, min_steps=2)
+        optimizer.zero_grad()
+    assert decision.clipped == 1.0
+    [state] = optimizer.state_dict()["calls"].values()
+    assert len(state["history"]["norms"]) == 3
+    other, _, second = boosted()
+    second.load_state_dict(optimizer.state_dict())
+    second.backward(other(torch.ones(3, 4)).square().sum())
+    apply_gradient_clipping(other, "percentile", 50.0, min_steps=2)
+    [state] = clipping_state_dict(other).values()
+    assert len(state["history"]["norms"]) == 4
+
+
+def test_calls_by_adagc_are_the_reference_for_a_list_of_parameters():
+    options = {"absolute": 8.0, "beta": 0.9, "warmup_steps": 60}
+    rule, made, clips = AdaGC(1.5, 8.0, 0.9, 60, 2.0, "clipped"), parameters(), set()
+    for each in recorded(120):
+        if any(math.isnan(x) for values in each.values() for x in values or ()):
+            continue
+        give(made, each)
+        decision = apply_gradient_clipping(made.values(), "adagc", 1.5, **options)
+        wanted = rule(each)
+        clips.add(wanted != each)
+        assert decision.clipped == float(wanted != each)
+        for name, values in wanted.items():
+            if values is not None:
+                assert made[name].grad.tolist() == pytest.approx(values, rel=1e-10)
+    assert clips == {True, False}
+
+
+def test_another_threshold_keeps_the_history_and_other_options_begin_another_one():
+    model = OneWeight()
+    called(model, GIVEN["module"], "percentile", range(1, 21), 100.0)
+    [(_, limit)] = called(model, GIVEN["module"], "percentile", [21.0], 50.0)
+    assert limit == 11.0  # the median of 1 to 21
+    assert len(clipping_state_dict(model)) == 1
+    [(_, limit)] = called(model, GIVEN["module"], "percentile", [21.0], 50.0, window=50)
+    assert math.isnan(limit)
+    assert len(clipping_state_dict(model)) == 2
+    load_clipping_state_dict(model, {})
+    assert clipping_state_dict(model) == {}
+
+
+def test_thresholds_of_links_may_change_without_losing_a_history():
+    model, norms = OneWeight(), [1.0, 2.0, 3.0, 4.0]
+    for step, norm in enumerate(norms, 1):
+        links = [{"mode": "percentile", "threshold": 50.0, "min_steps": 2}]
+        links.append({"mode": "norm", "threshold": 100.0 / step})
+        [(after, _)] = called(model, GIVEN["module"], "chain", [norm], None, links=links)
+    assert after == pytest.approx(2.5)
+
+
+def test_a_history_of_a_list_ends_with_it_and_a_part_of_the_list_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    graded(model, 0)
+    apply_gradient_clipping(model.parameters(), "percentile", 50.0)
+    part = list(model[0].parameters())
+    refused(ValueError, "same list", apply_gradient_clipping, part, "percentile", 90.0)
+    apply_gradient_clipping(model[0].parameters(), "norm", 1.0)
+    weight = weakref.ref(model[0].weight)
+    del model, part
+    gc.collect()
+    assert weight() is None
+
+
+def test_clipping_without_gradients_warns_once():
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"after backward\(\)"):
+        apply_gradient_clipping(model, "norm", 1.0)
+    apply_gradient_clipping(model, "norm", 1.0)  # a warning would be an error
+    graded(model, 0)
+    apply_gradient_clipping(nn.Sequential(model, nn.Linear(2, 2)), "norm", 1.0)
+    with pytest.warns(UserWarning, match="no parameter has a gradient"):
+        apply_gradient_clipping(nn.Linear(2, 2).parameters(), "value", 1.0)

@@ -302,9 +302,7 @@ def test_a_training_of_transformers_resumes_with_the_history_and_writes_each_ste
 
     weights, whole_run = run(), rows()
     assert 0 < whole_run[-2]["clip/ratio_total"] < 1
-    again = run(
-        resume=tmp_path / "checkpoint-4", restore_callback_states_from_checkpoint=restores
-    )
+    again = run(resume=tmp_path / "checkpoint-4", restore_callback_states_from_checkpoint=restores)
     assert all(torch.equal(again[name], weights[name]) for name in weights)
     assert rows() == whole_run
 

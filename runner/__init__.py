@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TorchDDPPlugin,
         TorchFSDPPlugin,
     )
+    from runner.booster.loss import Loss
     from runner.checkpoint.content import CheckpointSaver
     from runner.clip import (
         GradientClipping,
@@ -56,6 +57,7 @@ _HOME = {
     "LinearWarmupLR": "runner.optim.schedulers",
     "InBackward": "runner.train.trainer",
     "Log": "runner.train.trainer",
+    "Loss": "runner.booster.loss",
     "LowLevelZeroPlugin": "runner.booster",
     "Measurements": "runner.train.trainer",
     "MoeHybridParallelPlugin": "runner.booster",
@@ -88,6 +90,7 @@ __all__ = [
     "InBackward",
     "LinearWarmupLR",
     "Log",
+    "Loss",
     "LowLevelZeroPlugin",
     "Measurements",
     "MoeHybridParallelPlugin",

@@ -1,7 +1,9 @@
 """The batches that a training loop reads, and how one goes to a model.
 
 * ``(x1, x2, targets)`` goes to the model as ``model(x1, x2)``: the last entry of a tuple or list
-  holds the targets. A mapping as the only input goes as keyword arguments.
+  holds the targets. A mapping as the only input goes as keyword arguments. A model whose
+  ``forward(x, targets=None)`` has a parameter ``targets`` or ``target`` gets them too, so that it
+  can return a loss, if no criterion is given.
 * A dictionary (any mapping, or a dataclass) goes as keyword arguments, ``model(**batch)``. The
   model gets its targets (:data:`TARGETS`) too where ``forward`` takes them and no criterion is
   given, so that it can return a loss. A ``forward`` with a parameter ``batch`` gets it whole.
@@ -58,6 +60,7 @@ class Calls:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         taken = {one.name: one.default is one.empty for one in parameters if one.kind in named}
         self._names, self._required = taken.keys(), {name for name in taken if taken[name]}
+        self._order = list(taken)
         self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
 
     def of(self, batch: Any) -> ModelCall:
@@ -67,7 +70,9 @@ class Calls:
             first = batch[0]
             if len(batch) == 2 and isinstance(first, Mapping) and self._by_name(first):
                 return ModelCall(kwargs=first)
-            return ModelCall(tuple(batch[:-1]))
+            inputs = tuple(batch[:-1])
+            name = self._takes_targets(len(inputs))
+            return ModelCall(inputs, {} if name is None else {name: batch[-1]})
         named = named_parts(batch)
         if named is None:
             raise not_readable(batch)
@@ -84,6 +89,17 @@ class Calls:
             f"{_described(batch)}: give the DataLoader a collate_fn that returns entries with "
             f"these names, {_WHOLE}"
         )
+
+    def _takes_targets(self, inputs: int) -> str | None:
+        """Return the parameter behind so many inputs that takes the last entry of a tuple.
+
+        That is none if a criterion is given. ``labels`` are not passed: causal models of
+        transformers shift them, and the targets of a tuple are shifted already.
+        """
+        for name in self._order[inputs:] if self._labelled else ():
+            if name in ("targets", "target") or (name in TARGETS and name in self._required):
+                return name
+        return None
 
     def _by_name(self, named: Mapping[str, Any]) -> bool:
         takes_any = self._takes_any and not self._required

@@ -10,14 +10,13 @@ from operator import itemgetter
 from typing import Any
 from weakref import ref
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.booster import saved
 from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
+from runner.booster.measurement import settle
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe, unknown
 from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
@@ -25,7 +24,7 @@ from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import BoostedParameters, ModelWrapper, checked, no_backward, wrappers
 from runner.clip.functional import register
 from runner.clip.skip import SkipRule
-from runner.parallel.collectives import on_any_rank, raise_first
+from runner.parallel.collectives import raise_first
 from runner.parallel.gradient_sync import nothing
 
 
@@ -180,6 +179,7 @@ class Booster(saved.CheckpointIO):
         if known is None or known[0] is not criterion:  # kept, so that it is checked only once
             known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
         window, batch, loss = known[1], next(data_iter), None
+        settle(window, model.unwrap(), [batch], pipeline, together=self.plugin.world_size > 1)
         if optimizer is not None:
             kept: list[Tensor] | None = [] if return_outputs else None
             weight, pair = 1.0 / window.divisor(window.items(batch).items), (batch, batch)
@@ -215,19 +215,6 @@ class Booster(saved.CheckpointIO):
         if model.boosted is not None:
             model.boosted.require_same()
         inputs = loss.call(batch).only_tensor()
-        if loss.unproved:  # Check the loss of microbatches once, by a forward pass more.
-            loss.unproved = False
-            forked = torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else [])
-            with forked, model.pipeline.in_eval():
-                outputs = model.pipeline.evaluate(inputs)
-                off = outputs is not None and not loss.adds_up(outputs, batch)
-            # Only the last stage knows, and all ranks stop.
-            if any(on_any_rank([off], dist.group.WORLD)):
-                raise ValueError(
-                    "the mean loss of a batch is not that of its samples, and a pipeline computes "
-                    "it in microbatches: give the criterion a method loss_items(targets) that "
-                    "returns what its mean divides by, or use torch.nn.CrossEntropyLoss"
-                )
         factor = optimizer.begin_backward(weight)
 
         def summed(outputs: Tensor, at: slice) -> Tensor:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runner.booster.batch import Calls, batch_size, mapped, named_parts, not_readable, targets_of
+from runner.booster.batch import (
+    BatchError,
+    Calls,
+    batch_size,
+    named_parts,
+    not_readable,
+    targets_of,
+)
+from runner.booster.divisor import NOTHING, Divisor
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
 from runner.parallel.hooks import held_tensors
@@ -30,6 +37,25 @@ Criterion = Callable[[Any, Any], Tensor]
 _SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 _SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
+
+
+class DivisorError(ValueError):
+    """The mean of a loss is over something else than the items that are counted."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A criterion, and what the mean of the loss divides by.
+
+    Args:
+        criterion: loss of (outputs, targets); None for the model's own loss, or cross entropy.
+        items: ``auto`` reads it off the loss, or measures it before the first step. ``samples``
+            and ``labels`` (class targets that are not ignored) state it. ``none`` takes the plain
+            mean over microbatches, whatever they hold, as other trainers do.
+    """
+
+    criterion: Criterion | None = None
+    items: Literal["auto", "samples", "labels", "none"] = "auto"
 
 
 class Count(NamedTuple):
@@ -48,17 +74,28 @@ class WindowLoss:
     Without a criterion, the loss is the model's ``loss(outputs, batch)``, or a mean in its outputs,
     as of transformers, whose items are the labels that are not ignored and not shifted away, or
     its ``loss_items(batch)``; else the cross entropy over the last dimension of the outputs.
+
+    What a mean divides by is a guess while ``unproved`` is true:
+    :func:`runner.booster.measurement.settle` replaces it by what it finds. :class:`Loss` states it.
     """
 
-    def __init__(self, model: nn.Module, criterion: Criterion | None = None) -> None:
+    def __init__(self, model: nn.Module, criterion: Criterion | Loss | None = None) -> None:
+        stated = criterion if isinstance(criterion, Loss) else Loss(criterion)
+        criterion, self._stated_items = stated.criterion, stated.items
         own: Any = getattr(model, "loss", None)
         self.takes_batch = criterion is None and inspect.ismethod(own)
-        self.ignored: int = _option(criterion, "ignore_index", IGNORED)
+        ignored = _option(criterion, "ignore_index", IGNORED)
+        self.ignored: int = ignored if isinstance(ignored, int) else IGNORED
         reduction = _option(criterion, "reduction", "mean")
         if reduction == "none":
             raise ValueError(
                 "the criterion has reduction='none' and returns a loss for each item: use "
                 "reduction='mean', or 'sum' for steps that are not divided by the batch"
+            )
+        if reduction == "sum" and criterion is not None and stated.items != "auto":
+            raise ValueError(
+                f"nothing divides a criterion with reduction='sum': leave loss.items={stated.items}"
+                " out, or use reduction='mean'"
             )
         self.binary = _binary_outputs(criterion)
         self._averages, self._given = reduction != "sum", criterion is not None
@@ -70,21 +107,68 @@ class WindowLoss:
         # encoder reads the inputs and a decoder the shifted labels.
         self._shifts = self._may_return and causal and not decodes
         self.call = Calls(model, whole=self.takes_batch, labelled=criterion is None).of
-        self._divisor: Callable[[Any], Any] | None
-        self._divisor = getattr(model if criterion is None else criterion, "loss_items", None)
+        self._divisor: Callable[[Any], Any] | None = None
+        if stated.items == "auto":
+            self._divisor = getattr(model if criterion is None else criterion, "loss_items", None)
         in_sum = _cross_entropy_sum if self._may_return else _summed(criterion)
         self._classes = in_sum is not None
-        self._criterion: Criterion = in_sum or (own if criterion is None else criterion)
+        mean = _cross_entropy_mean if self._may_return else criterion or own
+        exact = in_sum is not None and stated.items in ("auto", "labels")
+        self._criterion: Criterion = in_sum if exact else mean  # type: ignore[assignment]
         self._weight: Tensor | None = _option(criterion, "weight", None) if self._classes else None
-        self._sums = self._classes or not self._averages
-        self.unproved = not self._sums and self._divisor is None  # that the mean is over the items
+        self._sums = exact or not self._averages
+        self.name = _name_of(criterion, model)
+        stated_here = self._divisor is not None or stated.items != "auto"
+        by_construction = self._given and (self._sums or _is_of_torch(criterion))
+        self.unproved = not (stated_here or by_construction)
+        self._found: Divisor | None = None
+
+    @property
+    def may_return(self) -> bool:
+        """Whether the loss may be in the model's outputs."""
+        return self._may_return
+
+    @property
+    def criterion(self) -> Criterion:
+        """What :meth:`sum` compares outputs and targets by, if the outputs hold no loss."""
+        return self._criterion
+
+    def mean(self, outputs: Any, batch: Any) -> Tensor:
+        """Return what the criterion returns for a batch."""
+        return self._criterion(*self._compared(outputs, batch))
+
+    def counted_as(self, batch: Any) -> str:
+        """Return what a message calls the items of a batch."""
+        targets = targets_of(batch)
+        if targets is None or targets.is_floating_point():
+            return "the samples"
+        shifted = ", without the first of each sequence" if self._shifts else ""
+        return f"the labels that are not {self.ignored}{shifted}"
+
+    def reads_batch(self, batch: Any) -> bool:
+        """Return whether the model can return a loss for such a batch.
+
+        A model that gets one tensor and no targets returns logits, or a mean over samples.
+        """
+        args, kwargs = self.call(batch)
+        return len(args) != 1 or bool(kwargs)
+
+    def use(self, divisor: Divisor) -> None:
+        """Count from now on what a measurement found that the mean divides by."""
+        self._found = divisor
+        if divisor.counts == NOTHING:
+            self._averages = False
+        elif divisor.entry is None:
+            self.ignored, self._shifts = divisor.ignored, divisor.shifts
+        self.unproved = False
 
     def items(self, batch: Any) -> Count:
         targets, named = self._labels(batch), named_parts(batch) is not None
         if targets is None:
             if not (self.takes_batch or (self._may_return and named)):
                 raise not_readable(batch)
-            return Count(self._stated(batch, samples := batch_size(batch)), samples, 0)
+            samples = batch_size(batch)
+            return Count(self._stated(batch, self._positions(batch, samples)), samples, 0)
         numbers, graded = targets.is_floating_point(), 0
         if not numbers and targets.numel() <= 128:  # a list costs less than an array
             graded = targets.numel() - targets.flatten().tolist().count(self.ignored)
@@ -109,8 +193,36 @@ class WindowLoss:
         shifts = targets is not None and self._shifts and named_parts(batch) is not None
         return targets[..., 1:] if shifts else targets  # type: ignore[index]
 
+    def _positions(self, batch: Any, samples: int) -> float:
+        """Return the samples; of question answering those whose positions are in the inputs.
+
+        transformers ignores the others, in two means, one of starts and one of ends.
+        """
+        named = named_parts(batch) or {}
+        starts, ends = named.get("start_positions"), named.get("end_positions")
+        inputs = named.get("input_ids", named.get("inputs_embeds"))
+        if not (isinstance(starts, Tensor) and isinstance(ends, Tensor)):
+            return samples
+        if not isinstance(inputs, Tensor) or inputs.ndim < 2:
+            return samples
+        inside = [int((positions < inputs.shape[1]).sum()) for positions in (starts, ends)]
+        if inside[0] != inside[1]:
+            raise DivisorError(
+                f"{self.name} is a mean over {inside[0]} start positions plus one over {inside[1]} "
+                "end positions, as the others lie outside of the inputs: leave such samples out, "
+                "set both positions to 0, or use loss.items=none, the plain mean over microbatches"
+            )
+        return inside[0]
+
     def _stated(self, batch: Any, items: float) -> float:
-        """Return the items that ``loss_items`` states; ``items`` if it states none."""
+        """Return the items that are stated or were found; else ``items``."""
+        if self._stated_items == "samples":
+            return batch_size(batch)
+        if self._stated_items == "none":
+            return 1.0
+        found = self._found
+        if found is not None and not (found.is_plain and named_parts(batch) is not None):
+            return found.items(batch)
         if self._divisor is None or (self._may_return and named_parts(batch) is None):
             return items
         return float(self._divisor(targets_of(batch) if self._given else batch))
@@ -130,14 +242,15 @@ class WindowLoss:
     def sum(self, outputs: Any, batch: Any, items: float | None) -> Tensor:
         """Sum the item losses of a microbatch; 0, with a gradient of zeros, if it has no weight."""
         own = returned_loss(outputs) if self._may_return else None
-        if items is None or (items == 0 and not (self._sums and own is None)):
+        is_sum = not self._averages or (self._sums and own is None)
+        if items is None or (items == 0 and not is_sum):
             numbers = [one for one in held_tensors(outputs) if one.is_floating_point()]
             # A mean over no items is NaN, and so would be its gradient.
-            rest = [one for one in numbers if one is not own] or numbers
-            assert rest, "the model returned no tensor"
-            return torch.stack([one.sum() * 0.0 for one in rest]).sum()
+            others = [one for one in numbers if one is not own] or numbers
+            assert others, "the model returned no tensor"
+            return zero_of(others)
         if own is not None:
-            return own * items
+            return own if is_sum else own * items
         loss = self._criterion(*self._compared(outputs, batch))
         return loss if self._sums else loss * items
 
@@ -172,6 +285,12 @@ class WindowLoss:
             return outputs, batch
         if (targets := targets_of(batch)) is None:
             raise not_readable(batch)
+        if self._may_return and not isinstance(logits_of(outputs), Tensor):
+            raise BatchError(
+                f"{self.name} returned no loss and no logits for a batch of the form (x, y), as it "
+                "was not given y: let the DataLoader yield dictionaries with the names of its "
+                'forward, such as {"x": x, "targets": y} or {"input_ids": x, "labels": y}'
+            )
         classified = self.classified(outputs, batch) if self._classes else None
         if classified is None:
             return outputs, targets
@@ -182,28 +301,42 @@ class WindowLoss:
             return outputs, targets
         return classified
 
-    def adds_up(self, outputs: Tensor, batch: Any) -> bool:
-        """Return whether the summed loss is that of the first sample plus the rest's, if known."""
-        if batch_size(batch) < 2 or len(outputs) != batch_size(batch):
-            return True
-        sums: list[float] = []
-        try:
-            probe = copy.copy(self)
-            probe._criterion = copy.deepcopy(self._criterion)  # so that its buffers do not change
-            with torch.no_grad():
-                for at in (slice(None), slice(1), slice(1, None)):
-                    part = mapped(batch, itemgetter(at))
-                    sums.append(float(probe.sum(outputs[at], part, self.items(part).items)))
-        except Exception:
-            return True  # The criterion does not take a part of a batch.
-        off, rounding = abs(sums[1] + sums[2] - sums[0]), torch.finfo(outputs.dtype).eps ** 0.5
-        return not math.isfinite(sums[0]) or off <= rounding * max(map(abs, sums))
+
+def zero_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return 0 with a gradient of zeros for each tensor, also where elements are infinite."""
+    return torch.stack([tensor.reshape(-1)[:0].sum() for tensor in tensors]).sum()
 
 
 def _option(criterion: Any, name: str, default: Any) -> Any:
-    """Return an attribute of a criterion, or a keyword argument of a ``functools.partial``."""
+    """Return an attribute, an argument of a ``functools.partial``, or a default of a function."""
     keywords = getattr(criterion, "keywords", None) or {}
-    return keywords.get(name, getattr(criterion, name, default))
+    if name in keywords:
+        return keywords[name]
+    if hasattr(criterion, name):
+        return getattr(criterion, name)
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    if not inspect.isfunction(function):
+        return default
+    parameter = inspect.signature(function).parameters.get(name)
+    has_default = parameter is not None and parameter.default is not parameter.empty
+    return parameter.default if parameter is not None and has_default else default
+
+
+def _is_of_torch(criterion: Any) -> bool:
+    """Return whether a criterion is one of torch, whose mean is over samples of equal size."""
+    if isinstance(criterion, nn.Module):
+        return type(criterion).forward.__module__ == nn.modules.loss.__name__
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    weighted = isinstance(criterion, partial) and "weight" in criterion.keywords
+    return getattr(function, "__module__", "") == functional.__name__ and not weighted
+
+
+def _name_of(criterion: Any, model: nn.Module) -> str:
+    """Return how a message names a loss."""
+    if criterion is None:
+        return f"the loss of {type(model).__name__}"
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    return f"the criterion {getattr(function, '__name__', type(function).__name__)}"
 
 
 def _binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
@@ -226,11 +359,15 @@ def _summed(criterion: Any) -> Criterion | None:
     return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
 
 
-def _cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+def _cross_entropy_sum(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
     flat = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
     return functional.cross_entropy(
-        outputs.flatten(0, -2), flat, ignore_index=IGNORED, reduction="sum"
+        outputs.flatten(0, -2), flat, ignore_index=IGNORED, reduction=reduction
     )
+
+
+def _cross_entropy_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return _cross_entropy_sum(outputs, targets, "mean")
 
 
 def returned_loss(outputs: Any) -> Tensor | None:

@@ -50,6 +50,10 @@ class LossSection(Target):
         None,
         alias="_target_",
     )
+    # With a default: option files of users, and runs recorded earlier, lack it.
+    items: Literal["auto", "samples", "labels", "none"] = key(
+        "divide the loss by these; auto: find out; none: a plain mean over microbatches", "auto"
+    )
 
 
 class Tracker(Section):

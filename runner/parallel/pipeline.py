@@ -156,7 +156,7 @@ class Pipeline:
         if real := int((rows >= 0).sum()):
             start = int(rows[0])
             return self._loss_of(outputs[:real], slice(start, start + real))
-        nothing: Tensor = outputs.sum() * 0.0
+        nothing: Tensor = outputs[:0].sum()  # 0, also where outputs are infinite
         return nothing
 
     def _run_of(self, inputs: Tensor) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
-from runner.booster.loss import Criterion, WindowLoss
+from runner.booster.loss import Criterion, Loss, WindowLoss
+from runner.booster.measurement import settle
 from runner.clip import ClipMode, build
 from runner.clip.mode import NEVER
 from runner.config.modes import MODES
@@ -100,7 +101,8 @@ class Reference:
         self, config: RunConfig, mode: ClipMode, parts: int, data: Dataset[Any], chunks: int = 1
     ) -> None:
         self.model, criterion, optimizer = make_parts(config, mode)
-        self.mode, self.loss = mode, WindowLoss(self.model.train(), criterion)
+        stated = Loss(criterion, config.loss.items)
+        self.mode, self.loss = mode, WindowLoss(self.model.train(), stated)
         self.optimizer: OptimizerWrapper
         _, self.optimizer, *_ = Booster(nonfinite="error").boost(self.model, optimizer, criterion)
         self.optimizer.bind(mode)
@@ -143,9 +145,11 @@ class Reference:
     def accumulate(self) -> float:
         """Run forward and backward on every batch of the next step, and return the step's loss."""
         host = next(self._batches)
+        device = next(self.model.parameters()).device
+        on_device = (mapped(batch, lambda t: t.to(device)) for batch in host)
+        settle(self.loss, self.model, on_device)
         counts = [self.loss.items(batch).items for batch in host]
         weight = 1.0 / self.loss.divisor(sum(counts))
-        device = next(self.model.parameters()).device
         total = 0.0
         for on_host, items in zip(host, counts, strict=True):
             batch = mapped(on_host, lambda t: t.to(device))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.booster import Booster, NonFiniteGradient
+from runner.booster.loss import Loss
 from runner.clip import ClipMode, Decision, GradStats, Layout
 from runner.config.notation import Duration
 from runner.config.schema import RunConfig
@@ -92,7 +93,7 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
         Duration(config.verify.steps, "ba"),
         algorithms=mode,
         optimizers=optimizer,
-        criterion=criterion,
+        criterion=Loss(criterion, config.loss.items),
         booster=Booster(plugin=plugin, nonfinite="error"),
         accumulation_steps=config.accumulation.steps,
         log=Log([] if plugin.rank else [losses], bar=False),

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, Plugin
-from runner.booster.loss import Criterion
+from runner.booster.loss import Criterion, Loss
 from runner.booster.plugin import PLUGINS, MeshSizes, SizeError
 from runner.checkpoint.content import CheckpointSaver, load_weights
 from runner.checkpoint.folder import manifest_of
@@ -360,7 +360,7 @@ def make_trainer(
         Evaluate(held_out, config.eval.metrics, config.eval.interval),
         optimizers,
         [make_scheduler(config.scheduler, each, steps) for each in optimizers],
-        criterion,
+        Loss(criterion, config.loss.items),
         booster=Booster(precision.name, plugin, scale, clip.nonfinite, skip),
         accumulation_steps=config.accumulation.steps,
         log=Log(

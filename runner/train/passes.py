@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
 from runner.booster.batch import mapped
 from runner.booster.loss import Count, WindowLoss
+from runner.booster.measurement import settle
 from runner.clip import Number, transfer
 from runner.clip.norms import powers_of
 from runner.data.order import PartitionedBatches
@@ -145,6 +146,16 @@ class Passes:
         assert total is not None
         return (total.item() if transfer.can_read(self.device) else total) * weight()
 
+    def settle(self, batches: Sequence[Any]) -> None:
+        """Find what the mean of the loss divides by, once; a collective."""
+        settle(
+            self.loss,
+            self.model.module,
+            (self.to_device(batch) for batch in batches),
+            self.model.pipeline,
+            together=self.booster.plugin.world_size > 1,
+        )
+
     def _train(self, host: Any, count: float | None, weight: Callable[[], float]) -> Tensor:
         batch = self.to_device(host)
         if self.model.pipeline is None:
@@ -167,6 +178,7 @@ class Passes:
         items, ungraded, samples = 0.0, False, False
         for idle, host in held_out(loader, plugin):
             beat()
+            self.settle([host])
             batch, count = self.to_device(host), None if idle else loss.items(host).items
             if count is not None:
                 items, samples = items + count, True

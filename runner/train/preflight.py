@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from runner.booster import SinglePlugin
 from runner.booster.batch import BatchError, mapped, targets_of
 from runner.booster.in_backward import why_not_in_parts
-from runner.booster.loss import WindowLoss, logits_of, returned_loss
+from runner.booster.loss import Loss, WindowLoss, logits_of, returned_loss
 from runner.booster.plugin import SCHEDULES, SizeError
 from runner.clip import ClipMode, Decision, Layout
 from runner.clip import build as build_mode
@@ -307,7 +307,7 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> Ite
     samples = None
     try:
         samples = collate_pairs([first_sample(data.train)] * 2)
-        loss = WindowLoss(model, criterion)
+        loss = WindowLoss(model, Loss(criterion, config.loss.items))
         loss.items(samples)
         batch = mapped(samples, lambda t: t.to("meta"))
         if isinstance(criterion, nn.Module):

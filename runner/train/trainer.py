@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from runner.booster import Booster
-from runner.booster.loss import Criterion, WindowLoss
+from runner.booster.loss import Criterion, Loss, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer
@@ -123,7 +123,8 @@ class Trainer:
             with a learning rate of 0.1 by default. ``train/lr`` is the rate of the first one.
         schedulers: one or several; stepped once after each optimizer step that was taken.
         criterion: loss of (outputs, targets); mean cross entropy by default. The mean is taken over
-            the items of all microbatches and ranks, see :class:`runner.booster.loss.WindowLoss`.
+            the items of all microbatches and ranks, see :class:`runner.booster.loss.WindowLoss`;
+            a :class:`runner.Loss` states what they are.
         booster: the plugin, the precision and what happens to steps that are not finite or a spike;
             by default one process in full precision that skips steps that are not finite.
         accumulation_steps: microbatches of one optimizer step.
@@ -140,6 +141,8 @@ class Trainer:
             rank is asked to, all of them stop after the next step, and after a checkpoint.
 
     Raises:
+        DivisorError: (in :meth:`fit`, before the first step) the mean of the loss is over something
+            else than the items, see :mod:`runner.booster.measurement`.
         ValueError: two clipping algorithms, a malformed duration, or an impossible measurement.
     """
 
@@ -152,7 +155,7 @@ class Trainer:
         eval_dataloader: Iterable[Any] | Evaluate | None = None,
         optimizers: Optimizer | Sequence[Optimizer] | None = None,
         schedulers: Any = None,
-        criterion: Criterion | None = None,
+        criterion: Criterion | Loss | None = None,
         *,
         booster: Booster | None = None,
         accumulation_steps: int = 1,
@@ -160,7 +163,8 @@ class Trainer:
         callbacks: Sequence[object] = (),
     ) -> None:
         self.booster = Booster() if booster is None else booster
-        self.plugin, self.criterion = self.booster.plugin, criterion
+        self.plugin = self.booster.plugin
+        self.criterion = criterion.criterion if isinstance(criterion, Loss) else criterion
         self.device = next(model.parameters()).device
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.train_dataloader = train_dataloader
@@ -175,11 +179,17 @@ class Trainer:
             _logger.warning(text + "the same as one batch of their size", accumulation_steps)
         self.loss = WindowLoss(model, criterion)
         optimizers = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
-        self.model, self.optimizer, *_ = self.booster.boost(model, optimizers, criterion)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizers, self.criterion)
         if self.model.pipeline is not None and self.loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
         self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
         self._metrics = EvalMetrics(asked.metrics, self.loss)
+        self._weighs_batches = (
+            accumulation_steps > 1
+            or self.plugin.data_size > 1
+            or self.eval_dataloader is not None
+            or self.model.pipeline is not None
+        )
         windows = Windows(train_dataloader, accumulation_steps)
         self.saver = next((one for one in callbacks if isinstance(one, CheckpointSaver)), None)
         skipped = next((one for one in callbacks if isinstance(one, SkippedSteps)), None)
@@ -292,6 +302,8 @@ class Trainer:
         state, meter, before = self.state, self.state.meter, self.state.progress
         # Prepare. The counts of all ranks travel while the first microbatch is computed.
         first = before.step == 0
+        if self._weighs_batches:
+            self.passes.settle(window.batches)
         asks = Asked(self.stop(), self.saver is not None and self.saver.due())
         items, sums = count(window, state.windows, self.loss, self.plugin, first, asks)
         if self.optimizer.steps_in_backward:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from runner.booster.batch import BatchError, batch_size
 from runner.booster.loss import WindowLoss, returned_loss
+from runner.booster.measurement import settle
 from runner.data.dataset import IGNORED
 from tests.clip.reference import refused
 
@@ -127,7 +128,7 @@ def test_a_named_loss_counts_beside_others_and_the_check_of_a_criterion_leaves_i
     assert returned_loss(own) is own.loss
     assert returned_loss(own[:2]) is None
     criterion = Counts()
-    assert WindowLoss(nn.Identity(), criterion).adds_up(logits(4, 1), (None, torch.zeros(4, 1)))
+    settle(WindowLoss(nn.Identity(), criterion), nn.Identity(), [(logits(4, 1), torch.zeros(4, 1))])
     assert criterion.calls == 0
     assert WindowLoss(nn.Identity(), type("Own", (nn.BCELoss,), {})()).binary == "probabilities"
 

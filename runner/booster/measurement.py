@@ -540,7 +540,7 @@ def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Ca
     held = list(modules)
     plain = (bool, int, float, str, tuple, type(None))
     attributes = [
-        (vars(module), {k: v for k, v in vars(module).items() if isinstance(v, plain)})
+        (vars(module), {*vars(module)}, {k: v for k, v in vars(module).items() if type(v) in plain})
         for module in held
     ]
     lists = [(v, list(v)) for module in held for v in vars(module).values() if type(v) is list]
@@ -568,7 +568,10 @@ def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Ca
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
-        for values, before in attributes:
+        for values, names, before in attributes:
+            for name in values.keys() - names:
+                if type(values[name]) in plain:
+                    del values[name]
             values.update(before)
         for value, before_list in lists:
             value[:] = before_list

@@ -21,5 +21,5 @@ def figures(folder: Path | str) -> dict[str, Any]:
     """Return the charts of the page by name, such as ``eval-loss``, as figures of plotly."""
     from runner.report.charts import sections  # imports plotly, which readers need not wait for
 
-    found = find(read(Path(folder)))
-    return {one.key: one.figure for charts in sections(found).values() for one in charts}
+    findings = find(read(Path(folder)))
+    return {chart.key: chart.figure for charts in sections(findings).values() for chart in charts}

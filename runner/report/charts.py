@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -32,70 +31,124 @@ class Curves:
     key: str
     title: str
     axis: str
-    of: str | Callable[[Run], Series]
+    metric: str | Callable[[Run], Series]
     note: str
     kind: Literal["points", "steps", "share"] = "points"
     percent: bool = False
     log: bool | None = None
     late: bool = False  # the axis leaves out what begins far from the end
 
+    def series(self, run: Run) -> Series:
+        return self.metric(run) if callable(self.metric) else run.of(self.metric)
 
-def sections(found: Findings) -> dict[str, list[Chart]]:
+
+class Recorded(NamedTuple):
+    """The series that a run recorded of a chart's metric."""
+
+    group: Group
+    run: Run
+    series: Series
+
+
+def sections(findings: Findings) -> dict[str, list[Chart]]:
     """Return the charts of the page by heading, without sections that have none."""
     every = {
-        "Metric": [*metric_charts(found)],
-        "Loss": [*_loss(found.groups)],
-        "Gradient norm and clipping": [*_clipping(found.groups)],
-        "Choosing a threshold": [*threshold_charts(found)],
-        "By parameter": heat_maps(found),
+        "Metric": [*metric_charts(findings)],
+        "Loss": [*_loss(findings.groups)],
+        "Gradient norm and clipping": [*_clipping(findings.groups)],
+        "Choosing a threshold": [*threshold_charts(findings)],
+        "By parameter": heat_maps(findings),
     }
     return {title: charts for title, charts in every.items() if charts}
 
 
 def _loss(groups: Sequence[Group]) -> Iterator[Chart]:
-    held, title, name = "Measured on held-out data.", "Evaluation loss", "evaluation loss"
-    yield from _draw(Curves("eval-loss", title, name, keys.EVAL_LOSS, held), groups)
-    of: dict[str, Any] = {"of": keys.EVAL_ACCURACY, "percent": True, "log": False, "late": True}
-    yield from _draw(Curves("eval-accuracy", "Accuracy", "accuracy", note=held, **of), groups)
-    note = "Bold: mean over the steps around. Faint: every step, thinned so that spikes stay."
-    title, name = "Training loss", "training loss"
-    yield from _draw(Curves("loss", title, name, keys.TRAIN_LOSS, note, "steps"), groups)
+    evaluation_loss = Curves(
+        key="eval-loss",
+        title="Evaluation loss",
+        axis="evaluation loss",
+        metric=keys.EVAL_LOSS,
+        note="Measured on held-out data.",
+    )
+    accuracy = Curves(
+        key="eval-accuracy",
+        title="Accuracy",
+        axis="accuracy",
+        metric=keys.EVAL_ACCURACY,
+        note="Measured on held-out data.",
+        percent=True,
+        log=False,
+        late=True,
+    )
+    training_loss = Curves(
+        key="loss",
+        title="Training loss",
+        axis="training loss",
+        metric=keys.TRAIN_LOSS,
+        note="Bold: mean over the steps around. Faint: every step, thinned so that spikes stay.",
+        kind="steps",
+    )
+    for curves in (evaluation_loss, accuracy, training_loss):
+        yield from _draw(curves, groups)
 
 
 def _clipping(groups: Sequence[Group]) -> Iterator[Chart]:
     for facet in draw.facets(groups):
-        mode, of, parts = facet.mode, facet.suffix, facet.info.parts or "steps"
-        note = f"Before clipping; bold: geometric mean. {facet.info.note}"
-        note += scaled_note(facet.groups)
-        title = f"Gradient norm ‖G‖{of}"
-        what = Curves(f"norm-{mode}", title, "‖G‖", norm, note, "steps", log=True)
-        yield from _draw(what, facet.groups, groups, facet)
-        # Of elements or units, nearly every step has some clipped, so steps are not counted.
-        key = keys.CLIP_FRACTION if facet.info.parts else keys.CLIP_RATIO
-        note = f"Share of the {parts} that clipping changed, mean over the steps around."
-        title, name = f"Share of {parts} clipped{of}", f"{parts} clipped"
-        what = Curves(f"clipped-{mode}", title, name, key, note, "share", percent=True)
-        yield from _draw(what, facet.own)
-        note = "‖G‖ after clipping ÷ before, mean over the steps around: 1 leaves the gradient."
-        key, title = keys.CLIP_COEF, f"Coefficient{of}"
-        yield from _draw(Curves(f"coef-{mode}", title, key, key, note, "share"), facet.own)
+        norms = Curves(
+            key=f"norm-{facet.mode}",
+            title=f"Gradient norm ‖G‖{facet.suffix}",
+            axis="‖G‖",
+            metric=norm,
+            note=f"Before clipping; bold: geometric mean. {facet.info.note}"
+            + scaled_note(facet.groups),
+            kind="steps",
+            log=True,
+        )
+        yield from _draw(norms, facet.groups, groups, facet)
+        # Nearly every step clips some elements or units, so a share of the steps would say nothing.
+        parts = facet.info.parts or "steps"
+        clipped = Curves(
+            key=f"clipped-{facet.mode}",
+            title=f"Share of {parts} clipped{facet.suffix}",
+            axis=f"{parts} clipped",
+            metric=keys.CLIP_FRACTION if facet.info.parts else keys.CLIP_RATIO,
+            note=f"Share of the {parts} that clipping changed, mean over the steps around.",
+            kind="share",
+            percent=True,
+        )
+        yield from _draw(clipped, facet.clipping)
+        coefficients = Curves(
+            key=f"coef-{facet.mode}",
+            title=f"Coefficient{facet.suffix}",
+            axis=keys.CLIP_COEF,
+            metric=keys.CLIP_COEF,
+            note="‖G‖ after clipping ÷ before, mean over the steps around: 1 leaves the gradient.",
+            kind="share",
+        )
+        yield from _draw(coefficients, facet.clipping)
         if not _in_norms(facet.info):
-            title, note = f"Threshold{of}", "The threshold of each step."
-            what = Curves(f"threshold-{mode}", title, "threshold", moving, note)
-            yield from _draw(what, facet.own)
+            thresholds = Curves(
+                key=f"threshold-{facet.mode}",
+                title=f"Threshold{facet.suffix}",
+                axis="threshold",
+                metric=moving,
+                note="The threshold of each step.",
+            )
+            yield from _draw(thresholds, facet.clipping)
 
 
 def norm(run: Run) -> Series:
     """Return ‖G‖ of each row, or the highest since the row before if rows skip steps."""
     spaced = run.config.get("log.interval", 1) not in (1, None)
-    scaled, highest = run.of(keys.GRAD_NORM_SCALED), run.of(keys.GRAD_NORM_MAX)
+    scaled = run.of(keys.GRAD_NORM_SCALED)
+    highest = run.of(keys.GRAD_NORM_MAX)
     return highest if spaced and len(highest) and not len(scaled) else run.limited
 
 
 def moving(run: Run) -> Series:
     """Return the thresholds of a run's steps; empty if they are all the same."""
-    one = run.of(keys.CLIP_THRESHOLD)
-    return one if len(one.finite) and np.ptp(one.finite) else EMPTY
+    thresholds = run.of(keys.CLIP_THRESHOLD)
+    return thresholds if len(thresholds.finite) and np.ptp(thresholds.finite) else EMPTY
 
 
 def _in_norms(info: ModeInfo) -> bool:
@@ -108,38 +161,77 @@ def _draw(
     what: Curves, groups: Sequence[Group], among: Sequence[Group] = (), facet: Facet | None = None
 ) -> Iterator[Chart]:
     """Yield a chart of recorded series, with the axis of ``among`` and the limits of ``facet``."""
-    of = what.of if callable(what.of) else partial(Run.of, key=what.of)
-    found = [(group, run, one) for group in groups for run in group.runs if len(one := of(run))]
-    if not found:
+    recorded = _recorded(what, groups)
+    if not recorded:
         return
-    last = max(float(one.steps[-1]) for *_, one in found)
-    buckets = min(400, max(60, 24_000 // len(found)))
-    compared = [(group, run) for group in (among or groups) for run in group.runs]
-    values = [_before_lost(run, of(run)) for _, run in compared]
-    share, log = what.kind == "share", bool(what.log)
-    log = draw.spans(values, _DECADES) if what.log is None and not share else log
-    traces = [one for of_run in found for one in _curves(*of_run, what, log, buckets)]
-    traces.sort(key=lambda one: one.get("hoverinfo") != "skip")  # bold curves are drawn last
-    values = [one[len(one) // 4 :] for one in values] if what.late else values
+    compared = _recorded(what, among or groups)
+    values = [_before_lost(run, series) for _, run, series in compared]
+    log = _has_log_axis(what, values)
+    last = _last_step(recorded)
+    traces = _all_curves(what, recorded, log)
+    crosses = _all_crosses(recorded)
+    if what.late:
+        values = [series[len(series) // 4 :] for series in values]
     if facet:
-        own = facet.own if _in_norms(facet.info) else []
-        traces += [one for group in own for one in _levels(group, last)]
-        values += [moving(run).finite for group, run in compared if _in_norms(group.info)]
-        values += [np.array([g.threshold or np.nan]) for g, _ in compared if g.info.limits_norm]
-    crossed = [one for of_run in found for one in _lost(*of_run)]
+        traces += _all_levels(facet, last)
+        values += _thresholds(among or groups)
     scales, kind = draw.scales(values, log)
-    if share:
+    if what.kind == "share":
         scales["linear"] = (0.0, 1.02)
     yield draw.chart(
         what.key,
         what.title,
-        what.note + (" × marks the first value that is not a number." if crossed else ""),
-        traces + crossed,
+        what.note + (" × marks the first value that is not a number." if crosses else ""),
+        [*traces, *crosses],
         draw.axis("optimizer step", (0.0, last * 1.01 or 1.0), tickformat=",d", showgrid=False),
         draw.axis(what.axis, scales[kind], log=log, percent=what.percent),
         meta={"scales": scales, "steps": True, "smooth": kind if what.kind != "points" else None},
-        hovermode="x unified" if len(found) <= _COMPARED else "closest",
+        hovermode="x unified" if len(recorded) <= _COMPARED else "closest",
     )
+
+
+def _recorded(what: Curves, groups: Sequence[Group]) -> list[Recorded]:
+    """Return the series of all runs that recorded the metric of a chart."""
+    curves = [Recorded(group, run, what.series(run)) for group in groups for run in group.runs]
+    return [curve for curve in curves if len(curve.series)]
+
+
+def _last_step(recorded: Sequence[Recorded]) -> float:
+    return max(float(curve.series.steps[-1]) for curve in recorded)
+
+
+def _has_log_axis(what: Curves, values: Sequence[Floats]) -> bool:
+    """Return whether an axis is logarithmic: as the chart says, or for values that span decades."""
+    if what.log is not None:
+        return what.log
+    return what.kind != "share" and draw.spans(values, _DECADES)
+
+
+def _all_curves(what: Curves, recorded: Sequence[Recorded], log: bool) -> list[Trace]:
+    buckets = min(400, max(60, 24_000 // len(recorded)))
+    traces = [trace for curve in recorded for trace in _curves(*curve, what, log, buckets)]
+    # Bold curves are drawn last.
+    return sorted(traces, key=lambda trace: trace.get("hoverinfo") != "skip")
+
+
+def _all_crosses(recorded: Sequence[Recorded]) -> list[Trace]:
+    return [cross for group, run, series in recorded for cross in _lost(group, run, series)]
+
+
+def _all_levels(facet: Facet, last: float) -> list[Trace]:
+    if not _in_norms(facet.info):
+        return []
+    return [trace for group in facet.clipping for trace in _levels(group, last)]
+
+
+def _thresholds(groups: Sequence[Group]) -> Iterator[Floats]:
+    """Yield the thresholds that a chart of norms shows, so that its axis encloses them."""
+    for group in groups:
+        if group.info.limits_norm and group.threshold:
+            yield np.array([group.threshold])
+        if _in_norms(group.info):
+            for run in group.runs:
+                yield moving(run).finite
 
 
 def _named(group: Group, run: Run) -> str:
@@ -147,62 +239,70 @@ def _named(group: Group, run: Run) -> str:
 
 
 def _curves(
-    group: Group, run: Run, one: Series, what: Curves, log: bool, buckets: int
+    group: Group, run: Run, series: Series, what: Curves, log: bool, buckets: int
 ) -> Iterator[Trace]:
-    xs, ys = draw.thinned(one, buckets)
-    of = partial(draw.line, group, name=_named(group, run), run=run.number)
+    """Yield the faint curve of every step, if the chart has one, and the bold one of means."""
+    name = _named(group, run)
+    xs, ys = draw.thinned(series, buckets)
     if what.kind == "steps":
-        yield of(xs, ys, line={"width": 0.8}, opacity=0.3, hoverinfo="skip")
-    more: Trace = {"marker": {"size": 5}}
+        faint: Trace = {"line": {"width": 0.8}, "opacity": 0.3, "hoverinfo": "skip"}
+        yield draw.line(group, xs, ys, name, run=run.number, **faint)
+    bold: Trace = {"line": {"dash": group.dash}, "marker": {"size": 5}, "showlegend": True}
     if what.kind != "points":
-        steps, means, rolled = draw.smoothed(one, buckets, log)
-        xs, ys, more["customdata"] = steps.astype(np.int64), draw.floats(rolled), draw.floats(means)
-    mode = "lines+markers" if len(xs) <= _DOTS else "lines"
-    yield of(xs, ys, line={"dash": group.dash}, mode=mode, showlegend=True, **more)
+        steps, means, rolled = draw.smoothed(series, buckets, log)
+        xs = steps.astype(np.int64)
+        ys = draw.floats(rolled)
+        bold["customdata"] = draw.floats(means)
+    bold["mode"] = "lines+markers" if len(xs) <= _DOTS else "lines"
+    yield draw.line(group, xs, ys, name, run=run.number, **bold)
 
 
 def _levels(group: Group, last: float) -> Iterator[Trace]:
     """Yield the threshold of a setting as a dashed line or, if it moves, curves."""
     stroke = {"width": 1.3, "dash": "6px,4px"}
     name = f"threshold of {group.label}"
-    moved = [(run, one) for run in group.runs if len(one := moving(run))]
-    for run, one in moved:
-        xs, ys = draw.thinned(one, 400)
+    moving_runs = [run for run in group.runs if len(moving(run))]
+    for run in moving_runs:
+        xs, ys = draw.thinned(moving(run), 400)
         yield draw.line(group, xs, ys, name, line=stroke | {"shape": "hv"}, run=run.number)
-    if not moved and group.info.limits_norm and group.threshold is not None:
+    if not moving_runs and group.info.limits_norm and group.threshold is not None:
         level = [group.threshold] * 2
         yield draw.line(group, [0, last * 1.01], level, name, line=stroke, hoverinfo="skip")
 
 
-def _lost(group: Group, run: Run, one: Series) -> Iterator[Trace]:
-    gone = np.flatnonzero(~np.isfinite(one.values))
-    if len(gone):
-        step, value = one.steps[gone[0]], rounded(float(one.values[gone[0]]))
+def _lost(group: Group, run: Run, series: Series) -> Iterator[Trace]:
+    """Yield a cross at the first value that is not finite."""
+    lost = np.flatnonzero(~np.isfinite(series.values))
+    if len(lost):
+        step = series.steps[lost[0]]
+        value = rounded(float(series.values[lost[0]]))
         text = f"{_named(group, run)}: {value} at step {rounded(float(step), 9)}"
-        text += f", and at {len(gone) - 1} more of the recorded steps" if len(gone) > 1 else ""
+        text += f", and at {len(lost) - 1} more of the recorded steps" if len(lost) > 1 else ""
         yield draw.cross(group, run.number, step, text)
 
 
-def _before_lost(run: Run, one: Series) -> Floats:
+def _before_lost(run: Run, series: Series) -> Floats:
     """Return the finite values from before a run diverged: later ones would flatten all others."""
     lost = run.diverged_at
-    before = one.steps < (np.inf if lost is None else lost)
-    return Series(one.steps[before], one.values[before]).finite
+    before = series.steps < (np.inf if lost is None else lost)
+    return Series(series.steps[before], series.values[before]).finite
 
 
-def heat_maps(found: Findings) -> list[Chart]:
+def heat_maps(findings: Findings) -> list[Chart]:
     # The first seed of each setting comes before the second of any.
-    turns = zip_longest(*(group.runs for group in found.groups))
+    turns = zip_longest(*(group.runs for group in findings.groups))
     recorded = [
         (group, run)
         for turn in turns
-        for group, run in zip(found.groups, turn, strict=True)
+        for group, run in zip(findings.groups, turn, strict=True)
         if run and run.layers
     ]
     tables = [_table(run.layers) for _, run in recorded[:_RUNS]]
     ends = draw.limits([logs for *_, logs in tables], False)
-    each = zip(recorded, tables, strict=False)
-    return [_map(group, run, *table, ends) for (group, run), table in each]
+    charts = []
+    for (group, run), (names, steps, logs) in zip(recorded, tables, strict=False):
+        charts.append(_map(group, run, names, steps, logs, ends))
+    return charts
 
 
 def _map(
@@ -218,8 +318,8 @@ def _map(
         "hovertemplate": "%{y}, step %{x}: 10<sup>%{z:.2f}</sup><extra></extra>",
     }
     note = "Highest norm in each range of steps; one logarithmic scale for all runs."
-    left = len(run.layers) - len(names)
-    note += f" The {left} parameters with the smallest norms are left out." if left else ""
+    hidden = len(run.layers) - len(names)
+    note += f" The {hidden} parameters with the smallest norms are left out." if hidden else ""
     x = {"title": {"text": "optimizer step", "standoff": 8}, "tickformat": ",d", "showgrid": False}
     short = [name if len(name) <= 30 else f"…{name[-29:]}" for name in names]
     y: Trace = {"type": "category", "autorange": "reversed", "tickfont": {"size": 10}}
@@ -231,13 +331,16 @@ def _map(
 
 def _table(rows: Mapping[str, Series]) -> tuple[list[str], Floats, Floats]:
     """Return names, the steps of each range, and log10 of the highest norm by row and range."""
-    size = {key: np.median(one.finite) if len(one.finite) else 0.0 for key, one in rows.items()}
-    largest = sorted(rows, key=size.__getitem__)[-_ROWS:]
+    median = {}
+    for key, series in rows.items():
+        median[key] = np.median(series.finite) if len(series.finite) else 0.0
+    largest = sorted(rows, key=median.__getitem__)[-_ROWS:]
     names = [key for key in rows if key in largest]
-    steps = np.unique(np.concatenate([one.steps for one in rows.values()]))
+    steps = np.unique(np.concatenate([series.steps for series in rows.values()]))
     table = np.full((len(names), len(steps)), np.nan)
-    for cells, one in zip(table, map(rows.__getitem__, names), strict=True):
-        known = np.isfinite(one.values) & (one.values > 0)
-        cells[np.searchsorted(steps, one.steps[known])] = one.values[known]
+    for cells, name in zip(table, names, strict=True):
+        series = rows[name]
+        positive = np.isfinite(series.values) & (series.values > 0)
+        cells[np.searchsorted(steps, series.steps[positive])] = series.values[positive]
     starts = np.linspace(0, len(steps), min(_COLUMNS, len(steps)), endpoint=False).astype(int)
     return names, steps[starts], np.log10(np.fmax.reduceat(table, starts, axis=1))

@@ -35,26 +35,31 @@ class Chart:
 
 @dataclass(frozen=True)
 class Facet:
-    """Settings that one chart compares: those of a mode, and those that clip nothing."""
+    """Settings that one chart compares: a mode's settings and those without clipping."""
 
     mode: str
     groups: tuple[Group, ...]
     suffix: str
 
     @property
-    def own(self) -> list[Group]:
+    def clipping(self) -> list[Group]:
+        """Settings that clip by the mode."""
         return [group for group in self.groups if group.mode == self.mode]
 
     @property
     def info(self) -> ModeInfo:
-        return next((group.info for group in self.own), ModeInfo())
+        return next((group.info for group in self.clipping), ModeInfo())
 
 
 def facets(groups: Sequence[Group]) -> list[Facet]:
     """Return the settings by mode, because thresholds of two modes do not compare."""
     modes = sorted({group.mode for group in groups if group.mode and group.clips}) or ["none"]
-    compared = {m: tuple(g for g in groups if g.mode == m or not g.clips) for m in modes}
-    return [Facet(m, of, f" · clip={m}" if len(modes) > 1 else "") for m, of in compared.items()]
+    by_mode = []
+    for mode in modes:
+        compared = tuple(group for group in groups if group.mode == mode or not group.clips)
+        suffix = f" · clip={mode}" if len(modes) > 1 else ""
+        by_mode.append(Facet(mode, compared, suffix))
+    return by_mode
 
 
 def chart(
@@ -97,7 +102,7 @@ def axis(
         "title": {"text": title, "standoff": 8},
         "automargin": True,
         "type": "log" if log else "linear",
-        "range": list(map(math.log10, ends)) if log else list(ends),
+        "range": [math.log10(end) for end in ends] if log else list(ends),
         "tickformat": ".3~%" if percent else ".6~g",
         "gridcolor": RULE,
         "linecolor": NEUTRAL,
@@ -108,7 +113,7 @@ def axis(
 
 
 def _every(values: Iterable[ArrayLike]) -> Floats:
-    arrays = [np.empty(0), *(np.asarray(one, dtype=np.float64).ravel() for one in values)]
+    arrays = [np.empty(0), *(np.asarray(array, dtype=np.float64).ravel() for array in values)]
     every = np.concatenate(arrays)
     return np.asarray(every[np.isfinite(every)])
 
@@ -119,7 +124,8 @@ def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
     every = every[every > 0] if log else every
     if not every.size:
         return (0.1, 10.0) if log else (0.0, 1.0)
-    low, high = float(every.min()), float(every.max())
+    low = float(every.min())
+    high = float(every.max())
     if log:
         span = max(high / low, 1.5) ** 0.05
         return low / span, high * span
@@ -151,10 +157,10 @@ def floats(values: ArrayLike) -> NDArray[np.float32]:
 
 def trace(group: Group | None, run: str | None, x: Any, y: Any, **more: Any) -> Trace:
     """Return a trace that the page hides with its setting and its run."""
-    of: Trace = {}
+    owner: Trace = {}
     if group is not None:
-        of = {"legendgroup": str(group.index), "meta": {"group": group.index, "run": run}}
-    return {"type": "scatter", "x": x, "y": y, "showlegend": False, **of, **more}
+        owner = {"legendgroup": str(group.index), "meta": {"group": group.index, "run": run}}
+    return {"type": "scatter", "x": x, "y": y, "showlegend": False, **owner, **more}
 
 
 def line(group: Group | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
@@ -182,35 +188,39 @@ def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any
     return trace(None, None, [*x], [*y], text=[*texts], **(style | more))
 
 
-def thinned(one: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return of each bucket of a series the lowest, the highest and gaps, so that spikes stay."""
-    values, n = one.values, len(one)
+def thinned(series: Series, buckets: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return steps and values: each bucket keeps its lowest and highest value and its gaps."""
+    values = series.values
+    n = len(series)
     if n <= 2 * buckets:
-        return one.steps.astype(np.int64), floats(values)
-    chosen, finite = {0, n - 1}, np.isfinite(values)
-    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+        return series.steps.astype(np.int64), floats(values)
+    chosen = {0, n - 1}
+    finite = np.isfinite(values)
+    low = np.where(finite, values, np.inf)
+    high = np.where(finite, values, -np.inf)
     for start, end in pairwise(np.linspace(0, n, buckets + 1).astype(int)):
-        at = slice(start, end)
-        chosen |= {start + low[at].argmin(), start + high[at].argmax()}
-        if not finite[at].all():
-            chosen.add(start + finite[at].argmin())
+        bucket = slice(start, end)
+        chosen |= {start + low[bucket].argmin(), start + high[bucket].argmax()}
+        if not finite[bucket].all():
+            chosen.add(start + finite[bucket].argmin())
     kept = np.asarray(sorted(chosen), dtype=np.intp)
-    return one.steps[kept].astype(np.int64), floats(values[kept])
+    return series.steps[kept].astype(np.int64), floats(values[kept])
 
 
-def smoothed(one: Series, buckets: int, log: bool) -> tuple[Floats, Floats, Floats]:
+def smoothed(series: Series, buckets: int, log: bool) -> tuple[Floats, Floats, Floats]:
     """Return the middle steps of ranges, their means (geometric if ``log``), and these smoothed."""
-    n = len(one)
+    n = len(series)
     starts = np.linspace(0, n, min(n, buckets), endpoint=False).astype(np.intp)
     with np.errstate(invalid="ignore", divide="ignore"):
-        of = np.log(one.values) if log else one.values
-        finite = np.isfinite(of)
+        values = np.log(series.values) if log else series.values
+        finite = np.isfinite(values)
         counts = np.add.reduceat(finite.astype(float), starts)
-        means = np.add.reduceat(np.where(finite, of, 0.0), starts) / counts
-    known, width = np.isfinite(means), max(1, round(SMOOTHING * len(means)))
+        means = np.add.reduceat(np.where(finite, values, 0.0), starts) / counts
+    has_mean = np.isfinite(means)
+    width = max(1, round(SMOOTHING * len(means)))
     middle = slice(width // 2, width // 2 + len(means))  # windows around the middle of each value
-    sums = np.convolve(np.where(known, means, 0.0), np.ones(width))[middle]
-    near = np.convolve(known, np.ones(width))[middle]
-    rolled = np.where(known, sums / np.maximum(near, 1), np.nan)
-    steps = one.steps[(starts + np.append(starts[1:], n) - 1) // 2]
+    sums = np.convolve(np.where(has_mean, means, 0.0), np.ones(width))[middle]
+    near = np.convolve(has_mean, np.ones(width))[middle]
+    rolled = np.where(has_mean, sums / np.maximum(near, 1), np.nan)
+    steps = series.steps[(starts + np.append(starts[1:], n) - 1) // 2]
     return (steps, np.exp(means), np.exp(rolled)) if log else (steps, means, rolled)

@@ -65,16 +65,9 @@ def differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if len(runs) == 1:
         return CLIP, ()
     every = dict.fromkeys(key for run in runs for key in run.config)
-    differing = [
-        key
-        for key in every
-        if not key.startswith(_ASIDE)
-        and len({_value(run.config.get(key)) for run in runs if run.config}) > 1
-    ]
+    differing = [key for key in every if _differs(key, runs)]
     typed = {key for run in runs for key in run.typed}
-    # A group whose option was chosen has one column, instead of one for each key of the option.
-    options = sorted(typed & {key.split(".")[0] for key in every if "." in key} - {"clip"})
-    chosen = [key for key in options if len({choice(run, key) for run in runs}) > 1]
+    chosen = _chosen_options(runs, every, typed)
     implied = {key for key in differing if key.split(".")[0] in (*chosen, "clip")}
     implied -= {*typed, *CLIP}
     listed = sorted(
@@ -82,8 +75,24 @@ def differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         # The sort is stable: mode, threshold, then overridden keys in the order they were found.
         key=lambda key: (key != "clip.mode", key not in CLIP, key == "seed", key not in typed),
     )
-    left = [key for key in listed[_COLUMNS:] if key != "seed"]
-    return tuple(key for key in listed if key not in left), (*left, *sorted(implied))
+    hidden = [key for key in listed[_COLUMNS:] if key != "seed"]
+    return tuple(key for key in listed if key not in hidden), (*hidden, *sorted(implied))
+
+
+def _chosen_options(runs: Sequence[Run], every: Iterable[str], typed: set[str]) -> list[str]:
+    """Return the groups of which runs chose several options, such as ``optimizer``.
+
+    Such a group has one column, instead of one for each key of its options.
+    """
+    groups = {key.split(".")[0] for key in every if "." in key} - {"clip"}
+    return [key for key in sorted(typed & groups) if len({choice(run, key) for run in runs}) > 1]
+
+
+def _differs(key: str, runs: Sequence[Run]) -> bool:
+    """Return whether the runs have several values of a key that decides what a run computes."""
+    if key.startswith(_ASIDE):
+        return False
+    return len({_value(run.config.get(key)) for run in runs if run.config}) > 1
 
 
 def choice(run: Run, key: str) -> str:
@@ -94,7 +103,7 @@ def choice(run: Run, key: str) -> str:
         value = run.config[key]
         return f"{value:.12g}" if type(value) is float else shown(value)
     names = (run.config.get(f"{key}.{inner}") for inner in ("name", "mode", "_target_"))
-    name = next((str(one).rpartition(".")[2] for one in names if one is not None), ABSENT)
+    name = next((str(name).rpartition(".")[2] for name in names if name is not None), ABSENT)
     return run.typed.get(key, name)
 
 
@@ -102,10 +111,11 @@ def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
     """Return the settings by mode and rising threshold, ``none`` last; one colour each."""
     buckets: dict[str, list[Run]] = {}
     # A run that has not begun belongs to the setting of runs with the same overrides.
-    known = {_words(run): _setting(run) for run in runs if run.config}
+    by_overrides = {_words(run): _setting(run) for run in runs if run.config}
     for run in sorted(runs, key=lambda run: not run.config):
-        own = _setting(run) if run.config else known.get(_words(run), _words(run))
-        buckets.setdefault(own, []).append(run)
+        words = _words(run)
+        setting = _setting(run) if run.config else by_overrides.get(words, words)
+        buckets.setdefault(setting, []).append(run)
     settings = sorted(buckets.values(), key=lambda members: _order(members[0], columns))
     counts = Counter(members[0].mode for members in settings)
     palettes = {mode: iter(ordered(count)) for mode, count in counts.items()}
@@ -123,12 +133,12 @@ def label(run: Run, columns: Iterable[str]) -> str:
     if not run.config and not run.mode:
         return _brief(_words(run)) or "?"
     clip = run.mode if run.threshold is None else f"{run.mode} {rounded(run.threshold)}"
-    rest = [
-        f"{key.rpartition('.')[2]}={_brief(value)}"
-        for key in columns
-        if key not in ("seed", *CLIP) and (value := choice(run, key)) != ABSENT
-    ]
-    return ", ".join([clip, *rest])
+    parts = [clip]
+    for key in columns:
+        value = choice(run, key)
+        if key not in ("seed", *CLIP) and value != ABSENT:
+            parts.append(f"{key.rpartition('.')[2]}={_brief(value)}")
+    return ", ".join(parts)
 
 
 def named(groups: Iterable[Group], text: str) -> Group | None:
@@ -142,7 +152,7 @@ def named(groups: Iterable[Group], text: str) -> Group | None:
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     """Return mean and sample standard deviation (n - 1); the latter is None for one value."""
-    if not values or not all(map(math.isfinite, values)):
+    if not values or not all(math.isfinite(value) for value in values):
         return math.nan, None
     return fmean(values), stdev(values) if len(values) > 1 else None
 
@@ -165,28 +175,31 @@ def _setting(run: Run) -> str:
 
 
 def _order(run: Run, columns: Sequence[str]) -> tuple[object, ...]:
-    rest = tuple(natural(choice(run, key)) for key in columns if key != "seed")
+    values = tuple(natural(choice(run, key)) for key in columns if key != "seed")
     threshold = math.inf if run.threshold is None else run.threshold
-    return (not run.config, run.info.clips is None, run.mode, threshold, rest)
+    return (not run.config, run.info.clips is None, run.mode, threshold, values)
 
 
 def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool]) -> Metrics:
     """Return the metrics of a run, from its rows where it was killed before it wrote a summary."""
-    summary, coef = run.summary, run.of(keys.CLIP_COEF).finite
-    found: Metrics = {}
+    summary = run.summary
+    coef = run.of(keys.CLIP_COEF).finite
+    measured: Metrics = {}
     for key in metrics:
         final = _last(run, summary.get("final"), key)
-        found[f"best/{key}"] = _best(run, key, maximized.get(key, higher_is_better(key)), final)
-        found[f"final/{key}"] = final
+        higher = maximized.get(key, higher_is_better(key))
+        measured[f"best/{key}"] = _best(run, key, higher, final)
+        measured[f"final/{key}"] = final
     for key in (keys.CLIP_RATIO_TOTAL, keys.GRAD_NONFINITE, keys.CLIP_SKIPPED):
-        found[key] = _last(run, summary, key)
-    norms, recorded = run.of(keys.GRAD_NORM).finite, summary.get(keys.GRAD_NORM)
+        measured[key] = _last(run, summary, key)
+    norms = run.of(keys.GRAD_NORM).finite
+    recorded = summary.get(keys.GRAD_NORM)
     for name, point in PERCENTILES.items():
         norm = number(recorded.get(name)) if isinstance(recorded, dict) else None
         from_rows = float(np.percentile(norms, point)) if len(norms) else None
-        found[f"{keys.GRAD_NORM}/{name}"] = from_rows if norm is None else norm
+        measured[f"{keys.GRAD_NORM}/{name}"] = from_rows if norm is None else norm
     wall = number(summary.get(keys.WALL_SECONDS, run.status.get(keys.WALL_SECONDS)))
-    return found | {
+    return measured | {
         keys.CLIP_FRACTION: number(summary.get(keys.CLIP_FRACTION)) if run.info.parts else None,
         keys.CLIP_COEF: float(coef.mean()) if len(coef) else None,
         DIVERGED: run.diverged_at,
@@ -218,7 +231,7 @@ class Findings:
 
     sweep: SweepRuns
     columns: tuple[str, ...]
-    others: tuple[str, ...]
+    keys_without_column: tuple[str, ...]
     groups: tuple[Group, ...]
     metric: str | None
     metrics: tuple[str, ...]
@@ -241,11 +254,12 @@ class Findings:
 
     def seeds(self, group: Group) -> dict[Hashable, float]:
         """Return the scores of a setting's compared runs by seed, or their mean."""
-        found: dict[Hashable, list[float]] = {}
+        by_seed: dict[Hashable, list[float]] = {}
         for run in self.judged(group):
-            if (score := self.score(run)) is not None:
-                found.setdefault(run.seed, []).append(score)
-        return {seed: fmean(scores) for seed, scores in found.items()}
+            score = self.score(run)
+            if score is not None:
+                by_seed.setdefault(run.seed, []).append(score)
+        return {seed: fmean(scores) for seed, scores in by_seed.items()}
 
     def mean(self, group: Group) -> tuple[float, float | None]:
         """Return mean and standard deviation over a setting's seeds; NaN if a run diverged."""
@@ -263,8 +277,8 @@ class Findings:
 
     def average(self, group: Group, key: str) -> float | None:
         values = [self.measured[run.number][key] for run in self.judged(group) or group.runs]
-        known = [value for value in values if value is not None and math.isfinite(value)]
-        return fmean(known) if known else None
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        return fmean(finite) if finite else None
 
     def ratio(self, group: Group) -> float | None:
         return self.average(group, keys.CLIP_RATIO_TOTAL)
@@ -287,45 +301,81 @@ class Findings:
         """Best setting if the intervals tell each other setting with a score from it."""
         if all(run.state != "finished" for run in self.sweep.runs):
             return None
-        rivals = [self.rivals.get(group.index) for group in self.ranked[1:]]
-        # Where seeds are missing, the seeds that both have may speak for the other setting.
-        better = [one and one.seen and (one.value < 0) == self.higher_is_better for one in rivals]
-        return self.best if better and all(better) else None
+        rivals = self.ranked[1:]
+        return self.best if rivals and all(self._beats(rival) for rival in rivals) else None
+
+    def _beats(self, rival: Group) -> bool:
+        """Return whether the interval of a setting's difference says that the best one is better.
+
+        Where seeds are missing, the common seeds alone may favour the setting with the worse mean.
+        """
+        difference = self.rivals.get(rival.index)
+        if difference is None or not difference.seen:
+            return False
+        return (difference.value < 0) == self.higher_is_better
 
     def differ(self, groups: Sequence[Group]) -> bool:
         """Return whether seeds tell the best of ``groups`` from another one; a lost run does."""
         ranked = [group for group in self.ranked if group in groups]
         if len(ranked) < len(groups) or any(len(self.seeds(group)) < 2 for group in groups):
             means = [self.mean(group)[0] for group in groups]
-            lost = not all(map(math.isfinite, means))
-            return lost or max(means) - min(means) > ALIKE * max(map(abs, means))
-        return any(one.seen for one in self._compare(ranked, ranked[0], True).values())
+            lost = not all(math.isfinite(mean) for mean in means)
+            largest = max(abs(mean) for mean in means)
+            return lost or max(means) - min(means) > ALIKE * largest
+        differences = self._compare(ranked, ranked[0], True).values()
+        return any(difference.seen for difference in differences)
 
     def _compare(
         self, groups: Sequence[Group], reference: Group, chosen: bool
     ) -> dict[int, Difference]:
         scores = [self.seeds(group) for group in groups]
-        found = compare(scores, groups.index(reference), chosen)
-        return {groups[position].index: one for position, one in found.items()}
+        differences = compare(scores, groups.index(reference), chosen)
+        return {groups[place].index: difference for place, difference in differences.items()}
 
 
 def find(sweep: SweepRuns) -> Findings:
+    """Group the runs of a sweep into settings, and measure each run."""
     runs = sweep.runs
-    columns, others = differences(runs)
-    asked = [run.config.get("sweep.objective") for run in runs]
-    candidates = [*(key for key in asked if isinstance(key, str)), keys.EVAL_LOSS, keys.TRAIN_LOSS]
-    metric = next((key for key in candidates if any(run.recorded(key) for run in runs)), None)
-    recorded = [key for key in _METRICS if any(run.recorded(key) for run in runs)]
-    metrics = tuple(dict.fromkeys(filter(None, (metric, *recorded))))
-    directions = {run.config.get("sweep.direction") for run in runs} - {None}
-    maximizes = higher_is_better(metric or "")
-    if metric in asked and len(directions) == 1:
-        maximizes = directions == {"maximize"}
+    columns, keys_without_column = differences(runs)
+    metric, maximizes = _metric(runs)
+    metrics = [key for key in _METRICS if any(run.recorded(key) for run in runs)]
+    if metric is not None:
+        metrics = [metric, *(key for key in metrics if key != metric)]
     groups = tuple(grouped(runs, columns))
-    configured = (run.config.get("report.baseline") for run in (() if sweep.single else runs))
-    baseline = sweep.baseline or next((str(one) for one in configured if one is not None), None)
-    found = None if baseline is None else named(groups, baseline)
-    measured = {run.number: measure(run, metrics, {metric: maximizes}) for run in runs}
-    unknown = None if found else baseline
-    of = (sweep, columns, others, groups, metric, metrics, measured)
-    return Findings(*of, higher_is_better=maximizes, baseline=found, unknown=unknown)
+    baseline = _baseline(sweep)
+    baseline_group = None if baseline is None else named(groups, baseline)
+    return Findings(
+        sweep=sweep,
+        columns=columns,
+        keys_without_column=keys_without_column,
+        groups=groups,
+        metric=metric,
+        metrics=tuple(metrics),
+        measured={run.number: measure(run, metrics, {metric: maximizes}) for run in runs},
+        higher_is_better=maximizes,
+        baseline=baseline_group,
+        unknown=baseline if baseline_group is None else None,
+    )
+
+
+def _metric(runs: Sequence[Run]) -> tuple[str | None, bool]:
+    """Return the metric by which settings are compared, and whether a higher value is better."""
+    objectives = [run.config.get("sweep.objective") for run in runs]
+    candidates = [key for key in objectives if isinstance(key, str)]
+    candidates += [keys.EVAL_LOSS, keys.TRAIN_LOSS]
+    metric = next((key for key in candidates if any(run.recorded(key) for run in runs)), None)
+    directions = {run.config.get("sweep.direction") for run in runs} - {None}
+    if metric in objectives and len(directions) == 1:
+        return metric, directions == {"maximize"}
+    return metric, higher_is_better(metric or "")
+
+
+def _baseline(sweep: SweepRuns) -> str | None:
+    """Return the name of the baseline setting that the page or a run's configuration asks for."""
+    if sweep.baseline or sweep.single:
+        return sweep.baseline
+    for run in sweep.runs:
+        configured = run.config.get("report.baseline")
+        if configured is not None:
+            return str(configured)
+    return None

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 
 from runner.config import notation
 
-plural = partial(notation.plural, form=",")
 SMOOTHING = 0.05  # curves are means over this share of a run until a reader chooses another one
 
 # By Smith and van der Walt, matplotlib, CC0; without its bright end on paper, its dark end at night
 _VIRIDIS = np.frombuffer(
     bytes.fromhex("440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"), np.uint8
 ).reshape(-1, 3)
-_BRIGHTEST, _DARKEST = 0.72, 0.34
+_BRIGHTEST = 0.72
+_DARKEST = 0.34
 _LEVELS = 96  # parts of viridis, so that each colour has one counterpart
 
 # Text, what has no place in the order of thresholds, grid lines, background
@@ -25,6 +24,10 @@ INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
 # Of the curves of a mode, by what it clips
 DASHES = {None: "solid", "steps": "solid", "elements": "dash", "units": "dot"}
 OTHER_DASH = "dashdot"
+
+
+def plural(count: int, noun: str) -> str:
+    return notation.plural(count, noun, form=",")
 
 
 def rounded(value: float | None, digits: int = 4) -> str:
@@ -44,9 +47,9 @@ def percent(share: float | None) -> str:
     return notation.percent(share).replace(" ", "\u00a0")
 
 
-def viridis(at: float) -> str:
+def viridis(place: float) -> str:
     places = np.linspace(0, 1, len(_VIRIDIS))
-    return f"#{bytes(round(np.interp(at, places, channel)) for channel in _VIRIDIS.T).hex()}"
+    return f"#{bytes(round(np.interp(place, places, channel)) for channel in _VIRIDIS.T).hex()}"
 
 
 def ordered(count: int) -> list[str]:
@@ -59,5 +62,6 @@ def on_dark() -> dict[str, str]:
     """Return the colour that takes the place of each on a dark screen."""
     brighter = (1 - _DARKEST) / _BRIGHTEST
     places = [i / _LEVELS for i in range(round(_BRIGHTEST * _LEVELS) + 1)]
-    own = {INK: "#e4e8ed", NEUTRAL: "#9ba5b2", RULE: "#2c343f", PAPER: "#14181e"}
-    return own | {viridis(at): viridis(_DARKEST + at * brighter) for at in places}
+    of_page = {INK: "#e4e8ed", NEUTRAL: "#9ba5b2", RULE: "#2c343f", PAPER: "#14181e"}
+    of_curves = {viridis(place): viridis(_DARKEST + place * brighter) for place in places}
+    return of_page | of_curves

@@ -46,7 +46,7 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
     """Write the page of runs that were read before, of which ``left`` have not ended."""
     from runner.report.charts import sections  # plotly, for which readers need not wait
 
-    found = find(sweep)
+    findings = find(sweep)
     # Text of a configuration or an error is escaped wherever the template inserts it.
     pages = Environment(
         loader=PackageLoader("runner.report", ""),
@@ -58,14 +58,14 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
     scripts = [_asset("plotly/plotly-cartesian.min.js"), _asset("page.js")]
     html = pages.get_template("page.html").render(
         sweep=sweep,
-        found=found,
+        findings=findings,
         left=left,
-        verdict=verdict(found),
-        remarks=remarks(found),
-        headings=headings(found),
-        bodies=[(group, rows_of(found, group)) for group in found.groups],
-        best_group=found.best if len(found.groups) > 1 else None,
-        sections=sections(found),
+        verdict=verdict(findings),
+        remarks=remarks(findings),
+        headings=headings(findings),
+        bodies=[(group, rows_of(findings, group)) for group in findings.groups],
+        best_group=findings.best if len(findings.groups) > 1 else None,
+        sections=sections(findings),
         smoothing=f"{100 * SMOOTHING:g}",
         again=command_of(["report", sweep.folder]),
         facts=_facts(sweep.runs),
@@ -82,7 +82,7 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in scripts)
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()) for script in scripts)
     named = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {named}; style-src 'unsafe-inline'; "
@@ -98,16 +98,22 @@ def _facts(runs: Sequence[Run]) -> dict[str, str]:
     facts = {}
     for key in (*_FACTS, "started", "ended") if len(runs) == 1 else _FACTS:
         values = (run.status.get(key, run.summary.get(key)) for run in runs)
-        if texts := dict.fromkeys(str(value) for value in values if value not in (None, "")):
+        texts = dict.fromkeys(str(value) for value in values if value not in (None, ""))
+        if texts:
             facts[key.replace("_", " ")] = "; ".join(texts)
     return facts
 
 
 def _shared(runs: Sequence[Run]) -> list[str]:
-    known = [run for run in runs if run.config]
-    first = known[0].config if known else {}
-    same = (key for key in first if all(run.config.get(key, ...) == first[key] for run in known))
-    return [f"{key}={choice(known[0], key)}" for key in same]
+    """Return the configuration that all runs have in common."""
+    configured = [run for run in runs if run.config]
+    if not configured:
+        return []
+    shared = []
+    for key, value in configured[0].config.items():
+        if all(run.config.get(key, ...) == value for run in configured):
+            shared.append(f"{key}={choice(configured[0], key)}")
+    return shared
 
 
 def _links(sweep: SweepRuns, run: Run) -> list[tuple[str, str]]:

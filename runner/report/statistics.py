@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from statistics import fmean
 
 import numpy as np
@@ -44,51 +43,68 @@ class Difference:
 
 def compare(settings: Sequence[Scores], reference: int, chosen: bool) -> dict[int, Difference]:
     """Compare settings with one of them, which was chosen by the same scores or beforehand."""
-    whole = {i: of for i, of in enumerate(settings) if of and all(map(math.isfinite, of.values()))}
-    base = whole.pop(reference, None)
+    finite = {}
+    for place, scores in enumerate(settings):
+        if scores and all(math.isfinite(score) for score in scores.values()):
+            finite[place] = scores
+    base = finite.pop(reference, None)
     if base is None:
         return {}
-    count = len(whole) + 1
+    count = len(finite) + 1
     level = 1 - (1 - LEVEL) * 2 / count if chosen else LEVEL
-    found = {position: _difference(of, base, level) for position, of in whole.items()}
-    values = {position: one.p for position, one in found.items() if one.p is not None}
-    corrected = holm(values, count * (count - 1) // 2 if chosen else len(values))
-    return {place: replace(one, corrected=corrected.get(place)) for place, one in found.items()}
+    differences = {place: _difference(scores, base, level) for place, scores in finite.items()}
+    p_values = {}
+    for place, difference in differences.items():
+        if difference.p is not None:
+            p_values[place] = difference.p
+    corrected = holm(p_values, count * (count - 1) // 2 if chosen else len(p_values))
+    return {
+        place: replace(difference, corrected=corrected.get(place))
+        for place, difference in differences.items()
+    }
 
 
-def holm(values: Mapping[int, float], tests: int) -> dict[int, float]:
-    order = sorted(values, key=values.__getitem__)
-    steps = (min(1.0, values[position] * (tests - rank)) for rank, position in enumerate(order))
-    return dict(zip(order, accumulate(steps, max), strict=True))
+def holm(p_values: Mapping[int, float], tests: int) -> dict[int, float]:
+    """Correct the p of each setting for the number of tests; the result rises as p does."""
+    corrected: dict[int, float] = {}
+    highest = 0.0
+    for rank, place in enumerate(sorted(p_values, key=p_values.__getitem__)):
+        highest = max(highest, min(1.0, p_values[place] * (tests - rank)))
+        corrected[place] = highest
+    return corrected
 
 
-def _difference(one: Scores, other: Scores, level: float) -> Difference:
+def _difference(scores: Scores, reference: Scores, level: float) -> Difference:
     """Return the difference of two settings, with an interval of ``level``."""
-    pairs = np.array([one[seed] - other[seed] for seed in one if seed in other])
-    if not len(pairs):
-        return Difference(fmean(one.values()) - fmean(other.values()), 0)
-    found = Difference(float(pairs.mean()), len(pairs))
-    if found.seeds == 1:
-        return found
+    differences = np.array([scores[seed] - reference[seed] for seed in scores if seed in reference])
+    count = len(differences)
+    if not count:
+        return Difference(fmean(scores.values()) - fmean(reference.values()), 0)
+    mean = float(differences.mean())
+    if count == 1:
+        return Difference(mean, 1)
     from scipy import special  # imported only for a page that compares several seeds
 
-    error, freedom = float(pairs.std(ddof=1)) / math.sqrt(found.seeds), found.seeds - 1
+    error = float(differences.std(ddof=1)) / math.sqrt(count)
 
     def limit(seeds: int) -> float:
         return float(special.stdtrit(seeds - 1, (1 + level) / 2))
 
     def smallest(seeds: int) -> float:
         errors = special.nctdtrinc(seeds - 1, 1 - POWER, limit(seeds))
-        return float(errors) * error * math.sqrt(found.seeds / seeds)
+        return float(errors) * error * math.sqrt(count / seeds)
 
-    half, size = limit(found.seeds) * error, abs(found.value)
-    more = range(found.seeds + 1, MOST_SEEDS + 1) if 0 < size <= half else ()
+    half = limit(count) * error
+    size = abs(mean)
+    undecided = 0 < size <= half
+    more_seeds = range(count + 1, MOST_SEEDS + 1) if undecided else ()
     distance = size / error if error else math.inf if size else 0.0
-    return replace(
-        found,
-        low=found.value - half,
-        high=found.value + half,
-        p=2 * float(special.stdtr(freedom, -distance)),
-        visible=smallest(found.seeds),
-        needed=next((seeds for seeds in more if smallest(seeds) <= size), None),
+    return Difference(
+        value=mean,
+        seeds=count,
+        low=mean - half,
+        high=mean + half,
+        p=2 * float(special.stdtr(count - 1, -distance)),
+        visible=smallest(count),
+        needed=next((seeds for seeds in more_seeds if smallest(seeds) <= size), None),
     )

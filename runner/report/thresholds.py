@@ -11,7 +11,7 @@ from runner.report import draw
 from runner.report.draw import Chart, Facet, Trace
 from runner.report.findings import CLIP, Findings, Group, choice
 from runner.report.look import NEUTRAL, ordered, percent, rounded
-from runner.report.run import Floats
+from runner.report.run import Floats, Run
 from runner.report.verdict import THRESHOLD
 from runner.run_folder import keys
 
@@ -20,93 +20,109 @@ _LABELS = 12  # most labels of thresholds
 _LINES = 12  # most lines of settings that differ in more than their threshold
 
 
-def metric_charts(found: Findings) -> Iterator[Chart]:
+def metric_charts(findings: Findings) -> Iterator[Chart]:
     """Yield a chart of the metric against the threshold for each mode, with one vertical axis."""
-    runs = [run for group in found.groups for run in found.judged(group)]
-    every = [score for run in runs if (score := found.score(run)) is not None]
-    for facet in draw.facets(found.groups):
-        groups = [g for g in facet.groups if any(found.score(run) is not None for run in g.runs)]
+    runs = [run for group in findings.groups for run in findings.judged(group)]
+    all_scores = [findings.score(run) for run in runs]
+    scores = [score for score in all_scores if score is not None]
+    for facet in draw.facets(findings.groups):
+        groups = [g for g in facet.groups if any(findings.score(run) is not None for run in g.runs)]
         if len(groups) > 1 and any(group.threshold is not None for group in groups):
-            yield _metric_chart(found, facet, groups, every)
+            yield _metric_chart(findings, facet, groups, scores)
 
 
 def _metric_chart(
-    found: Findings, facet: Facet, groups: Sequence[Group], every: Sequence[float]
+    findings: Findings, facet: Facet, groups: Sequence[Group], scores: Sequence[float]
 ) -> Chart:
     places, ends, ticks = _places(groups)
-    traces = list(_lines(found, groups, places))
-    right = 16 + 6 * max((len(text) for one in traces for text in one.get("text", ())), default=0)
+    traces = list(_lines(findings, groups, places))
+    lengths = [len(text) for trace in traces for text in trace.get("text", ())]
+    right = 16 + 6 * max(lengths, default=0)
+    better = "higher" if findings.higher_is_better else "lower"
     note = "One point a run (× diverged; hollow: did not finish, and is in no mean), a line through"
-    note += f" the means, a band over the seeds; {'higher' if found.higher_is_better else 'lower'}"
-    note += " is better. "
-    for group, run in ((of, run) for of in groups for run in of.runs):
-        score, at = found.score(run), places[group.index]
-        ratio = percent(found.measured[run.number][keys.CLIP_RATIO_TOTAL])
-        text = f"{group.label}, run {run.number}: best {found.metric} {rounded(score)}, {ratio} of "
-        text += f"steps clipped{'' if found.counts(run) else f' ({run.state})'}"
-        if score is not None and math.isfinite(score):
-            symbol = "circle" if found.counts(run) else "circle-open"
-            traces.append(draw.point(group, run.number, at, score, text, symbol=symbol))
-        elif score is not None:
-            traces.append(draw.cross(group, run.number, at, text))
+    note += f" the means, a band over the seeds; {better} is better. "
+    for group in groups:
+        for run in group.runs:
+            traces += _points(findings, group, run, places[group.index])
     marks = {x: f"{rounded(x)} {who}" for x, who in facet.info.published if ends[0] < x < ends[1]}
     if marks:
         note += f"▾ Published settings, of other models and losses: {'; '.join(marks.values())}. "
         style: Trace = {"marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL}}
         style |= {"hovertext": [*marks.values()], "hoverinfo": "text", "mode": "markers"}
         traces.append(draw.trace(None, None, [*marks], [1.0] * len(marks), yaxis="y2", **style))
-    scales, kind = draw.scales([every], draw.spans([every], 30))
+    scales, kind = draw.scales([scores], draw.spans([scores], 30))
     return draw.chart(
         f"metric-{facet.mode}",
-        f"Best {found.metric} against threshold{facet.suffix}",
+        f"Best {findings.metric} against threshold{facet.suffix}",
         note,
         traces,
         draw.axis(f"{THRESHOLD}, clip={facet.mode}", ends, log=True, showgrid=False) | ticks,
-        draw.axis(f"best {found.metric}", scales[kind], log=kind == "log"),
+        draw.axis(f"best {findings.metric}", scales[kind], log=kind == "log"),
         meta={"scales": scales},
         margin=draw.FRAME | {"r": right},
     )
+
+
+def _points(findings: Findings, group: Group, run: Run, place: float) -> Iterator[Trace]:
+    """Yield the point of a run, or a cross if its score is not finite."""
+    score = findings.score(run)
+    if score is None:
+        return
+    counts = findings.counts(run)
+    ratio = percent(findings.measured[run.number][keys.CLIP_RATIO_TOTAL])
+    text = f"{group.label}, run {run.number}: best {findings.metric} {rounded(score)}, {ratio} of "
+    text += f"steps clipped{'' if counts else f' ({run.state})'}"
+    if math.isfinite(score):
+        symbol = "circle" if counts else "circle-open"
+        yield draw.point(group, run.number, place, score, text, symbol=symbol)
+    else:
+        yield draw.cross(group, run.number, place, text)
 
 
 def _places(
     groups: Sequence[Group],
 ) -> tuple[dict[int, float], tuple[float, float], dict[str, object]]:
     """Return the threshold of each setting by its index, the ends of the axis, and its ticks."""
-    known = sorted({group.threshold for group in groups if group.threshold})
-    span = max(known[-1] / known[0], 2.0)
-    none = known[-1] * span**0.18
+    thresholds = sorted({group.threshold for group in groups if group.threshold})
+    lowest = thresholds[0]
+    highest = thresholds[-1]
+    span = max(highest / lowest, 2.0)
+    none = highest * span**0.18
     unclipped = any(group.threshold is None for group in groups)
-    ends = (known[0] / span**0.08, (none if unclipped else known[-1]) * span**0.08)
+    ends = (lowest / span**0.08, (none if unclipped else highest) * span**0.08)
     ticks: list[float] = []
-    for value in known:
-        if not ticks or value / ticks[-1] > span**0.055:
-            ticks.append(value)
-    texts = [*map(rounded, ticks), *(["none"] if unclipped else [])]
+    for threshold in thresholds:
+        if not ticks or threshold / ticks[-1] > span**0.055:
+            ticks.append(threshold)
+    texts = [rounded(tick) for tick in ticks]
+    if unclipped:
+        ticks.append(none)
+        texts.append("none")
     places = {g.index: none if g.threshold is None else g.threshold for g in groups}
-    return places, ends, {"tickvals": [*ticks, none][: len(texts)], "ticktext": texts}
+    return places, ends, {"tickvals": ticks, "ticktext": texts}
 
 
 def _lines(
-    found: Findings, groups: Sequence[Group], places: Mapping[int, float]
+    findings: Findings, groups: Sequence[Group], places: Mapping[int, float]
 ) -> Iterator[Trace]:
     """Yield bands over seeds and lines through means, each named by what it differs in."""
-    columns = [key for key in found.columns if key not in ("seed", *CLIP)]
+    columns = [key for key in findings.columns if key not in ("seed", *CLIP)]
     lines: dict[tuple[str, ...], list[tuple[float, float, float, float]]] = {}
     for group in groups:
-        if group in found.ranked:
-            scores = found.seeds(group).values()
-            point = (places[group.index], found.mean(group)[0], min(scores), max(scores))
+        if group in findings.ranked:
+            scores = findings.seeds(group).values()
+            point = (places[group.index], findings.mean(group)[0], min(scores), max(scores))
             lines.setdefault(tuple(choice(group.runs[0], key) for key in columns), []).append(point)
-    several = {key for i, key in enumerate(columns) if len({of[i] for of in lines}) > 1}
     colors = ordered(len(lines)) if 1 < len(lines) <= _LINES else [NEUTRAL] * len(lines)
-    for color, (values, of) in zip(colors, lines.items(), strict=True):
-        pairs = zip(columns, values, strict=True)
-        name = ", ".join(f"{k.rpartition('.')[2]}={v}" for k, v in pairs if k in several)
-        xs, ys, low, high = np.asarray(sorted(of)).T
+    names = _names_of_lines(columns, list(lines))
+    for color, name, points in zip(colors, names, lines.values(), strict=True):
+        xs, ys, low, high = np.asarray(sorted(points)).T
         if (high > low).any():
-            around = [*xs, *xs[::-1]], [*high, *low[::-1]]
+            around_xs = [*xs, *xs[::-1]]
+            around_ys = [*high, *low[::-1]]
             area: Trace = {"fill": "toself", "fillcolor": color, "hoverinfo": "skip"}
-            yield draw.line(None, *around, name, line={"width": 0}, opacity=0.15, **area)
+            area |= {"line": {"width": 0}, "opacity": 0.15}
+            yield draw.line(None, around_xs, around_ys, name, **area)
         yield draw.line(None, xs, ys, name, line={"color": color, "width": 1.3}, hoverinfo="skip")
         if name and len(lines) <= _LINES:
             font = {"size": 11, "color": color}
@@ -114,39 +130,49 @@ def _lines(
             yield draw.labels(xs[-1:], ys[-1:], text, textposition="middle right", textfont=font)
 
 
+def _names_of_lines(columns: Sequence[str], choices: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return a name for each line: the columns in which the lines differ, with their values."""
+    differing = [i for i in range(len(columns)) if len({values[i] for values in choices}) > 1]
+    shorts = [key.rpartition(".")[2] for key in columns]
+    return [", ".join(f"{shorts[i]}={values[i]}" for i in differing) for values in choices]
+
+
 def norms(group: Group) -> Floats:
     """Return all finite ‖G‖ > 0 of a setting's runs, before clipping; see :attr:`Run.limited`."""
-    found = np.concatenate([run.limited.finite for run in group.runs])
-    return np.asarray(found[found > 0])
+    finite = np.concatenate([run.limited.finite for run in group.runs])
+    return np.asarray(finite[finite > 0])
 
 
 def scaled_note(groups: Iterable[Group]) -> str:
     """Return a sentence on :attr:`Run.limited` where some runs do not scale all gradients."""
-    some = any(len(run.of(keys.GRAD_NORM_SCALED)) for group in groups for run in group.runs)
     note = " Where Muon steps matrices, this is the norm of all other gradients, which λ limits."
-    return note if some else ""
+    runs = [run for group in groups for run in group.runs]
+    return note if any(len(run.of(keys.GRAD_NORM_SCALED)) for run in runs) else ""
 
 
-def threshold_charts(found: Findings) -> Iterator[Chart]:
+def threshold_charts(findings: Findings) -> Iterator[Chart]:
     """Yield the histogram of the norms, and what runs recorded by ``clip.what_if``."""
-    known = [group for group in found.groups if len(norms(group))]
-    if known:
+    measured = [group for group in findings.groups if len(norms(group))]
+    if measured:
         # The setting that clipping changed least: without clipping, else fewest steps.
-        yield _histogram(found, min(known, key=lambda g: (g.clips, found.ratio(g) or 0.0)))
-    for facet in draw.facets(found.groups):
-        recorded = [(g, run) for g in facet.own for run in g.runs if run.what_if]
+        yield _histogram(findings, min(measured, key=lambda g: (g.clips, findings.ratio(g) or 0.0)))
+    for facet in draw.facets(findings.groups):
+        recorded = [(g, run) for g in facet.clipping for run in g.runs if run.what_if]
         if not recorded:
             continue
         traces = []
         for group, run in recorded:
-            x, y = [*run.what_if], [*run.what_if.values()]
+            thresholds = [*run.what_if]
+            shares = [*run.what_if.values()]
             name = f"{group.label}, run {run.number}"
-            traces.append(draw.line(group, x, y, name, run=run.number, mode="lines+markers"))
-            ratio = found.measured[run.number][keys.CLIP_RATIO_TOTAL]
+            style: Trace = {"run": run.number, "mode": "lines+markers"}
+            traces.append(draw.line(group, thresholds, shares, name, **style))
+            ratio = findings.measured[run.number][keys.CLIP_RATIO_TOTAL]
             if group.threshold is not None and ratio is not None:
-                text, at = f"{name}: clipped {percent(ratio)} of its steps", group.threshold
-                traces.append(draw.point(group, run.number, at, ratio, text, symbol="diamond"))
-        ends = draw.limits([one["x"] for one in traces], True)
+                text = f"{name}: clipped {percent(ratio)} of its steps"
+                place = group.threshold
+                traces.append(draw.point(group, run.number, place, ratio, text, symbol="diamond"))
+        ends = draw.limits([trace["x"] for trace in traces], True)
         note = "Lines: what a run recorded by clip.what_if. ◆ The share that it clipped itself."
         x_axis = draw.axis("threshold", ends, log=True, showgrid=False)
         y_axis = draw.axis("share of steps", (-0.03, 1.03), percent=True)
@@ -154,11 +180,11 @@ def threshold_charts(found: Findings) -> Iterator[Chart]:
         yield draw.chart(f"what-if-{facet.mode}", title, note, traces, x_axis, y_axis)
 
 
-def _histogram(found: Findings, reference: Group) -> Chart:
+def _histogram(findings: Findings, reference: Group) -> Chart:
     values = np.sort(norms(reference))
     marked = {
         group.threshold: group
-        for group in reversed(found.groups)
+        for group in reversed(findings.groups)
         if group.info.limits_norm and group.threshold is not None
     }
     ends = draw.limits([values, list(marked)], True)
@@ -177,11 +203,12 @@ def _histogram(found: Findings, reference: Group) -> Chart:
         mark = draw.line(group, [threshold] * 2, [0, height], text, line={"dash": "6px,4px"})
         traces.append(mark | {"hovertemplate": f"{text}<extra></extra>"})
         if row < _LABELS:
-            own: Trace = {key: mark[key] for key in ("legendgroup", "meta")}
-            own["textposition"] = "middle right"
-            traces.append(draw.labels([threshold], [height], [f" {text}"], **own))
+            label: Trace = {key: mark[key] for key in ("legendgroup", "meta")}
+            label["textposition"] = "middle right"
+            traces.append(draw.labels([threshold], [height], [f" {text}"], **label))
     note = f"All steps of “{reference.label}”, {len(values):,} norms. "
-    if ratio := found.ratio(reference):
+    ratio = findings.ratio(reference)
+    if ratio:
         note += f"No run went unclipped; this one was clipped least ({percent(ratio)} of steps). "
     note += "p90 at a threshold: 90 % of these norms lie at or below it." if marked else ""
     title = "Norms without clipping" if not reference.clips else "Norms before clipping"

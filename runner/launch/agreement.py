@@ -10,9 +10,8 @@ import torch.distributed as dist
 from runner.config.environment import in_slurm_step, started_rank
 from runner.config.identity import digest
 from runner.config.problem import MISSING, Problem, RequestError, leaves, shown
-from runner.launch import failure
 from runner.launch.failure import Failure
-from runner.launch.process_group import abandon, launch_from_torch, leave
+from runner.launch.process_group import LATER, abandon, launch_from_torch, leave
 
 FREE = ("tracker", "report")  # sections that the first rank alone uses
 MOST = 10  # differing keys that a message names
@@ -28,7 +27,7 @@ def require_same_request(request: Mapping[str, Any], timeout: float) -> None:
         return
     compared = {key: value for key, value in request.items() if key not in FREE}
     try:
-        launch_from_torch(verbose=False, timeout=timeout + failure.LATER)
+        launch_from_torch(verbose=False, timeout=timeout + LATER)
         other = _first_that_differs(digest(compared), started.world_size)
         if other is None:
             return

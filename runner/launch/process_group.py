@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
+
 
 def launch_from_torch(
     backend: str | None = None,

@@ -25,7 +25,13 @@ from runner.config.masking import remember
 from runner.config.schema import RunConfig
 from runner.launch import reports, signals
 from runner.launch.failure import is_lost_peer, stopped_by, summary_of
-from runner.launch.process_group import abandon, keep_freed_memory, launch_from_torch, leave
+from runner.launch.process_group import (
+    LATER,
+    abandon,
+    keep_freed_memory,
+    launch_from_torch,
+    leave,
+)
 from runner.launch.reports import Reports
 from runner.launch.resume import newest
 from runner.run_folder import files
@@ -37,7 +43,6 @@ from runner.train.build import execute
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]  # sinks on rank 0 alone
 PATIENCE = 2.0  # seconds by which a rank that lost a connection ends after the one to blame
-LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
 
 
 @dataclass(frozen=True)

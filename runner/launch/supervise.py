@@ -64,7 +64,15 @@ def train(
         config = config.model_copy(update={"log": config.log.model_copy(update={"flush": 1})})
     limit, ranks = config.launch.timeout, build.ranks_of(config)
     handled = tuple(signals.handled())
-    job = Job(config, folder, work, start.checkpoint, start.step, handled, remembered())
+    job = Job(
+        config,
+        folder,
+        work,
+        resume=start.checkpoint,
+        step=start.step,
+        handled=handled,
+        secrets=remembered(),
+    )
     if joined is None and (ranks > 1 or config.launch.max_restarts):
         return train_on_ranks(job, ranks, shown)
     reported = Reports()

@@ -53,7 +53,7 @@ class AfterBatch:
             if parameter._post_accumulate_grad_hooks:
                 # The handle of a hook removes it from this mapping.
                 self._hooks[parameter] = parameter._post_accumulate_grad_hooks
-                parameter._post_accumulate_grad_hooks = None
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
                 register(self._note, parameter, after=True)
         self.runs_hooks = bool(self._hooks)
 

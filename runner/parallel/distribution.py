@@ -131,13 +131,7 @@ class Distribution:
         if sizes.tp > 1:
             styles = tensor_styles.checked_plan(model, self.tp_plan, sizes.tp, sequence)
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
-        for applies, why in (
-            (sizes.tp > 1, "tensor parallelism replaces parameters by the parts on each rank"),
-            (self.sharded, f"zero_stage={self.zero_stage} computes with copies of parameters"),
-            (self.splits_backward, f"schedule={self.schedule} computes gradients of weights apart"),
-        ):
-            if applies:
-                require_no_post_accumulate(model.named_parameters(), why)
+        self._require_hooks_that_run(model)
         # Ranks may have drawn different weights.
         broadcast([each.detach() for each in (*model.parameters(), *model.buffers())], world)
         own = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
@@ -149,12 +143,7 @@ class Distribution:
         roots = list(modules.values()) if parts else [model]
         usage = Usage()
         if self.sharded:
-            apart, over = axes.edp if sizes.ep > 1 else None, axes.dp
-            if self.dp_replicate > 1:
-                shape = self.dp_replicate, sizes.dp // self.dp_replicate
-                over = grid(device.type, shape, ("dp_replicate", "dp_shard"))
-            for root in roots:
-                shard_model(root, over, self.fsdp, usage, apart, ends=not parts)
+            self._shard(roots, axes, usage, device.type, ends=not parts)
 
         def ranks(name: str) -> int:
             replicas = sizes.dp // (sizes.ep if name in experts else 1)
@@ -202,3 +191,28 @@ class Distribution:
         made = (steps, pipeline, own.renamed, partial(hold, model, averagings), usage.forget)
         finish, once = partial(sync.in_turn, calls), bool(own.copies or experts)
         return ParallelModel(layout, finish, broadcast_params, *made, once=once)
+
+    def _require_hooks_that_run(self, model: nn.Module) -> None:
+        """Refuse hooks after accumulation where autograd accumulates into other parameters."""
+        named = list(model.named_parameters())
+        if self.sizes.tp > 1:
+            why = "tensor parallelism replaces parameters by the parts on each rank"
+            require_no_post_accumulate(named, why)
+        if self.sharded:
+            why = f"zero_stage={self.zero_stage} computes with copies of parameters"
+            require_no_post_accumulate(named, why)
+        if self.splits_backward:
+            why = f"schedule={self.schedule} computes gradients of weights apart"
+            require_no_post_accumulate(named, why)
+
+    def _shard(
+        self, roots: Sequence[nn.Module], axes: Axes, usage: Usage, device: str, *, ends: bool
+    ) -> None:
+        """Shard the parameters of ``roots`` over data-parallel ranks, experts over their own."""
+        experts = axes.edp if self.sizes.ep > 1 else None
+        over = axes.dp
+        if self.dp_replicate > 1:
+            shape = self.dp_replicate, self.sizes.dp // self.dp_replicate
+            over = grid(device, shape, ("dp_replicate", "dp_shard"))
+        for root in roots:
+            shard_model(root, over, self.fsdp, usage, experts, ends=ends)

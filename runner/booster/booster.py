@@ -20,6 +20,7 @@ from runner.booster.measurement import settle
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.optimizers import orthogonalized, require_safe, unknown
 from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
+from runner.booster.replaced import refuse_replaced
 from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import BoostedParameters, ModelWrapper, checked, no_backward, wrappers
 from runner.clip.functional import register
@@ -130,6 +131,7 @@ class Booster(saved.CheckpointIO):
             # What users may give to a function that clips, also parameters that were replaced.
             held = [*given.values(), *model.parameters(), *(s.param for s in made.layout.shards)]
             register(boosted, [wrapper, model, *held])
+        refuse_replaced(given, model, made.renamed)
         return wrapper, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:

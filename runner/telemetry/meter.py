@@ -27,10 +27,14 @@ from runner.telemetry.sinks import Sink
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one optimizer step, where they were computed; None where they are not known."""
+    """Metrics of one optimizer step, where they were computed; None where they are not known.
+
+    ``local_loss`` is the part of this rank: the mean of it over data-parallel ranks, of which one
+    for each pipeline has it, is the loss of the step. In one process it is the loss.
+    """
 
     step: int
-    loss: Number | None
+    local_loss: Number | None
     decision: Decision
     lr: float | None
     samples: int | None
@@ -42,7 +46,7 @@ class StepMetrics(NamedTuple):
     def numbers(self) -> tuple[Number, ...]:
         """Return what travels to the host: :class:`StepValues`, and those of inner modes."""
         scaled = self.decision.norm_scaled
-        loss = math.nan if self.loss is None else self.loss
+        loss = math.nan if self.local_loss is None else self.local_loss
         own = (loss, *self.decision.metrics, math.nan if scaled is None else scaled)
         inner = (number for _, each in _inner(self.decision) for number in each.metrics)
         return (*own, self.decision.spike, self.first[0], *inner)
@@ -62,16 +66,16 @@ class StepMetrics(NamedTuple):
         values = StepValues._make(numbers[: len(StepValues._fields)])
         if not math.isfinite(values.norm):  # nothing was clipped
             skipped = Decision.skipped(values.norm, values.threshold)
-            return StepValues(*map(float, (values.loss, *skipped.metrics))), {}
+            return StepValues(*map(float, (values.local_loss, *skipped.metrics))), {}
         named = (key for path, _ in _inner(self.decision) for key in keys.inner(path))
         inner = zip(named, numbers[len(values) :], strict=True)
         return values, {key: value for key, value in inner if not math.isnan(value)}
 
 
 class StepValues(NamedTuple):
-    """Metrics of one optimizer step on the host: its loss, and those of its decision."""
+    """Metrics of one optimizer step on the host: this rank's loss, and those of its decision."""
 
-    loss: float
+    local_loss: float
     norm: float
     norm_clipped: float
     coef: float
@@ -215,7 +219,7 @@ class Meter:
             gauged = self.layers.over_ranks(shares)
         rows, layers = _to_host([step.numbers() for step in pending], gauged)
         found = [step.on_host(row) for step, row in zip(pending, rows, strict=True)]
-        means: list[Any] = [values.loss for values, _ in found]
+        means: list[Any] = [values.local_loss for values, _ in found]
         if self.noise is not None:
             pairs = zip(pending, found, strict=True)
             means += chain.from_iterable(step.estimates(values) for step, (values, _) in pairs)
@@ -224,7 +228,7 @@ class Meter:
         losses, noise = means[: len(pending)], iter(means[len(pending) :])
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
         for step, (values, inner), mean in zip(pending, found, losses, strict=True):
-            loss = None if step.loss is None else mean
+            loss = None if step.local_loss is None else mean
             self._count(step, values, loss)
             if self.noise is not None and (pair := [next(noise), next(noise)])[0] is not None:
                 self.noise.extend([pair] if math.isfinite(sum(pair)) else [])

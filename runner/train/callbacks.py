@@ -34,7 +34,8 @@ HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 
 * ``on_start(trainer)`` runs before the first step, also of a run that continues;
 * ``on_microbatch(trainer, number, of)`` after a microbatch; for the last one after the step;
-* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.meter.StepMetrics`;
+* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.meter.StepMetrics`,
+  whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step;
 * ``on_evaluate(trainer, metrics)`` after an evaluation; its metrics are the same on every rank;
 * ``on_end(trainer, summary)`` after the last step and the final weights, not if a training fails.
 
@@ -220,10 +221,10 @@ class SkippedSteps:
                 self._report("spike", number, values.norm, partial(str, found))
             elif step is None or math.isfinite(values.norm):
                 self.in_a_row = 0
-            elif self._searches(step, values.loss):
+            elif self._searches(step, values.local_loss):
                 self.searches += 1
             else:
-                describe = partial(self._describe, step, values.loss, norm=values.norm)
+                describe = partial(self._describe, step, values.local_loss, norm=values.norm)
                 taken = self._booster.nonfinite == "ignore" and step.scale is None
                 self._report("gradient", number, values.norm, describe, taken)
 

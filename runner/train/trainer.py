@@ -374,6 +374,15 @@ class Trainer:
         loader = self.eval_dataloader
         return {} if loader is None else self.passes.evaluate(loader, self._metrics)
 
+    def loss_of(self, metrics: StepMetrics) -> float:
+        """Return the loss of a step, as its row has it; a collective, and the host waits.
+
+        ``metrics.local_loss`` is the part of this rank.
+        """
+        assert metrics.local_loss is not None
+        mean, local = self.state.meter.mean_over_data, float(metrics.local_loss)
+        return local if mean is None else mean([local])[0]
+
     def end_early(self, reason: str) -> None:
         """End the training after this step, for callbacks; the log and the record say why."""
         self.callbacks.ask(reason)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from runner import (
+    Booster,
     ClippingCallback,
     GradientClipping,
     GradientMonitor,
@@ -217,6 +218,40 @@ def test_alone_and_under_ddp_and_fsdp2(name):
         others, no_rows = second[kind, mode]
         assert all(torch.equal(weights[key], others[key]) for key in weights)
         assert not no_rows
+
+
+def steps_of_another_optimizer():
+    """What steps that are not boosted do, by plugin: how far they move, or the refusal."""
+    from runner import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+    plugins = [TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin(stage=3)]
+    plan = {"0": "colwise", "2": "rowwise"}
+    plugins.append(HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan=plan))
+    found = []
+    for plugin in plugins:
+        net = make_net()
+        other = torch.optim.AdamW(net[2].parameters(), lr=0.1)
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(net, make_optimizer(net))
+        booster.backward(model(torch.ones(4, 6)).square().sum(), optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        before = whole(net)
+        try:
+            other.step()
+        except RuntimeError as error:
+            found.append(str(error))
+        else:
+            found.append(far(whole(net), before))
+        optimizer.step()
+    return found
+
+
+def test_an_optimizer_that_was_not_boosted_moves_parameters_or_is_refused():
+    for ddp, *others in run_ranks(steps_of_another_optimizer, 2):
+        assert ddp > 0.01
+        for refusal in others:
+            assert "2.weight was replaced when the model was boosted" in refusal
+            assert "booster.boost(model, [first, second])" in refusal
 
 
 class WithLoss(nn.Module):

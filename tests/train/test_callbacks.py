@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -114,16 +115,45 @@ class Asks:
             trainer.end_early("rank 1 asks")
 
 
+class Losses:
+    """Notes the loss of each step, and the part of this rank."""
+
+    def __init__(self):
+        self.steps, self.parts = [], []
+
+    def on_step(self, trainer, metrics):
+        self.steps.append(trainer.loss_of(metrics))
+        self.parts.append(metrics.local_loss)
+
+
 def on_two_ranks():
+    losses = Losses()
+    make(losses, duration="4ba", plugin=TorchDDPPlugin(), rank=dist.get_rank(), world=2).fit()
     found = []
     for callback in (Asks(), EarlyStopping(2, min_delta=0.02)):
         summary = make(callback, plugin=TorchDDPPlugin(), rank=dist.get_rank(), world=2).fit()
         found.append((summary["steps"], summary["ended_early"], summary["final"]["eval/loss"]))
-    return found
+    return found, losses.steps, losses.parts
+
+
+@cache
+def two_ranks():
+    return run_ranks(on_two_ranks, 2)
+
+
+def test_a_callback_gets_its_ranks_part_of_the_loss_and_asks_for_that_of_the_step():
+    (_, first, first_part), (_, second, second_part) = two_ranks()
+    alone = Losses()
+    make(alone, duration="4ba").fit()
+    assert first == second == pytest.approx(alone.steps, rel=1e-6)
+    assert alone.parts == alone.steps
+    for loss, *parts in zip(first, first_part, second_part, strict=True):
+        assert sum(parts) / 2 == pytest.approx(loss, rel=1e-6)
+        assert abs(parts[0] - loss) > 1e-3 * loss
 
 
 def test_all_ranks_end_after_the_same_step():
-    first, second = run_ranks(on_two_ranks, 2)
+    (first, *_), (second, *_) = two_ranks()
     assert first == second
     assert first[0][:2] == (5, "rank 1 asks")
     alone = make(EarlyStopping(2, min_delta=0.02)).fit()

@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+T = TypeVar("T")
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 _GLOBAL: dict[str, Any] = {"python": random, "numpy": np.random, "cpu": torch.default_generator}
@@ -79,6 +81,12 @@ class RandomState(dict[str, Any]):
         if _GPU in self and torch.cuda.is_available():
             torch.cuda.set_rng_state(self[_GPU])
 
+    def digest(self) -> int:
+        """Return a seed that depends on the state of each global generator of the host."""
+        texts = {name: state for name, state in self.state_dict().items() if name in _GLOBAL}
+        state = texts.pop("cpu").tolist()
+        return seed_for(f"{texts},{state}", 0, 0)
+
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and texts, which a checkpoint holds without running code."""
         return {
@@ -90,6 +98,42 @@ class RandomState(dict[str, Any]):
     def of(cls, state: Mapping[str, Any]) -> RandomState:
         items = state.items()
         return cls({n: each if isinstance(each, Tensor) else json.loads(each) for n, each in items})
+
+
+class OwnRandom:
+    """Random numbers that one reader of data draws from the global generators of the host.
+
+    The rest of the process finds these generators as if the reader had not drawn.
+    """
+
+    def __init__(self, state: RandomState) -> None:
+        self.state = state
+
+    @classmethod
+    def seeded(cls, seed: int) -> OwnRandom:
+        with unchanged({}):
+            seed_all(seed)
+            return cls(RandomState.now({}, with_gpu=False))
+
+    def during(self, work: Callable[[], T]) -> T:
+        """Return ``work()``, which goes on with the random numbers of this reader."""
+        outer = RandomState.now({}, with_gpu=False)
+        self.state.restore({})
+        try:
+            return work()
+        finally:
+            self.state = RandomState.now({}, with_gpu=False)
+            outer.restore({})
+
+
+@contextmanager
+def unchanged(own: Mapping[str, Generator], with_gpu: bool = False) -> Iterator[None]:
+    """Leave the global generators, and those in ``own``, as they are before the block."""
+    before = RandomState.now(own, with_gpu)
+    try:
+        yield
+    finally:
+        before.restore(own)
 
 
 def _all(own: Mapping[str, Generator]) -> dict[str, Any]:

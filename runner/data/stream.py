@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -24,13 +24,24 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from runner.data.dataset import collate_pairs
-from runner.data.order import RandomState, part_of, seed_all, seed_for, set_epoch
+from runner.data.order import (
+    OwnRandom,
+    RandomState,
+    part_of,
+    seed_all,
+    seed_for,
+    set_epoch,
+    unchanged,
+)
 from runner.data.workers import begin, shielded, start_method
 
 T = TypeVar("T")
 
 BEGINNING: Mapping[str, Any] = {"turn": 0, "workers": {}}
 """A position: the worker whose turn is next, and that of each worker that has read something."""
+
+
+_STATE = {"examples_iterable", "epoch"}  # keys of the state of a stream of ``datasets``
 
 
 class Read(NamedTuple):
@@ -93,7 +104,7 @@ class Stream(IterableDataset[Read]):
         for number, group in self._groups(samples, start, self.batch_size * self.world_size):
             if (number - start) % self.workers == worker:
                 part = group[slice(*part_of(len(group), self.rank, self.world_size))]
-                batch = samples.quietly(partial(self.collate, part or group[:1]))
+                batch = samples.collated(self.collate, part or group[:1], number)
                 mark = checksum(group) if number == start else 0
                 yield Read(batch, not part, 0, samples.position(number + 1), mark)
 
@@ -104,10 +115,11 @@ class Stream(IterableDataset[Read]):
         dataset: Any = self.dataset
         if divided:
             dataset = dataset.shard(num_shards=self.world_size * self.workers, index=index)
+            set_epoch(dataset, self.epoch)  # that of datasets begins again with epoch 0
         purpose = f"stream,{self.seed},{self.epoch},{index}"
         samples = _Samples(dataset, purpose, position, alone=divided)
         for number, group in self._groups(samples, position.get("batches", 0), self.batch_size):
-            batch = samples.quietly(partial(self.collate, group))
+            batch = samples.collated(self.collate, group, number)
             yield Read(batch, False, worker, samples.position(number + 1), 0)
 
     def _groups(self, samples: _Samples, start: int, size: int) -> Iterator[tuple[int, list[Any]]]:
@@ -126,13 +138,14 @@ class _Samples:
     def __init__(
         self, dataset: Any, purpose: str, position: Mapping[str, Any], alone: bool
     ) -> None:
-        self._alone, self.continued = alone, "state" in position
+        self._purpose, self._alone = purpose, alone
+        self._reads_again = loses_samples(dataset)
+        self.continued = "state" in position and not self._reads_again
         if self.continued:
-            self._random = RandomState.of(position["random"])
+            self._random = OwnRandom(RandomState.of(position["random"]))
         else:
-            self._random = RandomState.now({}, with_gpu=False)
-            self.quietly(partial(seed_all, seed_for(purpose, 0, 0)))
-        self._iterator: Iterator[Any] = self.quietly(partial(self._begin, dataset, position))
+            self._random = OwnRandom.seeded(seed_for(purpose, 0, 0))
+        self._iterator: Iterator[Any] = self._run(partial(self._begin, dataset, position))
 
     def _begin(self, dataset: Any, position: Mapping[str, Any]) -> Any:
         own = has_state(dataset)
@@ -142,33 +155,59 @@ class _Samples:
         if self.continued and not own and has_state(iterator):
             iterator.load_state_dict(position["state"])
         self._stateful: Any = dataset if own else iterator if has_state(iterator) else None
+        if self._reads_again:
+            self._stateful = None
         return iterator
 
     def take(self, samples: int) -> list[Any]:
-        return self.quietly(lambda: list(islice(self._iterator, samples)))
+        return self._run(lambda: list(islice(self._iterator, samples)))
 
-    def quietly(self, work: Callable[[], T]) -> T:
+    def collated(self, collate: Callable[[list[Any]], T], group: list[Any], number: int) -> T:
+        """Collate microbatch ``number``; what that draws depends on no other microbatch."""
+        with unchanged({}), self._as_only_worker():
+            seed_all(seed_for(f"collate {number}, {self._purpose}", 0, 0))
+            return collate(group)
+
+    def _run(self, work: Callable[[], T]) -> T:
         """Run ``work`` with the random numbers of the stream, and as its only worker."""
-        outer = RandomState.now({}, with_gpu=False)
-        self._random.restore({})
-        try:
-            # ``get_worker_info()`` is None: a stream that divides itself by it is read whole.
-            with patch.object(torch_worker, "_worker_info", None) if self._alone else nullcontext():
-                return work()
-        finally:
-            self._random = RandomState.now({}, with_gpu=False)
-            outer.restore({})
+        with self._as_only_worker():
+            return self._random.during(work)
+
+    def _as_only_worker(self) -> AbstractContextManager[Any]:
+        """Let ``get_worker_info()`` be None: a stream that divides itself by it is read whole."""
+        return patch.object(torch_worker, "_worker_info", None) if self._alone else nullcontext()
 
     def position(self, batches: int) -> dict[str, Any]:
         if self._stateful is None:
             return {"batches": batches}
         state = copy.deepcopy(self._stateful.state_dict())
-        return {"batches": batches, "state": state, "random": self._random.state_dict()}
+        return {"batches": batches, "state": state, "random": self._random.state.state_dict()}
 
 
 def has_state(of: Any) -> bool:
     """Return whether a position can be read from a stream, and given to it."""
     return all(callable(getattr(of, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def loses_samples(dataset: Any) -> bool:
+    """Return whether the state of a stream leaves out samples that it has read but not yielded.
+
+    That of Hugging Face's ``datasets`` does not hold what a shuffle buffer holds. The buffer can be
+    any stage of the stream.
+    """
+    stages, seen = [dataset], set[int]()
+    while stages:
+        stage = stages.pop()
+        if isinstance(stage, list | tuple):
+            stages += stage
+        is_stage = type(stage).__module__.startswith("datasets.")
+        if id(stage) in seen or not (is_stage or isinstance(stage, IterableDataset)):
+            continue
+        seen.add(id(stage))
+        if type(stage).__name__ == "BufferShuffledExamplesIterable" and stage.buffer_size > 1:
+            return True
+        stages += getattr(stage, "__dict__", {}).values()
+    return False
 
 
 def checksum(batch: Any) -> int:
@@ -237,6 +276,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         stream = self.dataset
+        self._iterator = None  # persistent workers would not learn of another epoch
         start = stream.start
         self._after, self._weightless = {start: stream.position}, set()
         reads = shielded(super().__iter__)
@@ -271,17 +311,38 @@ class StreamLoader(DataLoader[Any]):
         self._after = {n: at for n, at in self._after.items() if n >= first}
         return {**self._after[first], "parts": self._parts()}
 
-    def require(self, position: Mapping[str, Any]) -> None:
+    def require(self, position: Mapping[str, Any], epoch: int) -> None:
+        """Check that a position inside ``epoch`` can be continued here."""
+        if self.dataset.divided_by == "shard" and _is_of_epoch_0(position, epoch):
+            raise ValueError(
+                "the checkpoint is of an earlier version, which read the parts of this stream in "
+                "the order of epoch 0 in every epoch: continue from the end of an epoch"
+            )
         if position["parts"] != self._parts():
             raise ValueError(
                 f"the stream of the checkpoint is divided over {position['parts']}, here over "
                 f"{self._parts()}: use as many data-parallel ranks and data.num_workers"
             )
 
+    def shares_position(self, other: Any) -> bool:
+        """Return True if reading ``other`` would change the position of this stream."""
+        if not isinstance(other, StreamLoader) or self.num_workers or other.num_workers:
+            return False
+        stream = self.dataset
+        is_same = stream.dataset is other.dataset.dataset and stream.divided_by != "shard"
+        return is_same and has_state(stream.dataset)
+
     def _parts(self) -> str:
         stream = self.dataset
         own = f"{stream.world_size} ranks x {stream.workers} workers"
         return "any ranks" if self.microbatch is not None else own
+
+
+def _is_of_epoch_0(position: Mapping[str, Any], epoch: int) -> bool:
+    """Return True if a position in a later epoch holds states of ``datasets`` of epoch 0."""
+    states = [part.get("state") for part in position["workers"].values()]
+    datasets = [state for state in states if isinstance(state, Mapping) and set(state) == _STATE]
+    return epoch > 0 and any(state["epoch"] == 0 for state in datasets)
 
 
 def _unchanged(read: Any) -> Any:

@@ -78,6 +78,31 @@ class WorkerLoader(DataLoader[Any]):
         return shielded(super().__iter__)
 
 
+def start_workers_anew(loader: Any) -> None:
+    """Let a loader of torch's start its persistent workers again when it is iterated next.
+
+    Their random numbers would go on from the epoch before, of which a training that continues
+    knows nothing, and only the first iterator of a loader draws a seed for them.
+    """
+    for part in _with_persistent_workers(loader):
+        part._iterator = None
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Return True if a loader that is not this project's keeps its workers after an epoch."""
+    return bool(_with_persistent_workers(loader))
+
+
+def _with_persistent_workers(loader: Any) -> list[DataLoader[Any]]:
+    """Return the loader, and those that its attributes are, if workers live on from an epoch.
+
+    Those of :class:`WorkerLoader` may: they draw each sample with a seed of its own.
+    """
+    parts = [loader, *getattr(loader, "__dict__", {}).values()]
+    loaders = [part for part in parts if isinstance(part, DataLoader)]
+    return [part for part in loaders if part.persistent_workers and type(part) is not WorkerLoader]
+
+
 def shielded(start: Callable[[], T]) -> T:
     """Return ``start()``, which starts workers that call :func:`begin`, while signals wait."""
     # A worker that forks inherits the mask: no signal finds it before it is prepared.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -17,11 +17,23 @@ from runner.booster import OptimizerWrapper, Plugin
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.notation import Duration, plural
-from runner.data.order import PartitionedBatches, RandomState, generators, set_epoch
+from runner.data.order import (
+    OwnRandom,
+    PartitionedBatches,
+    RandomState,
+    generators,
+    set_epoch,
+)
 from runner.data.stream import StreamLoader
-from runner.data.workers import WorkerLoader
+from runner.data.workers import WorkerLoader, has_persistent_workers, start_workers_anew
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
+
+T = TypeVar("T")
+
+# What the random numbers of an epoch's order and samples are drawn from.
+WITH_TRAINING = "with the training"
+ALONE = "alone"
 
 # Modules whose samplers know exactly how many samples they yield. A user's own may estimate it.
 EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
@@ -80,7 +92,13 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Reads a loader in windows of so many microbatches, from any position in an epoch."""
+    """Reads a loader in windows of so many microbatches, from any position in an epoch.
+
+    How an epoch is continued depends on the loader. One of ``prepare_dataloader`` is set to the
+    position. Another is read again up to it. If its order comes from torch's samplers, they draw
+    it at the beginning of an epoch. Otherwise it could draw at any time, so it gets random numbers
+    of its own, which the training does not advance.
+    """
 
     def __init__(self, loader: Iterable[Any], steps: int) -> None:
         self.loader, self._steps = loader, steps
@@ -90,6 +108,9 @@ class Windows:
         self._generators = generators(loader)
         self._random: dict[str, RandomState] = {}
         self._position: dict[str, Any] | None = None
+        self._reads = WITH_TRAINING if self._draws_at_beginning() else ALONE
+        self._epoch_reads = self._reads
+        self._reader: OwnRandom | None = None
 
     @property
     def samples(self) -> int | None:
@@ -102,6 +123,10 @@ class Windows:
     def uneven(self) -> bool:
         """Whether the data may end earlier on this rank than on others, which it waits for then."""
         return self._stream is not None and self._stream.uneven
+
+    def shares_position(self, held_out: Any) -> bool:
+        """Return True if reading the held-out data would change the position of this data."""
+        return self._stream is not None and self._stream.shares_position(held_out)
 
     def indices(self, epoch: int, microbatch: int) -> list[list[int]] | None:
         """Return the indices of the samples that each data-parallel rank reads in a microbatch."""
@@ -123,20 +148,24 @@ class Windows:
         if first:
             # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.
             self._random["epoch"].restore(self._generators)
-            batches = self._from(first)
         else:
-            self._random, batches = {"epoch": now}, iter(self.loader)
+            self._random, self._epoch_reads = {"epoch": now}, self._reads
+        self._reader = None
+        if self._epoch_reads == ALONE:
+            self._reader = OwnRandom.seeded(self._random["epoch"].digest())
+        batches = self._read(lambda: self._from(first) if first else self._begin())
         if length is None:
-            if first:
+            if first and "ahead" in self._random:
                 self._random["ahead"].restore(self._generators)
-            upcoming = list(islice(batches, steps))
+            upcoming = self._next(batches)
         if first:
             now.restore(self._generators)
         for at in range(first, length or 0, steps):
-            yield Window(at, list(islice(batches, steps)), last=at + steps >= (length or 0))
+            yield Window(at, self._next(batches), last=at + steps >= (length or 0))
         while length is None and (upcoming or self.uneven):
-            self._random["ahead"] = RandomState.now(self._generators)
-            window, upcoming = upcoming, list(islice(batches, steps))
+            if self._reader is None:
+                self._random["ahead"] = RandomState.now(self._generators)
+            window, upcoming = upcoming, self._next(batches)
             end = first + len(window)
             if self._stream is not None:
                 self._position = self._stream.position(end)
@@ -147,6 +176,16 @@ class Windows:
             yield Window(first, window, last=not upcoming)
             first = end
 
+    def _next(self, batches: Iterator[Any]) -> list[Any]:
+        return self._read(lambda: list(islice(batches, self._steps)))
+
+    def _read(self, work: Callable[[], T]) -> T:
+        return work() if self._reader is None else self._reader.during(work)
+
+    def _begin(self) -> Iterator[Any]:
+        start_workers_anew(self.loader)
+        return iter(self.loader)
+
     def _from(self, first: int) -> Iterator[Any]:
         """Begin an epoch at a microbatch; a loader without an order of ours reads those before."""
         if self._order is not None:
@@ -154,7 +193,7 @@ class Windows:
         elif self._stream is not None:
             assert self._position is not None
             self._stream.set_start(first, self._position)
-        batches = iter(self.loader)
+        batches = self._begin()
         if self._order is None and self._stream is None:
             next(islice(batches, first, first), None)
         return batches
@@ -162,18 +201,34 @@ class Windows:
     def state_dict(self) -> dict[str, Any]:
         states = {**self._random, "now": RandomState.now(self._generators)}
         saved: dict[str, Any] = {name: state.state_dict() for name, state in states.items()}
+        saved["reads"] = self._epoch_reads
         return saved if self._position is None else {**saved, "stream": self._position}
 
-    def require(self, state: Mapping[str, Any]) -> None:
+    def require(self, state: Mapping[str, Any], progress: Progress) -> None:
+        """Check that an epoch can be continued; one that begins needs no position."""
+        if progress.batch == 0:
+            return
         if self._stream is not None and "stream" in state:
-            self._stream.require(state["stream"])
+            self._stream.require(state["stream"], progress.epoch)
+        if "reads" not in state and progress.epoch and has_persistent_workers(self.loader):
+            raise ValueError(
+                "the checkpoint is of an earlier version, which kept the workers of this loader "
+                "from epoch to epoch: continue from the end of an epoch, or from one in the first"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the random states; :meth:`epoch` then continues where the state was taken."""
         states = dict(state)
         self._position = states.pop("stream", None)
+        # Earlier versions read every loader with the random numbers of the training.
+        self._epoch_reads = states.pop("reads", WITH_TRAINING)
         self._random = {name: RandomState.of(each) for name, each in states.items()}
         self._random.pop("now").restore(self._generators)
+
+    def _draws_at_beginning(self) -> bool:
+        """Return True if the order of an epoch is known when its first microbatch is read."""
+        known = self._order is not None or self._stream is not None
+        return known or isinstance(self.loader, list | tuple) or self._length() is not None
 
     def _length(self) -> int | None:
         order: Any = self._order or getattr(self.loader, "batch_sampler", None)
@@ -189,6 +244,7 @@ def has_no_sample(loader: Any, microbatch: int) -> bool:
 
 
 def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:
+    start_workers_anew(loader)
     batches, ended = iter(loader), object()
     for number in count():
         batch: Any = next(batches, ended)
@@ -256,8 +312,7 @@ class TrainState:
         if (given := len(state["schedulers"])) != len(self.schedulers):
             message = f"the training state is that of {plural(given, 'scheduler')}, "
             raise ValueError(f"{message}this run has {len(self.schedulers)}")
-        self.windows.require(self._random_of(state))
-        self._progress_of(state)
+        self.windows.require(self._random_of(state), self._progress_of(state))
 
     def load_state_dict(self, state: Mapping[str, Any], keep: Collection[str] = ()) -> None:
         """Continue from a state that :meth:`state_dict` returned, in a run of the same setting."""

@@ -24,6 +24,7 @@ from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer
 from runner.config.notation import Duration
+from runner.data.order import generators, unchanged
 from runner.run_folder import keys
 from runner.telemetry.meter import Gauges, Meter, StepMetrics
 from runner.telemetry.sinks import Sink
@@ -191,6 +192,11 @@ class Trainer:
             or self.model.pipeline is not None
         )
         windows = Windows(train_dataloader, accumulation_steps)
+        if windows.shares_position(asked.dataloader):
+            raise ValueError(
+                "the training data and the held-out data are one stream, which has one position: "
+                "make it twice, or use num_workers=1"
+            )
         self.saver = next((one for one in callbacks if isinstance(one, CheckpointSaver)), None)
         skipped = next((one for one in callbacks if isinstance(one, SkippedSteps)), None)
         self.skipped_steps = (skipped or SkippedSteps()).of(self.booster, self.optimizer, windows)
@@ -370,9 +376,16 @@ class Trainer:
             raise Stopped(asked.stop)
 
     def evaluate(self) -> dict[str, float]:
-        """Return loss and metrics of the held-out data, ``{}`` if there is none; a collective."""
+        """Return loss and metrics of the held-out data, ``{}`` if there is none; a collective.
+
+        All random generators are left as they were: the training does not depend on how often it
+        is evaluated.
+        """
         loader = self.eval_dataloader
-        return {} if loader is None else self.passes.evaluate(loader, self._metrics)
+        if loader is None:
+            return {}
+        with unchanged(generators(loader), with_gpu=True):
+            return self.passes.evaluate(loader, self._metrics)
 
     def loss_of(self, metrics: StepMetrics) -> float:
         """Return the loss of a step, as its row has it; a collective, and the host waits.

@@ -22,7 +22,7 @@ from runner.parallel.collectives import broadcast, on_any_rank
 from runner.parallel.hooks import AfterBatch, Usage, require_no_post_accumulate
 from runner.parallel.mesh import Axes, MeshSizes, grid
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.sharding import hold, reshard, shard_model
+from runner.parallel.sharding import hold, mixed_dtypes, reshard, shard_model
 from runner.parallel.stages import SCHEDULES
 from runner.parallel.tensor import parallelize, partial_parameters
 
@@ -132,6 +132,8 @@ class Distribution:
             styles = tensor_styles.checked_plan(model, self.tp_plan, sizes.tp, sequence)
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._require_hooks_that_run(model)
+        if self.sharded and (problem := mixed_dtypes(model, experts_apart=sizes.ep > 1)):
+            raise ValueError(problem)
         # Ranks may have drawn different weights.
         broadcast([each.detach() for each in (*model.parameters(), *model.buffers())], world)
         own = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
+from runner.config.notation import first_few
 from runner.parallel.hooks import Usage, held_tensors
 from runner.parallel.mesh import mixtures
 
@@ -36,14 +37,8 @@ def shard_model(
         for expert in mixture.get_submodule("experts").children():
             if any(True for _ in expert.parameters()):
                 fully_shard(expert, mesh=experts, **options)
-    # Experts are gathered with their block, because a rank may run only some of them.
-    lists = [
-        module
-        for name, module in root.named_modules()
-        if isinstance(module, nn.ModuleList) and "experts" not in name.split(".")
-    ]
     # Innermost first: a block shards the parameters that are not in blocks inside it.
-    for blocks in reversed(lists):
+    for _, blocks in reversed(_lists(root)):
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mesh=mesh, **options)
@@ -59,6 +54,50 @@ def shard_model(
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
     usage.watch(root, hooks)
+
+
+def _lists(root: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Return the lists of blocks by name, outermost first.
+
+    Experts are gathered with their block, because a rank may run only some of them.
+    """
+    return [
+        (name, module)
+        for name, module in root.named_modules()
+        if isinstance(module, nn.ModuleList) and "experts" not in name.split(".")
+    ]
+
+
+def mixed_dtypes(root: nn.Module, experts_apart: bool = False) -> str | None:
+    """Return why ``fully_shard`` cannot shard a block with parameters of several dtypes, or None.
+
+    Args:
+        root: the model, before it is sharded.
+        experts_apart: True if each expert is sharded by itself.
+    """
+    block_of: dict[str, str] = {}  # by module: the innermost block that it is in
+    blocks = {f"{name}.{number}" for name, listed in _lists(root) for number in range(len(listed))}
+    if experts_apart:
+        for name, mixture in mixtures(root):
+            number_of_experts = len(list(mixture.get_submodule("experts").children()))
+            blocks |= {f"{name}.experts.{number}" for number in range(number_of_experts)}
+    dtypes: dict[str, dict[torch.dtype, list[str]]] = {}
+    for name, module in root.named_modules():
+        block_of[name] = name if name in blocks else block_of.get(name.rpartition(".")[0], "")
+        for key, parameter in module.named_parameters(name, recurse=False):
+            if parameter.requires_grad:
+                in_block = dtypes.setdefault(block_of[name], {})
+                in_block.setdefault(parameter.dtype, []).append(key)
+    for block, names in dtypes.items():
+        if len(names) > 1:
+            listed = (f"{dtype} ({first_few(some, 2)})" for dtype, some in names.items())
+            return (
+                f"{block or 'the model'} has parameters of several dtypes, {' and '.join(listed)}, "
+                "which fully_shard cannot gather together: convert them to one dtype "
+                "(precision=bf16 computes float32 ones in bfloat16), or choose TorchDDPPlugin "
+                "(plugin=ddp) or zero_stage=1"
+            )
+    return None
 
 
 def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -17,6 +17,7 @@ from runner.config.notation import first_few
 from runner.parallel import stages, tensor_styles
 from runner.parallel.distribution import Distribution, ParallelModel
 from runner.parallel.mesh import MeshSizes, mixtures
+from runner.parallel.sharding import mixed_dtypes
 
 
 class HybridParallelPlugin(base.Plugin):
@@ -54,6 +55,9 @@ class HybridParallelPlugin(base.Plugin):
 
     open_sizes: tuple[str, ...] = ()
     """Sizes that take the ranks that the others leave, if they are not given."""
+
+    zero_stage_without_option = 0
+    """Stage of a plugin that has no option ``zero_stage``."""
 
     def __init__(
         self,
@@ -124,11 +128,16 @@ class HybridParallelPlugin(base.Plugin):
             if callable(getattr(model, "loss", None)):
                 own = f"{kind} computes its own loss, which a pipeline cannot cut"
                 yield "pp_size", sizes.pp, own
+        stage = options.get("zero_stage", cls.zero_stage_without_option)
+        if stage >= 2 and (why := mixed_dtypes(model, experts_apart=sizes.ep > 1)):
+            key, value = ("zero_stage", stage) if "zero_stage" in options else ("name", "fsdp")
+            yield key, value, why
         asked = options.get("ep_size")
         stacked = [name for name, _ in model.named_modules() if name.split(".")[-1] == "experts"]
-        if sizes.ep > 1 and (asked or stacked) and not any(mixtures(model)):
-            which = f" ({first_few(stacked, 2)} cannot be; plugin=fsdp shards them)"
-            message = f"{kind} has no experts to spread{which if stacked else ''}"
+        asks = asked or stacked or "ep_size" in cls.open_sizes
+        if sizes.ep > 1 and asks and not any(mixtures(model)):
+            which = f"{first_few(stacked, 2)} cannot be; plugin=fsdp shards them"
+            message = f"{kind} has no experts to spread ({which if stacked else 'plugin=ddp'})"
             yield "ep_size", asked or sizes.ep, message
 
     def configure(self, model: nn.Module) -> ParallelModel:
@@ -179,6 +188,8 @@ class TorchFSDPPlugin(HybridParallelPlugin):
         sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks
             (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
     """
+
+    zero_stage_without_option = 3
 
     def __init__(
         self,
@@ -234,6 +245,19 @@ class PipelineParallelPlugin(_OverRanks):
 
 
 class MoeHybridParallelPlugin(_OverRanks):
-    """Expert parallelism, by default over all data-parallel ranks; other weights are repeated."""
+    """Expert parallelism, by default over all data-parallel ranks; other weights are repeated.
+
+    Raises:
+        ValueError: the model has no experts to spread (in ``boost``).
+    """
 
     open_sizes = ("ep_size",)
+
+    def configure(self, model: nn.Module) -> ParallelModel:
+        """Distribute ``model`` over the ranks, in place."""
+        if self.distribution.sizes.ep > 1 and not any(mixtures(model)):
+            raise ValueError(
+                f"{type(model).__name__} has no experts to spread over "
+                f"{self.distribution.sizes.ep} ranks: choose TorchDDPPlugin (plugin=ddp)"
+            )
+        return super().configure(model)

@@ -19,6 +19,7 @@ from runner.config.jobs import Job, Where
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.request import Request, request
 from runner.config.schema import RunConfig
+from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
 from runner.run_folder.status import earlier_record
@@ -56,9 +57,21 @@ def read(words: Sequence[str], purpose: str = "a run") -> argparse.Namespace:
     return args
 
 
+def composed(args: argparse.Namespace) -> Request:
+    """Return the request of the overrides, composed and validated."""
+    multirun = getattr(args, "multirun", False)
+    with signals.deferred():
+        return request(
+            args.overrides,
+            multirun=multirun,
+            config_dir=args.config_dir,
+            after_each=signals.raise_if_noted,
+        )
+
+
 def checked(args: argparse.Namespace) -> Request:
     """Return the request of a run or a sweep, checked as far as that goes without torch."""
-    wanted = request(args.overrides, multirun=args.multirun, config_dir=args.config_dir)
+    wanted = composed(args)
     if joins():
         return wanted  # the first rank may have begun the record
     home, message = wanted.folder, obstacle(wanted.folder)
@@ -80,7 +93,7 @@ def checked(args: argparse.Namespace) -> Request:
 def single(words: Sequence[str], purpose: str) -> Request:
     """Read and check a request for one run; nothing is created."""
     args = read(words, purpose)
-    wanted = request(args.overrides, config_dir=args.config_dir)
+    wanted = composed(args)
     if wanted.sweep:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
@@ -102,7 +115,8 @@ def check_jobs(jobs: Sequence[Job], where: Where = "here") -> None:
         prepare(*(job.config for job in jobs))
     problems: list[Problem] = []
     with importing_torch():
-        from runner.train import build, preflight, targets
+        with signals.deferred():
+            from runner.train import build, preflight, targets
 
         if strange := [one for job in jobs for one in targets.problems(job.targets)]:
             raise RequestError(strange)

@@ -112,7 +112,8 @@ def _command(arguments: list[str]) -> int:
     flags = {argument for argument in arguments if argument.startswith("-")}
     if command != "bench" and COMMANDS[command] != "pages" and flags <= {"-m", "--multirun"}:
         announce("clip-runner: reading the configuration")
-    work = getattr(import_module(f"runner.cli.{COMMANDS[command]}"), command)
+    with signals.deferred():
+        work = getattr(import_module(f"runner.cli.{COMMANDS[command]}"), command)
     if flags & {"-h", "--help"} and command in ("calibrate", "plan", "verify"):
         print(getdoc(work))
         return 0

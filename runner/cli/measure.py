@@ -15,6 +15,7 @@ from runner.config.jobs import recorded
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
+from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
 from runner.launch.supervise import importing_torch
@@ -109,7 +110,8 @@ def evaluate(words: Sequence[str]) -> int:
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's configuration")
     add("--config-dir", "-cd", type=folder, metavar="FOLDER", help="options of your own")
     asked = parser.parse_intermixed_args(words)
-    job = recorded(asked.run / files.CONFIG, asked.overrides, asked.config_dir)
+    with signals.deferred():
+        job = recorded(asked.run / files.CONFIG, asked.overrides, asked.config_dir)
     if started_rank() is not None:  # the ranks that are there, not those that trained
         typed = {word.partition("=")[0] for word in asked.overrides}
         unset = {name: None for name in ("nproc", "nnodes") if f"plugin.{name}" not in typed}

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from runner.cli.arguments import check_jobs, checked, read, require_same
+from runner.cli.arguments import check_jobs, checked, composed, read, require_same
 from runner.config.environment import joins, started_rank
 from runner.config.jobs import write_composition
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.request import Request, answer, composed_text, help_text, request
-from runner.launch import resume
+from runner.config.request import Request, answer, composed_text, help_text
+from runner.launch import resume, signals
 from runner.run_folder import files
 from runner.run_folder.status import claimed
 from runner.run_folder.strict_json import read_object
@@ -24,10 +24,10 @@ def run(words: Sequence[str]) -> int:
     if args.help:
         print_line(help_text(overrides, own, args.multirun))
     elif args.cfg:
-        wanted = request(overrides, config_dir=own)
+        wanted = composed(args)
         print(composed_text(wanted, args.cfg, args.package, args.resolve), end="")
     elif args.info:
-        answer([f"--info={args.info}"], request(overrides, config_dir=own).made.choices, own)
+        answer([f"--info={args.info}"], composed(args).made.choices, own)
     elif args.hydra_help or args.shell_completion:
         answer(args.hydra_help or ["-sc", args.shell_completion], overrides, own)
     else:
@@ -54,8 +54,9 @@ def _run(wanted: Request, words: Sequence[str]) -> int:
         from runner.launch.rank import join
 
         return join(timeout=job.config.launch.timeout)
-    from runner.launch import supervise
-    from runner.report.page import written
+    with signals.deferred():
+        from runner.launch import supervise
+        from runner.report.page import written
 
     folder = resume.requeued(job.plain, wanted.folder) or wanted.folder
     status = read_object(folder / files.STATUS)

@@ -63,9 +63,16 @@ class Request:
 
 
 def request(
-    given: Sequence[str], *, multirun: bool = False, config_dir: Path | None = None
+    given: Sequence[str],
+    *,
+    multirun: bool = False,
+    config_dir: Path | None = None,
+    after_each: Callable[[], object] = lambda: None,
 ) -> Request:
-    """Compose and check every job that the overrides ``given`` ask for. Nothing is written."""
+    """Compose and check every job that the overrides ``given`` ask for. Nothing is written.
+
+    ``after_each`` is called after each job: there may be thousands.
+    """
     composer, checked = Composer(config_dir), list[Job]()
     with composer.active():
         overrides, problems = composer.read(given)
@@ -93,6 +100,7 @@ def request(
                 job = jobs.job_of(one, outputs() if swept else folder, number if swept else None)
                 apart = tuple(word for word in row if word.partition("=")[0] in lists)
                 checked.append(replace(job, apart=apart))
+            after_each()
             if len(problems) > 50:  # those of further jobs are the same, most of them
                 break
         if problems:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -188,6 +188,8 @@ class PartitionedBatches(Sampler[list[int]]):
     epoch: int = field(default=0, init=False)
     _start: int = field(default=0, init=False)
     _cached: tuple[int, Tensor] | None = field(default=None, init=False)
+    last: Sequence[int] = field(default=(), init=False)
+    """The indices that were yielded last."""
 
     def __post_init__(self) -> None:
         if self.length < 0 or self.batch_size < 1:
@@ -232,7 +234,8 @@ class PartitionedBatches(Sampler[list[int]]):
             if first == end:  # a stand-in, the first sample of all ranks
                 first = microbatch * self.batch_size * self.world_size
                 end = first + 1
-            yield Indices(permutation[first:end].tolist(), epoch)
+            self.last = Indices(permutation[first:end].tolist(), epoch)
+            yield self.last
 
     def _bounds(self, microbatch: int, rank: int) -> tuple[int, int]:
         whole = self.batch_size * self.world_size

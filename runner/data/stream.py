@@ -33,7 +33,7 @@ from runner.data.order import (
     set_epoch,
     unchanged,
 )
-from runner.data.workers import begin, shielded, start_method
+from runner.data.workers import Unread, arrived, begin, shielded, start_method, unread
 
 T = TypeVar("T")
 
@@ -83,9 +83,23 @@ class Stream(IterableDataset[Read]):
         self.epoch = epoch
         set_epoch(self.dataset, epoch)
 
-    def __iter__(self) -> Iterator[Read]:
+    def __iter__(self) -> Iterator[Read | Unread]:  # type: ignore[override]
         info = get_worker_info()
-        worker = 0 if info is None else info.id
+        if info is None:
+            return self._microbatches(0)
+        return self._sent(info.id)
+
+    def _sent(self, worker: int) -> Iterator[Read | Unread]:
+        """Yield the microbatches of a worker; last what it failed to read, as workers send it."""
+        number = 0
+        try:
+            for read in self._microbatches(worker):
+                yield read
+                number += 1
+        except (Exception, SystemExit) as error:
+            yield unread(self.dataset, f"microbatch {number}", error)
+
+    def _microbatches(self, worker: int) -> Iterator[Read]:
         start, position = self.start, self.position
         self.start, self.position = 0, BEGINNING
         if self.divided_by == "runner":
@@ -279,7 +293,9 @@ class StreamLoader(DataLoader[Any]):
         self._iterator = None  # persistent workers would not learn of another epoch
         start = stream.start
         self._after, self._weightless = {start: stream.position}, set()
-        reads = shielded(super().__iter__)
+        reads: Iterator[Any] = shielded(super().__iter__)
+        if self.num_workers:
+            reads = arrived(reads, stream.dataset, self.num_workers, self.timeout)
         stream.start, stream.position = 0, BEGINNING  # workers have copies
         return self._batches(reads, start)
 

@@ -1,20 +1,26 @@
-"""Worker processes of data loaders: how they start and end, and their random numbers."""
+"""Worker processes of data loaders: how they start, fail and end, and their random numbers."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from runner.config.notation import one_line, plural
 from runner.data.order import Indices, seed_all, seed_for, set_epoch
 
 T = TypeVar("T")
@@ -26,6 +32,24 @@ decides what to do, and needs its workers until then."""
 _CHECK_SECONDS = 1.0  # between two looks of a worker at whether its training process still lives
 
 
+_SENT = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
+"""Types that a worker can send, whatever their values."""
+
+
+class DataError(RuntimeError):
+    """A sample could not be read, or no batch be made of samples; the message says where.
+
+    It is raised in the training process. If a worker failed, the second paragraph is its traceback.
+    """
+
+
+@dataclass
+class Unread:
+    """What a worker sends in place of a batch that it failed to read."""
+
+    message: str
+
+
 @dataclass(eq=False, repr=False)
 class WorkerDataset(Dataset[Any]):
     """A data set as worker processes read it: a sample depends on seed, epoch and index alone."""
@@ -33,6 +57,8 @@ class WorkerDataset(Dataset[Any]):
     dataset: Dataset[Any]
     seed: int
     epoch: int = 0
+    indices: Sequence[int] = ()
+    """Those of the samples that are read, or were read last."""
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; workers that run already get it with the indices of a batch."""
@@ -47,12 +73,27 @@ class WorkerDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
+        self.indices = indices
+        if get_worker_info() is None:
+            return self._read(indices)
+        try:
+            return self._read(indices)
+        except (Exception, SystemExit) as error:
+            # Not the exception itself: a class that cannot be pickled would never arrive
+            return unread(self.dataset, samples_of(self.indices), error)
+
+    def _read(self, indices: Sequence[int]) -> Any:
         if isinstance(indices, Indices) and indices.epoch != self.epoch:
             self.set_epoch(indices.epoch)
-        if not callable(read := getattr(self.dataset, "__getitems__", None)):
-            return [self[index] for index in indices]
-        self._seed_generators(indices[0])
-        return read(indices)
+        if callable(read := getattr(self.dataset, "__getitems__", None)):
+            self._seed_generators(indices[0])
+            return read(indices)
+        samples = []
+        for index in indices:
+            self.indices = [index]  # for the message, if this sample cannot be read
+            samples.append(self[index])
+        self.indices = indices
+        return samples
 
     def _seed_generators(self, index: int) -> None:
         if get_worker_info() is None:  # someone looks at a sample in the training process
@@ -60,22 +101,128 @@ class WorkerDataset(Dataset[Any]):
         seed_all(seed_for(f"sample {index} in a worker", self.seed, self.epoch))
 
 
+@dataclass(eq=False, repr=False)
+class Collate:
+    """Makes a batch of samples; a sample that is None, or a worker's batch that fails, is named."""
+
+    dataset: Dataset[Any]
+    collate: Callable[[Any], Any]
+    indices_of_batch: Callable[[], Sequence[int]]
+    sendable: set[type] = field(default_factory=set)
+
+    def __call__(self, samples: Any) -> Any:
+        if isinstance(samples, Unread):
+            return samples
+        in_worker = get_worker_info() is not None
+        try:
+            batch = self.collate(samples)
+            if in_worker:
+                self._require_sendable(batch)
+        except Exception as error:
+            missing = self._missing(samples)
+            if missing and in_worker:
+                reason = TypeError("the sample is None")
+                reason.__cause__ = error
+                return unread(self.dataset, missing, reason)
+            if missing:
+                raise DataError(f"{place_of(self.dataset)}, {missing}: it is None") from error
+            if in_worker:
+                return unread(self.dataset, samples_of(self.indices_of_batch()), error)
+            raise
+        return batch
+
+    def _missing(self, samples: Any) -> str:
+        """Return the samples that are None, in words."""
+        if not isinstance(samples, list):
+            return ""
+        pairs = zip(self.indices_of_batch(), samples, strict=False)
+        missing = [index for index, sample in pairs if sample is None]
+        return samples_of(missing) if missing else ""
+
+    def _require_sendable(self, batch: Any) -> None:
+        """Raise an error for what a worker cannot send: torch would wait for it for ever."""
+        for leaf in tree_leaves(batch):
+            kind = type(leaf)
+            if isinstance(leaf, _SENT) or kind in self.sendable:
+                continue
+            try:
+                pickle.dumps(leaf)
+            except Exception as error:
+                message = f"a batch holds {kind.__qualname__}, which cannot be pickled"
+                raise TypeError(message) from error
+            self.sendable.add(kind)
+
+
 class WorkerLoader(DataLoader[Any]):
     """A loader of map-style data whose worker processes live on from epoch to epoch."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        collate_fn: Callable[[Any], Any],
+        **kwargs: Any,
+    ) -> None:
         kwargs.setdefault("persistent_workers", True)
         kwargs.setdefault("multiprocessing_context", start_method())
         prepare = partial(begin, then=kwargs.pop("worker_init_fn", None))
-        super().__init__(WorkerDataset(dataset, seed), worker_init_fn=prepare, **kwargs)
+        read = WorkerDataset(dataset, seed)
+        collate = Collate(dataset, collate_fn, partial(getattr, read, "indices"))
+        super().__init__(read, worker_init_fn=prepare, collate_fn=collate, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        dataset = self.dataset.dataset  # type: ignore[attr-defined]
         if self._iterator is not None:
             # A loader without workers draws this number in each epoch, and so does one that starts
             # its workers: the random numbers of a model must not depend on either.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-            return super().__iter__()
-        return shielded(super().__iter__)
+            return arrived(super().__iter__(), dataset, self.num_workers, self.timeout)
+        reads = shielded(super().__iter__)
+        return arrived(reads, dataset, self.num_workers, self.timeout)
+
+
+def arrived(reads: Iterator[Any], dataset: Any, workers: int, timeout: float) -> Iterator[Any]:
+    """Yield what workers send; raise a DataError if one fails, dies, or sends nothing in time."""
+    while True:
+        try:
+            batch = next(reads)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            text = str(error)
+            if text.startswith("DataLoader timed out"):
+                waited = f"{plural(workers, 'worker')} sent no batch in {timeout:g} s"
+                limit = "the time-out for data (launch.timeout)"
+                raise DataError(f"{place_of(dataset)}: {waited}, {limit}") from None
+            if text.startswith("DataLoader worker"):  # it was killed, or its C code ended it
+                raise DataError(f"{place_of(dataset)}: {text}") from None
+            raise
+        except (EOFError, OSError) as error:
+            ended = "a worker ended before its batch had arrived, as C code or the system does"
+            raise DataError(f"{place_of(dataset)}: {ended}") from error
+        if isinstance(batch, Unread):
+            raise DataError(batch.message)
+        yield batch
+
+
+def unread(dataset: Any, what: str, error: BaseException) -> Unread:
+    """Return what a worker sends for samples that it failed to read."""
+    info = get_worker_info()
+    worker = "" if info is None else f", worker {info.id}"
+    called = "".join(traceback.format_exception(error))
+    where = f"{place_of(dataset)}, {what}{worker}"
+    return Unread(f"{where}: {one_line(error)}\n\nIn the worker:\n{called}")
+
+
+def place_of(dataset: Any) -> str:
+    return f"data set {type(dataset).__name__}"
+
+
+def samples_of(indices: Sequence[int]) -> str:
+    """Return ``sample 3``, or ``samples 3, 5 and 7 more``."""
+    shown = ", ".join(str(index) for index in indices[:4])
+    more = f" and {len(indices) - 4} more" if len(indices) > 4 else ""
+    return f"sample{'s' if len(indices) > 1 else ''} {shown}{more}"
 
 
 def start_workers_anew(loader: Any) -> None:
@@ -132,8 +279,13 @@ def begin(worker: int, then: Callable[[int], None] | None) -> None:
     # The thread takes SIGTERM, since only sigtimedwait tells who sent it.
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGTERM])
     threading.Thread(target=_watch, args=(parent,), daemon=True, name="parent-watch").start()
-    if then is not None:
+    if then is None:
+        return
+    try:
         then(worker)
+    except Exception as error:  # its class may be one that cannot be pickled
+        called = "".join(traceback.format_exception(error))
+        raise RuntimeError(f"worker_init_fn: {one_line(error)}\n\n{called}") from None
 
 
 def _watch(parent: BaseProcess) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from signal import SIGINT
 from typing import Any, Literal
 
+from runner.config.notation import one_line
 from runner.launch import signals
 from runner.run_folder.strict_json import disk_full
 from runner.train import stop
@@ -18,7 +19,6 @@ KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
     "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
 )
-LONGEST = 500  # characters of one exception's message in a summary
 _WORKER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 # Gloo writes its file before each message. Where it only checks arguments it adds "enforce fail".
@@ -58,8 +58,9 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
             raise signals.Terminated(number)
         return work()
     except BaseException as error:
-        stop.requested()  # from here on a signal is noted: the record is written whole
-        if number := stopped_by(error):
+        stop.defer()  # the record is written whole
+        number = 0 if isinstance(error, Failure) else stopped_by(error)
+        if number:
             reason, code = signals.reason(number), signals.exit_code(number)
             return Failure(reason, state="interrupted", exit_code=code)
         if isinstance(error, Failure):
@@ -80,15 +81,9 @@ def described(error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return ``error`` with its notes, and the exceptions it was raised from, in one line."""
-    parts = [_line_of(error), *getattr(error, "__notes__", ())]
-    cause = error.__cause__
-    while cause is not None:
-        parts.append(f"from {_line_of(cause)}")
-        cause = cause.__cause__
-    if _is_out_of_memory(error):
-        parts.append(KNOBS)
-    return "; ".join(parts)
+    """Return ``error`` and its causes in one line, with advice if memory is short."""
+    line = one_line(error)
+    return f"{line}; {KNOBS}" if _is_out_of_memory(error) else line
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -128,16 +123,9 @@ def _is_of_transport(error: BaseException) -> bool:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    of_torch = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-    return of_torch or isinstance(error, MemoryError)
-
-
-def _line_of(error: BaseException) -> str:
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ != "builtins":
-        name = f"{kind.__module__}.{name}"
-    message = " ".join(str(error).split())
-    if len(message) > LONGEST:
-        message = f"{message[:LONGEST]} ..."
-    return f"{name}: {message}" if message else name
+    """Return whether ``error`` is one of memory, or follows from one, as in a pipeline's stage."""
+    for raised in _chain(error):
+        of_torch = isinstance(raised, RuntimeError) and _OUT_OF_MEMORY.search(str(raised))
+        if of_torch or isinstance(raised, MemoryError):
+            return True
+    return False

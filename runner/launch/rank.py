@@ -171,7 +171,7 @@ def _answer_signals(job: Job, reported: Reports) -> None:
         if number not in job.handled and number != signal.SIGTERM:  # by which the agent ends ranks
             return
         stop.request(number)
-        if not stop.is_polled():
+        if not stop.is_deferred():
             raise signals.Terminated(number)
         threading.Thread(target=reported.end_after_failure, daemon=True).start()
 

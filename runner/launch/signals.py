@@ -24,8 +24,6 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ECHO, ECHO_OF_LAUNCHER = 1.0, 3.0
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
-requested, reset = stop.requested, stop.reset
-
 
 class Terminated(SystemExit):
     """A signal other than SIGINT asked to stop where no training polls."""
@@ -108,15 +106,38 @@ def requeue() -> None:
         print(f"clip-runner: Slurm does not start the job again: {error}", file=sys.stderr)
 
 
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Note a signal in this block, and raise what it asks for at the end of the block.
+
+    An exception in the midst of a library's code may be lost, or be taken for something else:
+    pydantic calls a value invalid, an import leaves half a module, and torch's C++ aborts.
+    """
+    nested = stop.is_deferred()
+    stop.defer()
+    try:
+        yield
+    finally:
+        if not nested:
+            raise_noted()
+
+
 def raise_noted() -> None:
     """End the time in which signals are noted only, and raise what one of them asks for."""
-    if number := reset():
+    if number := stop.reset():
+        _State.raised = True
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+
+def raise_if_noted() -> None:
+    """Raise what a signal asks for that was noted, if there is one."""
+    if stop.requested():
+        raise_noted()
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
     stop.request(number)
-    if not stop.is_polled() and not _State.raised:
+    if not stop.is_deferred() and not _State.raised:
         _State.raised = True
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 

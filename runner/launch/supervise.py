@@ -27,7 +27,7 @@ from runner.config.environment import started_rank
 from runner.config.masking import hidden, hidden_in, remembered
 from runner.config.schema import RunConfig
 from runner.launch import signals
-from runner.launch.failure import KNOBS, Failure, attempt, stopped_by
+from runner.launch.failure import KNOBS, Failure, attempt, is_lost_peer, stopped_by
 from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.status import RESUMED, Record, provenance
@@ -53,10 +53,11 @@ def train(
     start: Start = ANEW,
 ) -> dict[str, Any]:
     """Train in this process, on local ranks, or as the first rank of torchrun."""
-    from runner.launch.process_group import abandon, leave, stand_alone
-    from runner.launch.rank import Job, perform, train_as_rank
-    from runner.launch.reports import Reports
-    from runner.train import build
+    with signals.deferred():
+        from runner.launch.process_group import abandon, leave, stand_alone
+        from runner.launch.rank import Job, perform, train_as_rank
+        from runner.launch.reports import Reports
+        from runner.train import build
 
     joined, folder = started_rank(), folder.absolute()
     device = build.device_of(config.device)
@@ -88,7 +89,9 @@ def train(
             leave()
             raise
         abandon()
-        if joined.world_size > 1 and isinstance(error, Exception) and not stopped_by(error):
+        # A rank that lost a peer may have been asked to end by torchrun, because of that peer
+        failed = isinstance(error, Exception) and not stopped_by(error)
+        if joined.world_size > 1 and (failed or is_lost_peer(error)):
             raise reported.blamed(folder, joined.world_size, limit) from error
         raise
     leave()
@@ -106,10 +109,8 @@ def importing_torch() -> Iterator[None]:
         return
     gc.disable()
     try:
-        signals.requested()  # Torch's C++ would abort where a signal raises an exception.
-        import torch  # noqa: F401
-
-        signals.raise_noted()
+        with signals.deferred():
+            import torch  # noqa: F401
         yield
     finally:
         gc.freeze()
@@ -133,7 +134,7 @@ def _ensure_running() -> None:
 
 
 def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
-    stop.requested()  # from here on a signal is noted, and passed on to the ranks
+    stop.defer()  # a signal is passed on to the ranks
     ended, file = threading.Event(), job.folder / files.ROWS
     rows = follow(file, ended, start=file.stat().st_size if file.exists() else 0)
 
@@ -233,7 +234,7 @@ def run(
     record, run_id = Record(folder), start.former.get("wandb_run_id") or new_run_id()
     run_id = str(run_id) if config.tracker.uses("wandb") else None
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
-    stop.requested()  # a signal is noted from here on, so that it is recorded
+    stop.defer()  # a signal is recorded from here on
     resumed = start.status()
     status = record.begin(plain, run_id, **resumed)
     cut(folder / files.ROWS, start.step if start.former else 0)

@@ -34,6 +34,7 @@ from runner.sweep import live
 from runner.sweep.job import run_job, stop_sweep
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
 from runner.telemetry.sinks.console import print_line
+from runner.train import stop
 
 _LATER = 5.0  # seconds that runs have longer than `shutdown.timeout`, until the sweep ends
 _ASK = 10.0  # seconds between two questions to Slurm, which many users share
@@ -70,7 +71,7 @@ def run_sweep(
         except Exception:  # of Hydra's sweeper or launcher
             print_line(traceback.format_exc().rstrip(), sys.stderr)
         finally:
-            signals.requested()  # a signal is noted from here on: the record is written whole
+            stop.defer()  # the record is written whole
             record = _end(sweep, code, interrupted, search)
             if record.state == "interrupted":
                 print_line(live.interruption(record, search), sys.stderr)
@@ -176,7 +177,7 @@ def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:
     told = set[int]()
 
     def pass_on() -> None:
-        if not (number := signals.requested()):
+        if not (number := stop.requested()):
             return
         with changed(sweep) as record:
             record.state = "interrupted"  # no further run begins
@@ -186,12 +187,12 @@ def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    signals.requested()  # from here on a signal is noted only
+    stop.defer()  # a signal is passed on to the runs
     try:
         with _repeated(pass_on):
             launch()
     except Exception:
-        if not signals.requested():  # else it follows from the end of the runs
+        if not stop.requested():  # else it follows from the end of the runs
             raise
     signals.raise_noted()
 

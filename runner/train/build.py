@@ -342,6 +342,7 @@ def make_trainer(
         num_workers=config.data.num_workers,
         seed=config.seed,
         pin_memory=device.type == "cuda",
+        timeout=config.launch.timeout if config.data.num_workers else 0,
     )
     shuffles = length_of(data.train) is not None
     train = prepare(data.train, shuffle=shuffles, drop_last=config.data.drop_last)

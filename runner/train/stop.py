@@ -4,7 +4,7 @@ from __future__ import annotations
 
 begun = 0  # microbatches that this rank has begun: one that begins none hangs
 _number = 0
-_polled = False
+_deferred = False
 
 
 class Stopped(Exception):
@@ -22,9 +22,13 @@ def beat() -> None:
 
 def requested() -> int:
     """Return the number of the signal that asked this process to stop; 0 for none."""
-    global _polled
-    _polled = True
     return _number
+
+
+def defer() -> None:
+    """From now on signals are noted, until :func:`reset`; before, they raise an exception."""
+    global _deferred
+    _deferred = True
 
 
 def request(number: int) -> None:
@@ -33,12 +37,14 @@ def request(number: int) -> None:
     _number = _number or number
 
 
-def is_polled() -> bool:
-    return _polled
+def is_deferred() -> bool:
+    return _deferred
 
 
 def reset() -> int:
     """End the time in which signals are noted only; return the number of one that was noted."""
-    global _number, _polled
-    number, _number, _polled = _number, 0, False
+    global _number, _deferred
+    number = _number
+    _number = 0
+    _deferred = False
     return number

@@ -32,7 +32,7 @@ from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.train.callbacks import Callbacks, SkippedSteps
 from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO, Asked, EvalMetrics, Passes, count
 from runner.train.state import Progress, TrainState, Window, Windows, total_steps
-from runner.train.stop import Stopped, requested
+from runner.train.stop import Stopped, defer, requested
 
 _logger = logging.getLogger(__name__)
 
@@ -269,6 +269,7 @@ class Trainer:
             self.model.train()
             self._started = time.perf_counter()
             for window in () if callbacks.ended else state.read(self.max_duration):
+                defer()  # from here on a signal lets the step end
                 self._step(window)
                 if callbacks.ended:
                     break

@@ -1,20 +1,23 @@
 """Worker processes of loaders: the same samples as without, and no orphan."""
 
 import multiprocessing
+import os
 import random
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from runner import CheckpointSaver, Evaluate, Log, Trainer
 from runner.booster import SinglePlugin
 from runner.data import TensorPairs
+from runner.data.workers import DataError
 from tests.distributed.training import Rows
 from tests.process import wait_for
 from tests.ranks import PRELOAD
@@ -151,3 +154,87 @@ def test_workers_end_with_a_training_process_that_is_killed():
     process.kill()
     process.join(120)
     assert_gone(workers)
+
+
+class Bad(Dataset):
+    """Fails at sample 6, in the way that ``fault`` says."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        if index == 6:
+            match self.fault:
+                case "raise":
+
+                    class LocalError(Exception):
+                        """Cannot be pickled, as it is defined in a function."""
+
+                    raise LocalError("planted error") from KeyError("planted cause")
+                case "exit":
+                    raise SystemExit(3)
+                case "die":
+                    os._exit(3)
+                case "none":
+                    return None
+                case "function":
+                    return torch.zeros(2), lambda: 1
+                case "hang":
+                    time.sleep(600)
+        return torch.zeros(2), torch.zeros(())
+
+
+class BadStream(Bad, IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, range(SAMPLES))
+
+
+def listed(samples):
+    return torch.stack([inputs for inputs, _ in samples]), [target for _, target in samples]
+
+
+def error_of(dataset, workers=1, **options):
+    with pytest.raises(DataError) as raised:
+        list(SinglePlugin().prepare_dataloader(dataset, BATCH, num_workers=workers, **options))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (
+            "raise",
+            "sample 6, worker 0: .*LocalError: planted error; from KeyError: 'planted cause'",
+        ),
+        ("exit", "sample 6, worker 0: SystemExit: 3"),
+        ("none", "sample 6, worker 0: TypeError: the sample is None"),
+        ("function", "samples 4, 5, 6, 7, worker 0: TypeError: a batch holds function, which"),
+    ],
+)
+def test_a_sample_that_a_worker_cannot_read_is_named(fault, text):
+    options = {"collate_fn": listed} if fault == "function" else {}
+    assert re.match(f"data set Bad, {text}", error_of(Bad(fault), **options))
+
+
+def test_a_sample_that_is_none_is_named_without_workers():
+    assert error_of(Bad("none"), workers=0) == "data set Bad, sample 6: it is None"
+
+
+def test_an_exception_of_a_stream_arrives_from_its_worker():
+    message = error_of(BadStream("raise"))
+    assert message.startswith("data set BadStream, microbatch 1, worker 0: ")
+    assert "LocalError: planted error; from KeyError: 'planted cause'" in message
+
+
+def test_a_worker_that_hangs_ends_the_training_by_the_time_out_for_data():
+    message = error_of(Bad("hang"), timeout=2)
+    assert message == (
+        "data set Bad: 1 worker sent no batch in 2 s, the time-out for data (launch.timeout)"
+    )
+
+
+def test_a_worker_that_ends_at_once_is_no_mystery():
+    assert error_of(Bad("die")).startswith("data set Bad: ")

@@ -10,6 +10,7 @@ from runner.report.page import written
 from runner.run_folder.status import Record
 from tests.faulty import fill
 from tests.launch.ends import faulty, only_run, read, rows_of
+from tests.process import environment_at, python
 
 # Only one worker gets mounts of its own.
 pytestmark = pytest.mark.xdist_group("disk")
@@ -65,6 +66,20 @@ def test_a_run_whose_rows_do_not_fit_fails_and_continues_once_there_is_space(run
     run(*words, at=5)
     assert [row["train/step"] for row in rows_of(folder)] == list(range(1, 21))
     assert read(folder)["state"] == "finished"
+
+
+def test_a_disk_that_is_full_is_named_by_ranks(disk):
+    """Their reason does not travel by the disk. The command's fork server has to see the disk."""
+    words = ["plugin=ddp", "plugin.nproc=2", "tracker=none", "checkpoint.interval=2ba"]
+    environment = environment_at(disk)
+    done = python("-m", "runner", *SMALL, *faulty("fill", 5), *words, code=1, env=environment)
+    [line] = [one for one in about_disk(done.stderr, disk) if one.startswith("failed: ")]
+    assert line.startswith("failed: rank "), done.stderr
+    status = read(only_run(disk / "outputs"))
+    assert status["error"] in line
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    for unwanted in ("Traceback", "Logging error"):
+        assert unwanted not in done.stdout + done.stderr
 
 
 def test_a_sweep_stops_without_weights_and_the_same_command_finishes_it(run, disk):

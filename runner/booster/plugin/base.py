@@ -17,7 +17,7 @@ from runner.clip.transfer import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader
-from runner.data.workers import WorkerLoader
+from runner.data.workers import Collate, WorkerLoader
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.hooks import watch_parameters
 
@@ -130,9 +130,12 @@ class Plugin(ABC):
         size = len(dataset)  # type: ignore[arg-type]
         order = PartitionedBatches(size, batch_size, shuffle=shuffle, **own)
         kwargs |= {"batch_sampler": order, "num_workers": num_workers}
-        return (
-            WorkerLoader(dataset, seed, **kwargs) if num_workers else DataLoader(dataset, **kwargs)
+        if num_workers:
+            return WorkerLoader(dataset, seed, **kwargs)
+        kwargs["collate_fn"] = Collate(
+            dataset, kwargs["collate_fn"], partial(getattr, order, "last")
         )
+        return DataLoader(dataset, **kwargs)
 
     prepare_train_dataloader = prepare_dataloader  # its earlier name in Colossal-AI
 

@@ -114,7 +114,7 @@ class Telemetry(Section):
 
 
 class Launch(Section):
-    timeout: t.Positive = key("end the run if a collective takes more seconds")
+    timeout: t.Positive = key("end the run if a collective or a batch takes more seconds")
     max_restarts: t.Natural = key("if a rank fails, go on from the last checkpoint so often")
 
 

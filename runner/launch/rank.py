@@ -37,7 +37,7 @@ from runner.launch.resume import newest
 from runner.run_folder import files
 from runner.run_folder.strict_json import JsonlSink, cut
 from runner.telemetry.sinks import Sink
-from runner.telemetry.sinks.console import ConsoleHandler, MaskedFormatter, print_line
+from runner.telemetry.sinks.console import ConsoleHandler, LogFile, MaskedFormatter, print_line
 from runner.train import build, stop
 from runner.train.build import execute
 
@@ -189,7 +189,7 @@ def _end_with_launcher() -> None:
 
 def _log_to(file: Path, rank: int) -> None:
     here = file.parent.is_dir()  # not the temporary folder of an evaluation on another machine
-    handlers: list[logging.Handler] = [logging.FileHandler(file) if here else logging.NullHandler()]
+    handlers: list[logging.Handler] = [LogFile(file) if here else logging.NullHandler()]
     form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
     handlers[0].setFormatter(MaskedFormatter(form))
     if rank == 0:

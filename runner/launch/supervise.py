@@ -286,12 +286,7 @@ def run(
         log.log(level, "failed: %s (see %s)", failed.line, folder / files.STATUS)
     if page is not None:
         place = page(folder) or folder
-        if exit_code > 128 and newest(folder).checkpoint is not None:
-            kept = [word for word in words if not word.startswith("resume")]
-            again = shlex.join([f"resume={folder}", *kept])
-            print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
-        for offline in folder.glob("wandb/offline-run-*"):
-            print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
+        _advise(folder, words, stopped=exit_code > 128)
         print_line(str(place))
     late = stop.reset()  # a signal after the training had ended
     if exit_code > 128:
@@ -299,6 +294,16 @@ def run(
     if late and swept is not None:  # the sweep ends
         raise signals.Terminated(late)
     return failed
+
+
+def _advise(folder: Path, words: Sequence[str], stopped: bool) -> None:
+    """Print the commands that continue a run which was stopped, and that upload it to wandb."""
+    if stopped and newest(folder).checkpoint is not None:
+        kept = [word for word in words if not word.startswith("resume")]
+        again = shlex.join([f"resume={folder}", *kept])
+        print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
+    for offline in folder.glob("wandb/offline-run-*"):
+        print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
 
 
 def _trackers(

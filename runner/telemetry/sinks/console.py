@@ -73,6 +73,20 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         return f"\r\x1b[K{text}" if is_watched(self.stream) else text
 
 
+class LogFile(logging.FileHandler):
+    """Append log messages to a file, as far as they fit: a full disk is reported elsewhere."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore that the disk is full; show other errors, such as a message without its values."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        """Close the file, which may still have a message that does not fit."""
+        with suppress(OSError):
+            super().close()
+
+
 class TerminalSink:
     """Shows rows: a bar on a terminal, otherwise a line each ``interval`` steps.
 

@@ -4,9 +4,9 @@ Brock, De, Smith and Simonyan 2021 (arXiv 2102.06171, section 4):
 ``G_u ← G_u · min(1, λ·max(‖W_u‖, ε)/‖G_u‖)`` with L2 norms and ε = 1e-3, which lets weights that
 start at zero move. The final classifier's weight is left out.
 
-The norms of a rank's units lie in one vector: first those of small tensors, where units of one type
-and length are copied side by side and measured together; last the shards that are left out, each as
-one unit, because the total norm needs them. The result of a unit depends on its elements alone:
+The norms of a rank's units lie in one vector. Units of small tensors come first: units of one type
+and length are copied side by side and measured together. Shards that are left out come last, each
+as one unit, because the total norm needs them. The result of a unit depends on its elements alone:
 ranks that hold the same unit get the same bits.
 """
 
@@ -17,10 +17,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from math import nan, prod
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,20 +35,52 @@ from runner.config.notation import first_few
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)
 FEW = 4_096  # elements of the largest matrix that is copied beside others
-SPARSE = 4  # one of so many units, or fewer, are written alone
+SPARSE = 4  # clipped units are written alone if they are at most one in 4
 LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
 
 
-class Place(NamedTuple):
+@dataclass(slots=True)
+class Place:
     """Where the units of one shard lie in the vector."""
 
     number: int  # of the shard in the layout
     shard: ParamShard
+    present: bool  # this rank has a gradient
     left_out: bool  # measured as one unit, which is not clipped
-    kind: tuple[str, int]  # type and length of units that are measured together
+    copied: bool  # measured in a copy beside other units of its type and length
+    dtype: str  # of the shard
+    length: int  # elements of a unit
     kept: int  # dimensions that index units, see :meth:`Units.first`; 0 for one unit
     units: int
-    stop: int
+    start: int = 0
+
+    @classmethod
+    def of(cls, number: int, shard: ParamShard, present: bool, left_out: bool) -> Place:
+        weight = shard.weight
+        shape = shard.units.first(weight).shape
+        kept = 0 if left_out else len(shape) - len(shard.units.dims)
+        small = 0 < weight.numel() <= (FEW if kept else SMALL)
+        return cls(
+            number=number,
+            shard=shard,
+            present=present,
+            left_out=left_out,
+            copied=small and present and not left_out,
+            dtype=str(weight.dtype),
+            length=prod(shape[kept:]),
+            kept=kept,
+            units=prod(shape[:kept]),
+        )
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Type and length: a mixture of types would be rounded differently in one copy."""
+        return self.dtype, self.length
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Order in the vector: copied places by their kind, then others, last those left out."""
+        return self.left_out, not self.copied, self.kind if self.copied else (), self.number
 
     @property
     def weight(self) -> float:
@@ -57,9 +88,13 @@ class Place(NamedTuple):
         sharing = prod(group.size() for group in self.shard.shard_groups)
         return 0.0 if self.left_out else 1.0 / (self.shard.num_replicas * sharing)
 
-    def of(self, vector: Tensor) -> Tensor:
+    @property
+    def stop(self) -> int:
+        return self.start + self.units
+
+    def values(self, vector: Tensor) -> Tensor:
         """Return the values of these units."""
-        return vector[self.stop - self.units : self.stop]
+        return vector[self.start : self.stop]
 
     def first(self, tensors: Sequence[Tensor | None]) -> Any:
         """Return a view of the tensor of this shard with the dimensions that index units first."""
@@ -76,69 +111,68 @@ class UnitIndex:
     def __init__(
         self, shards: Sequence[ParamShard], present: Sequence[bool], left_out: Sequence[bool]
     ) -> None:
-        self.present, known = list(present), list[tuple[Any, ...]]()
+        self.present = list(present)
         self._device = shards[0].param.device if shards else torch.device("cpu")
+        self.places: list[Place] = []
         for number, shard in enumerate(shards):
-            out, weight = left_out[number], shard.weight
-            if present[number] or (shard.shard_groups and not out):
-                shape = shard.units.first(weight).shape
-                kept = 0 if out else len(shape) - len(shard.units.dims)
-                small = 0 < weight.numel() <= (FEW if kept else SMALL) and present[number]
-                small = small and not out
-                # A mixture of types would be rounded differently beside other tensors.
-                kind = (str(weight.dtype), prod(shape[kept:])) if small else ("", 0)
-                known.append((out, not small, kind, number, kept, prod(shape[:kept])))
-        stops = accumulate(units for *_, units in sorted(known))
-        self.places = [
-            Place(number, shards[number], out, kind, kept, units, stop)
-            for (out, _, kind, number, kept, units), stop in zip(sorted(known), stops, strict=True)
-        ]
-        together = self.places[: sum(not alone for _, alone, *_ in known)]
-        self.alike = [list(run) for _, run in groupby(together, attrgetter("kind"))]
-        self.alone = len(together)  # the first place that is measured by itself
+            if present[number] or (shard.shard_groups and not left_out[number]):
+                self.places.append(Place.of(number, shard, present[number], left_out[number]))
+        self.places.sort(key=lambda place: place.order)
+        start = 0
+        for place in self.places:
+            place.start = start
+            start = place.stop
+        copied = [place for place in self.places if place.copied]
+        self.copied = [list(places) for _, places in groupby(copied, lambda place: place.kind)]
+        self.num_copied = len(copied)  # the position of the first place that is measured by itself
         self.clipped = [place for place in self.places if not place.left_out]
         self.units = self.clipped[-1].stop if self.clipped else 0
         self.weights = {place.weight for place in self.clipped}
         self._share = self._each_unit(lambda place: 1.0 / place.shard.num_replicas)
         self._weights = self._each_unit(lambda place: place.weight)[: self.units]
-        here = self._each_unit(lambda place: float(present[place.number]))
-        cut = self._each_unit(lambda place: float(bool(place.shard.shard_groups)))
-        self._present, self._cut = here[: self.units] > 0, cut[: self.units] > 0
-        found: dict[dist.ProcessGroup, list[Tensor]] = {}
+        has_gradient = self._each_unit(lambda place: float(place.present))
+        self._present = has_gradient[: self.units] > 0
+        is_cut = self._each_unit(lambda place: float(bool(place.shard.shard_groups)))
+        self._cut = is_cut[: self.units] > 0
+        self._cuts = self._positions_by_group()
+
+    def _positions_by_group(self) -> list[tuple[dist.ProcessGroup, Tensor]]:
+        """Return the groups that share units, each with the positions of its units."""
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
         positions = torch.arange(self.units, device=self._device)
         # Ranks that share units have them in the order of the layout.
         for place in sorted(self.clipped, key=lambda place: place.number):
             for group in place.shard.shard_groups:
-                found.setdefault(group, []).append(place.of(positions))
-        self._cuts = [(group, torch.cat(each)) for group, each in found.items()]
+                by_group.setdefault(group, []).append(place.values(positions))
+        return [(group, torch.cat(parts)) for group, parts in by_group.items()]
 
     def _each_unit(self, value: Callable[[Place], float]) -> Tensor:
         """Return the value of its place for each unit."""
         sizes = transfer.on_device([place.units for place in self.places], self._device).long()
-        values = transfer.on_device(list(map(value, self.places)), self._device)
+        values = transfer.on_device([value(place) for place in self.places], self._device)
         # Told the size of the result, an accelerator is not waited for.
         size = self.places[-1].stop if self.places else 0
         return torch.repeat_interleave(values, sizes, output_size=size)
 
     def copies(self, tensors: Sequence[Any]) -> Iterator[tuple[list[Any], Tensor]]:
         """Yield small tensors with units of one type and length, and a copy with a row for each."""
-        for places in self.alike:
-            some = [place.first(tensors) for place in places]
-            yield some, gathered(some).view(-1, places[0].kind[1])
+        for places in self.copied:
+            small = [place.first(tensors) for place in places]
+            yield small, gathered(small).view(-1, places[0].length)
 
     def norms(
         self, tensors: Sequence[Tensor | None], places: Sequence[Place], dtype: torch.dtype
     ) -> Tensor:
         """Return the norm of each unit, whose squares are summed in ``dtype`` at least."""
-        found = [self._share[:0]]
-        found += [_unit_norms(rows, 1, dtype) for _, rows in self.copies(tensors)]
-        for place in places[self.alone :]:
+        parts = [self._share[:0]]
+        parts += [_unit_norms(rows, 1, dtype) for _, rows in self.copies(tensors)]
+        for place in places[self.num_copied :]:
             tensor = place.first(tensors)
             if tensor is None or not tensor.numel():
-                found.append(self._share.new_zeros(place.units))
+                parts.append(self._share.new_zeros(place.units))
             else:
-                found.append(_unit_norms(tensor, place.kept, dtype))
-        return torch.cat(found)
+                parts.append(_unit_norms(tensor, place.kept, dtype))
+        return torch.cat(parts)
 
     def power(self, norms: Tensor) -> transfer.Number:
         """Return this rank's share of ‖G‖², given the norms of all units."""
@@ -157,10 +191,10 @@ class UnitIndex:
         if not self._cuts:
             return lengths
         powers = lengths.square()
-        for group, at in self._cuts:
-            part = powers[:, at]
+        for group, positions in self._cuts:
+            part = powers[:, positions]
             dist.all_reduce(part, group=group)
-            powers[:, at] = part
+            powers[:, positions] = part
         return powers.sqrt().where(self._cut, lengths)
 
 
@@ -175,38 +209,48 @@ class UnitNorms:
 
     def scale(self, coefs: Tensor) -> None:
         """Multiply each unit by its coefficient in place."""
-        host, start = transfer.can_read(coefs.device), 0
-        for some, rows in self.index.copies(self.gradients):
+        start = 0
+        for small, rows in self.index.copies(self.gradients):
             factors = coefs[start : start + len(rows)].unsqueeze(1)
             start += len(rows)
             rows.mul_(factors.to(torch.promote_types(rows.dtype, self.dtype)))
-            if len(some) == len(rows) and some[0].ndim == 1:
-                torch._foreach_copy_(some, rows.unbind())  # a third of the time
+            if len(small) == len(rows) and small[0].ndim == 1:
+                torch._foreach_copy_(small, rows.unbind())  # a third of the time
                 continue
-            parts = torch.split(rows.view(-1), list(map(Tensor.numel, some)))
-            torch._foreach_copy_(some, [p.view(s.shape) for p, s in zip(parts, some, strict=True)])
-        for place in self.index.clipped[self.index.alone :]:
-            tensor, factors = place.first(self.gradients), place.of(coefs)
-            at = (factors != 1.0).nonzero().view(-1) if host else factors
-            if tensor is None or not len(at):
-                continue
-            factors = factors.to(torch.promote_types(tensor.dtype, self.dtype))
-            wide = (1,) * (tensor.ndim - place.kept)
-            if place.kept == 1 and SPARSE * len(at) <= len(factors):
-                tensor[at] *= factors[at].view(-1, *wide)
-            else:
-                tensor.mul_(factors.view(*tensor.shape[: place.kept], *wide))
+            parts = torch.split(rows.view(-1), [gradient.numel() for gradient in small])
+            scaled = [part.view(g.shape) for part, g in zip(parts, small, strict=True)]
+            torch._foreach_copy_(small, scaled)
+        for place in self.index.clipped[self.index.num_copied :]:
+            gradient = place.first(self.gradients)
+            if gradient is not None:
+                self._scale_large(gradient, place.kept, place.values(coefs))
+
+    def _scale_large(self, gradient: Tensor, kept: int, factors: Tensor) -> None:
+        """Multiply the units of one gradient; a CPU writes only clipped ones where they are few."""
+        few = False
+        if transfer.can_read(factors.device):
+            clipped = (factors != 1.0).nonzero().view(-1)
+            if not len(clipped):
+                return
+            few = kept == 1 and SPARSE * len(clipped) <= len(factors)
+        wide = factors.to(torch.promote_types(gradient.dtype, self.dtype))
+        ones = (1,) * (gradient.ndim - kept)
+        if few:
+            gradient[clipped] *= wide[clipped].view(-1, *ones)
+        else:
+            gradient.mul_(wide.view(*gradient.shape[:kept], *ones))
 
 
 def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     """Return the norm of each unit of a tensor whose first ``kept`` dimensions index them."""
-    wide, reduced = torch.promote_types(tensor.dtype, dtype), [*range(kept, tensor.ndim)]
+    wide = torch.promote_types(tensor.dtype, dtype)
+    reduced = [*range(kept, tensor.ndim)]
     if not reduced:
         return tensor.abs().to(wide).reshape(-1)
     if not transfer.can_read(tensor.device):
         return _norm(tensor, reduced, wide).reshape(-1)
     rows = tensor
-    if not rows.is_contiguous():  # Elements of a unit are added in any order, so in that of memory.
+    if not rows.is_contiguous():  # A sum has no order of its own, so it takes the order of memory.
         strides = tensor.stride()
         rows = tensor.permute(*range(kept), *sorted(reduced, key=lambda dim: -strides[dim]))
     if not rows.is_contiguous():
@@ -236,27 +280,36 @@ class AdaptiveClip(Adaptive, ClipMode):
 
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units``; log what ``auto`` excludes, and unknown layers."""
-        auto, units = self.exclude == "auto", self.units or {}
-        if auto and not layout.heads_known:
-            raise OptionError(
-                "exclude",
-                "clip.exclude=auto leaves out the head of the model, which is not known where "
-                "ranks hold different parts of it: name the weights that are not clipped, as in "
-                'exclude=["head.weight"], or exclude=[] for none',
-            )
-        globs = () if auto else self.exclude
-        named = {name for glob in globs for name in layout.matching(glob, "exclude")}
-        self._excluded = set(layout.heads) if auto else named
+        units = self.units or {}
+        if self.exclude == "auto":
+            if not layout.heads_known:
+                raise OptionError(
+                    "exclude",
+                    "clip.exclude=auto leaves out the head of the model, which is not known where "
+                    "ranks hold different parts of it: name the weights that are not clipped, as "
+                    'in exclude=["head.weight"], or exclude=[] for none',
+                )
+            self._excluded = set(layout.heads)
+        else:
+            matches = [layout.matching(glob, "exclude") for glob in self.exclude]
+            self._excluded = {name for names in matches for name in names}
         self._shards = layout.with_units(units)
-        self._layout, self._index = layout, None
+        self._layout = layout
+        self._index = None
         if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
             return  # a model that is only checked, or a rank that need not repeat the first one
-        if auto:
+        if self.exclude == "auto":
             heads = ", ".join(layout.heads) or "nothing, because no head was found"
             _log_once(logging.INFO, f"clip.exclude=auto: adaptive clipping leaves out {heads}")
-        known = {name for glob in units for name in layout.matching(glob, "units")}
-        known |= self._excluded
-        if assumed := [n for n, p in layout.parameters.items() if not (p.known or n in known)]:
+        configured = {name for glob in units for name in layout.matching(glob, "units")}
+        self._warn_of_assumed_units(layout, configured | self._excluded)
+
+    def _warn_of_assumed_units(self, layout: Layout, configured: set[str]) -> None:
+        assumed = []
+        for name, parameter in layout.parameters.items():
+            if not parameter.known and name not in configured:
+                assumed.append(name)
+        if assumed:
             shapes = [f"{name} {list(layout.parameters[name].shape)}" for name in assumed]
             _log_once(
                 logging.WARNING,
@@ -267,18 +320,21 @@ class AdaptiveClip(Adaptive, ClipMode):
 
     def of_part(self, layout: Layout) -> AdaptiveClip:
         """Return the mode for some parameters; the patterns were resolved against all of them."""
-        made, names = copy.copy(self), {*layout.names}
-        made._shards = [shard for shard in self._shards if shard.name in names]
-        made._layout, made._index = layout, None
-        return made
+        names = {*layout.names}
+        part = copy.copy(self)
+        part._shards = [shard for shard in self._shards if shard.name in names]
+        part._layout = layout
+        part._index = None
+        return part
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         """Measure the norm of each unit and, from these, ‖G‖ by one read on a CPU."""
         if self.norm_type != 2.0 or not transfer.can_read(layout.device):
             return super().measure(layout, each)
-        units, powers = self._unit_norms(layout, torch.float32), None
+        units = self._unit_norms(layout, torch.float32)
         power = units.index.power(units.norms)
+        powers = None
         if each or not VANISHES < power < OVERFLOWS:
             power, powers = powers_of(*layout.gradients(), 2.0, each=True)
         return GradStats.measured(combine(layout.gather([power])[0], 2.0), powers, units)
@@ -287,16 +343,13 @@ class AdaptiveClip(Adaptive, ClipMode):
         """Measure the gradients' units, with sums of squares in ``dtype`` at least."""
         if self._layout is not layout:
             self.bind(layout)
-        shards, found = layout.gradients()
-        gradients: list[Tensor | None] = [*found]
+        shards, present_gradients = layout.gradients()
+        gradients: list[Tensor | None] = [*present_gradients]
         if len(shards) < len(layout.shards):
-            # A shard without elements here may have them on other ranks.
-            held = dict(zip(map(id, shards), found, strict=True))
-            whole = [layout.parameters[shard.name].shape for shard in layout.shards]
-            gradients = [
-                held.get(id(shard), None if 0 in shape else shard.gradient)
-                for shard, shape in zip(layout.shards, whole, strict=True)
-            ]
+            by_shard: dict[int, Tensor | None] = {}
+            for shard, gradient in zip(shards, present_gradients, strict=True):
+                by_shard[id(shard)] = gradient
+            gradients = [by_shard.get(id(shard), _empty(layout, shard)) for shard in layout.shards]
         present = [gradient is not None for gradient in gradients]
         if self._index is None or self._index.present != present:
             left_out = [shard.name in self._excluded for shard in self._shards]
@@ -307,35 +360,50 @@ class AdaptiveClip(Adaptive, ClipMode):
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Compute the coefficient of each unit; units that ranks share take a collective."""
-        norm, limit = stats.norm, self.limit
+        norm = stats.norm
+        limit = self.limit
         # Every rank has the same norm, so all of them measure units in the same type. The host
         # cannot read the norm of an accelerator, which sums in its widest type at any size.
         fit = isinstance(norm, float) and (norm == 0.0 or VANISHES < norm * norm < OVERFLOWS)
         narrow = fit and (limit * self.eps) ** 2 > VANISHES
         dtype = torch.float32 if narrow else transfer.widest(layout.device)
-        own: UnitNorms | None = stats.work
-        if own is None or own.dtype != dtype:
-            own = self._unit_norms(layout, dtype)
-        index = own.index
+        units: UnitNorms | None = stats.work
+        if units is None or units.dtype != dtype:
+            units = self._unit_norms(layout, dtype)
+        index = units.index
         weights = [local(shard.param) for shard in self._shards]
-        sizes = [index.norms(weights, index.clipped, dtype), own.norms[: index.units]]
-        of_weights, of_gradients = index.complete(torch.stack(sizes))
+        norms_of_weights = index.norms(weights, index.clipped, dtype)
+        norms_of_gradients = units.norms[: index.units]
+        of_weights, of_gradients = index.complete(
+            torch.stack([norms_of_weights, norms_of_gradients])
+        )
         ratios = of_gradients / of_weights.clamp(min=self.eps)
-        over, counted = ratios > limit, index.counted(of_gradients)
-        changed, total = transfer.read((counted * over).sum()), transfer.read(counted.sum())
+        over = ratios > limit
+        counted = index.counted(of_gradients)
         if self.tally is not None:
             for weight in index.weights:
                 self.tally.add(ratios.where(counted == weight, nan), weight)
         max_stat = transfer.read(ratios.amax()) if ratios.numel() else 0.0
-        after, work = own.norms, []
+        after = units.norms
+        work = []
         if not transfer.can_read(layout.device) or over.any():
             coefs = torch.where(over, limit / ratios, 1.0)
             after = torch.cat([after[: index.units] * coefs, after[index.units :]])
-            work = [(own, coefs)]
-        power = index.power(after) if self.norm_type == 2.0 else None
-        return Decision.change_parts(norm, limit, max_stat, Parts(changed, total, work, power))
+            work = [(units, coefs)]
+        parts = Parts(
+            changed=transfer.read((counted * over).sum()),
+            total=transfer.read(counted.sum()),
+            work=work,
+            power=index.power(after) if self.norm_type == 2.0 else None,
+        )
+        return Decision.change_parts(norm, limit, max_stat, parts)
 
     def apply_parts(self, decision: Decision) -> None:
         assert decision.parts is not None
-        for own, coefs in decision.parts.work:
-            own.scale(coefs)
+        for units, coefs in decision.parts.work:
+            units.scale(coefs)
+
+
+def _empty(layout: Layout, shard: ParamShard) -> Tensor | None:
+    """Return the gradient of a shard that has no elements here and may have some on other ranks."""
+    return None if 0 in layout.parameters[shard.name].shape else shard.gradient

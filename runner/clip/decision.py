@@ -17,8 +17,11 @@ from runner.clip.transfer import Number
 
 _NAN = math.nan
 _IF_SKIPPED: dict[str, Any] = {
-    **dict.fromkeys(("norm_clipped", "coef", "max_stat"), _NAN),
-    **dict.fromkeys(("clipped", "fraction"), 0.0),
+    "norm_clipped": _NAN,
+    "coef": _NAN,
+    "max_stat": _NAN,
+    "clipped": 0.0,
+    "fraction": 0.0,
 }
 
 
@@ -26,7 +29,7 @@ class Split(NamedTuple):
     """Norms of what a coefficient multiplies and leaves out, see :meth:`Layout.leave_unscaled`."""
 
     scaled: Number
-    rest: Number
+    unscaled: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class GradStats:
         powers: share of each gradient of this rank; None where it was not measured.
         work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
         split: norms of what a coefficient multiplies and of what it leaves out, where it does.
-        part: whether ``norm`` is that of the gradients that a coefficient multiplies.
+        part: True if ``norm`` counts only the gradients that a coefficient multiplies.
     """
 
     norm: Number
@@ -68,14 +71,17 @@ class GradStats:
         scaled = transfer.on_device(mask, layout.device) > 0
         parts = torch.stack([shares.where(scaled, 0.0), shares.where(~scaled, 0.0)])
         sums = parts.amax(1) if math.isinf(norm_type) else parts.sum(1)
-        columns = layout.gather([transfer.read(one) for one in sums])
-        norm = combine([power for column in columns for power in column], norm_type)
-        both = Split(*(combine(column, norm_type) for column in columns))
-        return replace(cls.measured(norm, powers), split=both)
+        of_scaled, of_unscaled = layout.gather([transfer.read(power) for power in sums])
+        norm = combine([*of_scaled, *of_unscaled], norm_type)
+        norms = Split(
+            scaled=combine(of_scaled, norm_type),
+            unscaled=combine(of_unscaled, norm_type),
+        )
+        return replace(cls.measured(norm, powers), split=norms)
 
     @classmethod
     def measured(cls, norm: Number, powers: Powers | None, work: Any = None) -> GradStats:
-        """Return what a mode has measured itself."""
+        """Return the measurements that a mode has made itself."""
         return cls(norm, transfer.is_finite(norm), powers, work)
 
 
@@ -95,10 +101,11 @@ class Decision:
 
     All numbers are floats on a CPU and 0-dimensional tensors on an accelerator (a λ that does not
     change is a float there too). A decision without ``parts`` is complete: applying it multiplies
-    every gradient by ``coef``, or each by its own of ``scales``; a
-    fused optimizer step may multiply by ``coef`` instead. One with ``parts`` is completed by
+    every gradient by ``coef``, or each gradient by its own factor of ``scales``; a fused optimizer
+    step may multiply by ``coef`` instead. A decision with ``parts`` is completed by
     :meth:`ClipMode.apply`, because the norm after clipping and the counts of other ranks travel in
-    one collective. Until then ``max_stat`` is that of this rank, and the four before it are NaN.
+    one collective. Until then ``max_stat`` covers this rank alone, and the four values before it
+    are NaN.
 
     Attributes:
         norm: ‖G‖ before clipping.
@@ -142,16 +149,31 @@ class Decision:
     @property
     def metrics(self) -> tuple[Number, ...]:
         """The seven numbers, in the order of the attributes."""
-        before = (self.norm, self.norm_clipped, self.coef, self.clipped)
-        return (*before, self.fraction, self.max_stat, self.threshold)
+        return (
+            self.norm,
+            self.norm_clipped,
+            self.coef,
+            self.clipped,
+            self.fraction,
+            self.max_stat,
+            self.threshold,
+        )
 
     @classmethod
     def untouched(
         cls, norm: Number, threshold: Number | None, max_stat: Number, total: Number = 1.0
     ) -> Decision:
         """Decide to leave a finite gradient as it is."""
-        limit = _NAN if threshold is None else threshold
-        return cls(norm, norm, 1.0, 0.0, 0.0, max_stat, limit, total=total)
+        return cls(
+            norm=norm,
+            norm_clipped=norm,
+            coef=1.0,
+            clipped=0.0,
+            fraction=0.0,
+            max_stat=max_stat,
+            threshold=_NAN if threshold is None else threshold,
+            total=total,
+        )
 
     @classmethod
     def skipped(cls, norm: Number, threshold: Number | None) -> Decision:
@@ -163,7 +185,16 @@ class Decision:
         cls, norm: Number, threshold: Number, max_stat: Number, parts: Parts
     ) -> Decision:
         """Decide to change ``parts``; ``max_stat`` is the largest value on this rank."""
-        return cls(norm, _NAN, _NAN, _NAN, _NAN, max_stat, threshold, parts=parts)
+        return cls(
+            norm=norm,
+            norm_clipped=_NAN,
+            coef=_NAN,
+            clipped=_NAN,
+            fraction=_NAN,
+            max_stat=max_stat,
+            threshold=threshold,
+            parts=parts,
+        )
 
     @classmethod
     def of_share(
@@ -181,19 +212,28 @@ class Decision:
             # The same number twice, not a quotient of two that were rounded differently.
             return cls.untouched(norm, limit, max_stat, total)
         coef = more.pop("coef") if "coef" in more else transfer.ratio(after, norm)
-        clipped = share.sign() if isinstance(share, Tensor) else 1.0
-        return cls(norm, after, coef, clipped, share, max_stat, limit, total=total, **more)
+        return cls(
+            norm=norm,
+            norm_clipped=after,
+            coef=coef,
+            clipped=share.sign() if isinstance(share, Tensor) else 1.0,
+            fraction=share,
+            max_stat=max_stat,
+            threshold=limit,
+            total=total,
+            **more,
+        )
 
     def of_whole(self, layout: Layout, norm: Number, split: Split, norm_type: float) -> Decision:
         """Return a decision on the gradients of ``split.scaled`` as one on the whole gradient."""
         if self.parts is not None:
             return replace(self, norm=norm)
-        after = combine_norms([self.coef * split.scaled, split.rest], norm_type)
+        after = combine_norms([self.coef * split.scaled, split.unscaled], norm_type)
         after = transfer.where(self.coef != 1.0, after, norm)
         whole = replace(self, norm=norm, norm_clipped=after, norm_scaled=split.scaled)
         if not isinstance(self.coef, Tensor) and self.coef == 1.0:
             return whole
-        multiplied = [float(each.scaled) for each in layout.parameters.values()]
+        multiplied = [float(parameter.scaled) for parameter in layout.parameters.values()]
         mask = transfer.on_device(multiplied, layout.device) > 0
         scales = torch.where(mask, transfer.on_device([self.coef], layout.device), 1.0)
         return replace(whole, coef=transfer.ratio(after, norm), scales=scales)
@@ -205,13 +245,12 @@ class Decision:
         if self.parts is not None:
             return replace(self, finite=finite)
         skipped = dict(_IF_SKIPPED)
-        if isinstance(self.threshold, Tensor):  # λ that moves is that of this step.
+        if isinstance(self.threshold, Tensor):  # A λ that moves belongs to this step.
             skipped["threshold"] = _NAN
-        chosen: dict[str, Any] = {
-            name: transfer.where(finite, getattr(self, name), other)
-            for name, other in skipped.items()
-        }
-        return replace(self, finite=finite, **chosen)
+        numbers: dict[str, Any] = {}
+        for name, if_skipped in skipped.items():
+            numbers[name] = transfer.where(finite, getattr(self, name), if_skipped)
+        return replace(self, finite=finite, **numbers)
 
     def complete(self, layout: Layout, norm_type: float) -> Decision:
         """Fill in the numbers of all ranks once the parts of ``layout`` were changed.
@@ -219,23 +258,31 @@ class Decision:
         Counts, maxima and the norm travel in one collective, which runs whatever this rank changed.
         """
         assert self.parts is not None
-        norm, limit = self.norm, self.threshold
-        changed, total, power = self.parts.changed, self.parts.total, self.parts.power
+        norm = self.norm
+        limit = self.threshold
+        changed = self.parts.changed
+        total = self.parts.total
+        power = self.parts.power
         if layout.group is None and not isinstance(changed, Tensor) and changed == 0:
             return Decision.untouched(norm, limit, self.max_stat, total)
         if power is None:
             power, _ = powers_of(*layout.gradients(), norm_type)
         powers, changes, totals, maxima = layout.gather([power, changed, total, self.max_stat])
-        after, max_stat = combine(powers, norm_type), combine(maxima, math.inf)
-        # The shares of all ranks add up to the count, apart from rounding.
+        after = combine(powers, norm_type)
+        max_stat = combine(maxima, math.inf)
+        # The shares of all ranks add up to a whole number, apart from rounding.
         counts: list[Number] = [sum(changes), sum(totals)]
+        share: Number
+        every: Number
         if isinstance(norm, Tensor):
-            count, every = transfer.on_device(counts, norm.device).round()
+            count, parts = transfer.on_device(counts, norm.device).round()
+            share = count / parts.clamp(min=1.0)
+            every = parts
             # The same number twice, where they were measured in different ways.
-            after, share = torch.where(count > 0, after, norm), count / every.clamp(min=1.0)
+            after = torch.where(count > 0, after, norm)
         else:
-            count, every = (round(float(one)) for one in counts)
-            share = count / max(every, 1)
+            every = round(float(counts[1]))
+            share = round(float(counts[0])) / max(every, 1)
         return Decision.of_share(norm, after, share, max_stat, limit, every).if_finite(self.finite)
 
 

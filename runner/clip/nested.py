@@ -1,11 +1,11 @@
 """Modes that hold other modes: ``chain``, ``groups`` and ``schedule``.
 
-A chain is several modes in order, each of which clips what the one before has left. Where a link
-scales the gradient, or each tensor, the next one decides by scaled norms: gradients are read once,
+A chain is several modes in order: each mode clips the result of the mode before it. Where a link
+scales the gradient, or each tensor, the next link decides by scaled norms: gradients are read once,
 and multiplied once at the end. They are read again for a link that needs more than was measured.
 
-Groups of parameters are measured and clipped by themselves. The norm of a group is that of its
-parameters alone; ‖G‖, which is reported, is that of the whole model.
+Groups of parameters are measured and clipped by themselves. The norm of a group counts its own
+parameters; the reported ‖G‖ counts the whole model.
 
 A chain of one mode, or one group of all parameters, is that mode, to the bit. A step that is not
 finite is skipped by all, and no history changes.
@@ -21,7 +21,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, Number, Parts, build, transfer
+from runner.clip import (
+    ClipMode,
+    Decision,
+    GradStats,
+    Layout,
+    Number,
+    ParamShard,
+    Parts,
+    build,
+    transfer,
+)
 from runner.clip.decision import Inner
 from runner.clip.layout import OptionError
 from runner.clip.mode import scale, scale_each
@@ -34,10 +44,10 @@ REST = "rest"  # name of the parameters that no pattern matches
 NAN = math.nan
 
 
-def made(given: Any, outer: Mode, **options: Any) -> ClipMode:
+def build_inner(configured: Any, outer: Mode, **options: Any) -> ClipMode:
     """Make a mode inside of another one."""
-    kind, own = inner_mode(given, **options)
-    return build(kind, **own, **options, norm_type=outer.norm_type, scales=outer.scales)
+    kind, inner_options = inner_mode(configured, **options)
+    return build(kind, **inner_options, **options, norm_type=outer.norm_type, scales=outer.scales)
 
 
 def bind(mode: ClipMode, layout: Layout, where: str) -> None:
@@ -60,9 +70,10 @@ class NestedMode(ClipMode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = getattr(self, self.info.nested)
-        named = given if isinstance(given, Mapping) else {str(i): m for i, m in enumerate(given)}
-        self.modes = {name: made(one, self) for name, one in named.items()}
+        configured = getattr(self, self.info.nested)
+        if not isinstance(configured, Mapping):
+            configured = {str(number): mode for number, mode in enumerate(configured)}
+        self.modes = {name: build_inner(mode, self) for name, mode in configured.items()}
 
     def together(
         self,
@@ -72,37 +83,47 @@ class NestedMode(ClipMode):
         by: Number | None = None,  # a coefficient, or one for each parameter
         fraction: Number | None = None,
     ) -> Decision:
-        """Return the decision that the modes come to, by their names; that of one is its own."""
+        """Combine the decisions of the modes, by name; a single mode's decision stays as it is."""
         inner = tuple(
-            Inner(self.kind, name, replace(one, parts=None, scales=None))
-            for name, one in decisions.items()
+            Inner(self.kind, name, replace(decision, parts=None, scales=None))
+            for name, decision in decisions.items()
         )
         if len(inner) == 1:
             return replace(*decisions.values(), inner=inner)
         scales = by if isinstance(by, Tensor) and by.ndim else None
         coef = by if scales is None else None
-        clipped = combine([one.clipped for one in decisions.values()], math.inf)
+        clipped = combine([decision.clipped for decision in decisions.values()], math.inf)
         if not isinstance(norm, Tensor) and clipped == 0.0:
             # The same number twice, not a quotient of two that were rounded differently.
-            after, coef, scales = norm, 1.0, None
-        ratio = transfer.ratio(after, norm) if coef is None else coef
-        share = clipped if fraction is None else fraction
-        return Decision(norm, after, ratio, clipped, share, NAN, NAN, scales=scales, inner=inner)
+            after = norm
+            coef = 1.0
+            scales = None
+        return Decision(
+            norm=norm,
+            norm_clipped=after,
+            coef=transfer.ratio(after, norm) if coef is None else coef,
+            clipped=clipped,
+            fraction=clipped if fraction is None else fraction,
+            max_stat=NAN,
+            threshold=NAN,
+            scales=scales,
+            inner=inner,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {
+        states = {
             name: {"class": type(mode).__name__, **mode.state_dict()}
             for name, mode in self.modes.items()
         }
-        return super().state_dict() | {self.info.nested: kept}
+        return super().state_dict() | {self.info.nested: states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; a mode inside of this one whose class has changed begins anew."""
         super().load_state_dict(state)
-        known = state.get(self.info.nested, {})
+        states = state.get(self.info.nested, {})
         for name, mode in self.modes.items():
-            if known.get(name, {}).get("class") == type(mode).__name__:
-                mode.load_state_dict(known[name])
+            if states.get(name, {}).get("class") == type(mode).__name__:
+                mode.load_state_dict(states[name])
 
 
 @dataclass(eq=False)
@@ -127,12 +148,12 @@ class ChainClip(Chain, NestedMode):
             bind(mode, layout, f"links.{name}")
 
     def decides_by(self, stats: GradStats) -> bool:
-        own = type(self).measure is not ChainClip.measure
-        return not own and all(mode.decides_by(stats) for mode in self._links)
+        measures_itself = type(self).measure is not ChainClip.measure
+        return not measures_itself and all(mode.decides_by(stats) for mode in self._links)
 
     def scales_some(self, layout: Layout) -> bool:
-        whole = all(mode.info.parts is None for mode in self._links)
-        return whole and super().scales_some(layout)
+        scale_whole_gradients = all(mode.info.parts is None for mode in self._links)
+        return scale_whole_gradients and super().scales_some(layout)
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         return self._links[0].measure(layout, each)
@@ -150,7 +171,8 @@ class ChainClip(Chain, NestedMode):
         self, layout: Layout, stats: GradStats, before: Sequence[Decision]
     ) -> tuple[list[Decision], Number | Tensor]:
         """Let the next links decide, until gradients have to be changed before another one can."""
-        decisions, factor = [*before], 1.0
+        decisions = [*before]
+        factor: Number | Tensor = 1.0
         for mode in self._links[len(before) :]:
             if len(decisions) > len(before) and not mode.decides_by(stats):
                 break
@@ -191,12 +213,12 @@ class ChainClip(Chain, NestedMode):
 
 
 class _Group(NamedTuple):
-    """Parameters that are clipped together, and their positions."""
+    """Parameters that are clipped together, and their positions in the whole layout."""
 
     name: str
     mode: ClipMode
     layout: Layout
-    at: Tensor
+    positions: Tensor
 
 
 @dataclass(eq=False)
@@ -208,41 +230,47 @@ class GroupsClip(ByGroups, NestedMode):
     _bound: list[_Group] = field(default_factory=list, init=False, repr=False)
 
     def bind(self, layout: Layout) -> None:
-        self._layout, self._bound = layout, []
-        left = dict.fromkeys(layout.names)
+        self._layout = layout
+        self._bound = []
+        remaining = dict.fromkeys(layout.names)
         for pattern, mode in self.modes.items():
-            names = [name for name in layout.matching(pattern, "groups") if name in left]
+            names = [name for name in layout.matching(pattern, "groups") if name in remaining]
             if not names and pattern != "*":
                 text = f"clip.groups: {pattern} matches only parameters that patterns before it do"
                 raise OptionError("groups", f"{text}; put it before them, or leave it out")
             self._add(layout, pattern, mode, names)
             for name in names:
-                del left[name]
-        self._add(layout, REST, build("none", norm_type=self.norm_type), [*left])
+                del remaining[name]
+        self._add(layout, REST, build("none", norm_type=self.norm_type), [*remaining])
 
     def _add(self, layout: Layout, name: str, mode: ClipMode, names: Sequence[str]) -> None:
         if names:
-            own = layout if len(names) == len(layout.names) else layout.restricted(names)
-            bind(mode, own, f"groups.{name}")
-            self._bound.append(_Group(name, mode, own, layout.positions_of(own.names)))
+            part = layout if len(names) == len(layout.names) else layout.restricted(names)
+            bind(mode, part, f"groups.{name}")
+            self._bound.append(_Group(name, mode, part, layout.positions_of(part.names)))
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         if self._layout is not layout:
             self.bind(layout)
-        p, found = self.norm_type, [g.mode.measure(g.layout, each) for g in self._bound]
-        norms = [stats.norm for stats in found]
-        norm = combine_norms(norms, p) if len(norms) > 1 else norms[0]
+        measured = [group.mode.measure(group.layout, each) for group in self._bound]
+        norms = [stats.norm for stats in measured]
+        norm = combine_norms(norms, self.norm_type) if len(norms) > 1 else norms[0]
         powers = None
-        if each or any(stats.powers is not None for stats in found):
-            pairs = zip(self._bound, found, strict=True)
-            parts = [
-                s.powers or powers_of(*g.layout.gradients(), p, each=True)[1] for g, s in pairs
-            ]
-            held = [part for part in parts if part is not None and part.shards]
-            shards = [shard for part in held for shard in part.shards]
-            each_of = torch.cat([part.each for part in held]) if held else torch.empty(0)
-            powers = Powers(shards, each_of, p)
-        return GradStats.measured(norm, powers, found)
+        if each or any(stats.powers is not None for stats in measured):
+            powers = self._powers(measured)
+        return GradStats.measured(norm, powers, measured)
+
+    def _powers(self, measured: Sequence[GradStats]) -> Powers:
+        """Return the powers of all groups; groups that have none are measured here."""
+        p = self.norm_type
+        shards: list[ParamShard] = []
+        powers: list[Tensor] = []
+        for group, stats in zip(self._bound, measured, strict=True):
+            part = stats.powers or powers_of(*group.layout.gradients(), p, each=True)[1]
+            if part is not None and part.shards:
+                shards += part.shards
+                powers.append(part.each)
+        return Powers(shards, torch.cat(powers) if powers else torch.empty(0), p)
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -250,8 +278,8 @@ class GroupsClip(ByGroups, NestedMode):
         if not (isinstance(work, list) and len(work) == len(self._bound)):
             work = self.measure(layout).work
         decisions = [
-            group.mode.decide(group.layout, replace(own, finite=stats.finite))
-            for group, own in zip(self._bound, work, strict=True)
+            group.mode.decide(group.layout, replace(of_group, finite=stats.finite))
+            for group, of_group in zip(self._bound, work, strict=True)
         ]
         if all(decision.parts is None for decision in decisions):
             return self._whole(stats.norm, decisions, self._scales(layout, decisions))
@@ -263,28 +291,34 @@ class GroupsClip(ByGroups, NestedMode):
         scales = torch.ones(len(layout.names), dtype=wide, device=layout.device)
         for group, decision in zip(self._bound, decisions, strict=True):
             if decision.scales is not None:
-                scales.index_copy_(0, group.at, decision.scales)
+                scales.index_copy_(0, group.positions, decision.scales)
             else:
-                scales.index_fill_(0, group.at, decision.coef)
+                scales.index_fill_(0, group.positions, decision.coef)
         return scales
 
     @torch.no_grad()
     def change_parts(self, layout: Layout, decision: Decision) -> Decision:
         """Apply the decision of each group, on all ranks in the same order."""
         assert decision.parts is not None
-        pairs = zip(self._bound, decision.parts.work, strict=True)
-        decisions = [group.mode.apply(group.layout, own) for group, own in pairs]
+        decisions = [
+            group.mode.apply(group.layout, of_group)
+            for group, of_group in zip(self._bound, decision.parts.work, strict=True)
+        ]
         return self._whole(decision.norm, decisions).if_finite(decision.finite)
 
     def _whole(
         self, norm: Number, decisions: Sequence[Decision], scales: Tensor | None = None
     ) -> Decision:
-        """Return the decision of all groups: the share clipped is that of the groups that clip."""
-        named = {group.name: own for group, own in zip(self._bound, decisions, strict=True)}
-        after = combine_norms([own.norm_clipped for own in decisions], self.norm_type)
-        clipping = [named[g.name].clipped for g in self._bound if g.mode.info.clips is not None]
-        share = sum(clipping, 0.0) / max(len(clipping), 1)
-        return self.together(norm, after, named, scales, share)
+        """Return the decision of all groups, with the share of clipping groups that clipped."""
+        by_name = {}
+        clipped = []
+        for group, decision in zip(self._bound, decisions, strict=True):
+            by_name[group.name] = decision
+            if group.mode.info.clips is not None:
+                clipped.append(decision.clipped)
+        after = combine_norms([decision.norm_clipped for decision in decisions], self.norm_type)
+        share = sum(clipped, 0.0) / max(len(clipped), 1)
+        return self.together(norm, after, by_name, scales, share)
 
 
 @dataclass(eq=False)
@@ -301,7 +335,7 @@ class ScheduleClip(Schedule, ClipMode):
     inner: ClipMode = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.inner = made(self.of, self, threshold=self.threshold)
+        self.inner = build_inner(self.of, self, threshold=self.threshold)
         super().__post_init__()
         self._set_limit()
 
@@ -311,8 +345,8 @@ class ScheduleClip(Schedule, ClipMode):
     @property
     def may_fold(self) -> bool:
         kind = type(self)
-        own = kind.clip is not ClipMode.clip or kind.apply is not ScheduleClip.apply
-        return not own and self.inner.may_fold
+        applies_itself = kind.clip is not ClipMode.clip or kind.apply is not ScheduleClip.apply
+        return not applies_itself and self.inner.may_fold
 
     def decides_by(self, stats: GradStats) -> bool:
         return type(self).measure is ScheduleClip.measure and self.inner.decides_by(stats)
@@ -356,5 +390,5 @@ class ScheduleClip(Schedule, ClipMode):
         if self.decay == "constant" or self.steps is None:
             return 1.0
         share = min((step - self.warmup_steps) / self.steps, 1.0)
-        left = 1.0 - share if self.decay == "linear" else (1.0 + math.cos(math.pi * share)) / 2
-        return self.end_factor + (1.0 - self.end_factor) * left
+        remaining = 1.0 - share if self.decay == "linear" else (1.0 + math.cos(math.pi * share)) / 2
+        return self.end_factor + (1.0 - self.end_factor) * remaining

@@ -41,7 +41,15 @@ def limit_norm(
         return Decision.untouched(norm, in_force, stat)
     coef = transfer.where(above, (limit if to is None else to) / norm, 1.0)
     clipped = transfer.where(above, 1.0, 0.0)
-    return Decision(norm, norm * coef, coef, clipped, clipped, stat, in_force)
+    return Decision(
+        norm=norm,
+        norm_clipped=norm * coef,
+        coef=coef,
+        clipped=clipped,
+        fraction=clipped,
+        max_stat=stat,
+        threshold=in_force,
+    )
 
 
 @dataclass(eq=False)
@@ -84,14 +92,15 @@ class PercentileClip(Percentile, ClipMode):  # type: ignore[misc]
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        norm, before = transfer.on_device([stats.norm], layout.device), self._past["norms"][1:]
+        norm = transfer.on_device([stats.norm], layout.device)
+        before = self._past["norms"][1:]
         rising = torch.cat([before, norm]).sort().values
-        held = (rising < math.inf).sum(dtype=norm.dtype).view(1)
-        at = (held - 1.0) * (self.limit / 100.0)
-        low = at.floor()
-        below, above = rising[low.long()], rising[torch.minimum(low + 1.0, held - 1.0).long()]
-        limit = torch.lerp(below, above, at - low)  # as NumPy interpolates
-        clips = (held >= self.min_steps) & (limit > 0)
+        count = (rising < math.inf).sum(dtype=norm.dtype).view(1)
+        position = (count - 1.0) * (self.limit / 100.0)
+        low = position.floor()
+        high = torch.minimum(low + 1.0, count - 1.0)
+        limit = torch.lerp(rising[low.long()], rising[high.long()], position - low)  # as NumPy does
+        clips = (count >= self.min_steps) & (limit > 0)
         limit = torch.where(clips, limit, math.inf)
         kept = torch.minimum(norm, limit) if self.keeps_clipped else norm
         self._past["norms"] = torch.cat([before, kept])
@@ -131,9 +140,13 @@ class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         past = self._past
-        count, mean, variance = past["count"], past["mean"], past["variance"]
-        norm, z = stats.norm, self.limit
-        begins, deviation = count < self.warmup_steps, variance**0.5
+        count = past["count"]
+        mean = past["mean"]
+        variance = past["variance"]
+        norm = stats.norm
+        z = self.limit
+        begins = count < self.warmup_steps
+        deviation = variance**0.5
         unlimited = begins | (deviation <= self.eps * mean)
         eps = 0.0 if self.rule == "percentile" else self.eps
         limit = transfer.where(unlimited, math.inf, mean + z * (deviation + eps))

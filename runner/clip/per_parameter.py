@@ -44,10 +44,10 @@ class TensorMode(ClipMode):
         p = self.norm_type
         _, powers = powers_of(*layout.gradients(), p, each=True)
         assert powers is not None
-        held = powers._replace(each=torch.ones_like(powers.each))
-        here = torch.stack([powers.of_parameters(layout), held.of_parameters(layout)])
-        every = layout.rows_of_ranks(here.flatten()).view(-1, *here.shape)
-        norms, present = combined_norms(every, p)
+        presence = powers._replace(each=torch.ones_like(powers.each))
+        on_this_rank = torch.stack([powers.of_parameters(layout), presence.of_parameters(layout)])
+        of_all_ranks = layout.rows_of_ranks(on_this_rank.flatten()).view(-1, *on_this_rank.shape)
+        norms, present = combined_norms(of_all_ranks, p)
         tensors = TensorNorms(norms, present > 0, p)
         return GradStats.measured(tensors.total, powers, tensors)
 
@@ -55,9 +55,9 @@ class TensorMode(ClipMode):
         return isinstance(stats.work, TensorNorms) and stats.work.norm_type == self.norm_type
 
     def tensors(self, layout: Layout, stats: GradStats) -> TensorNorms:
-        """Return what :meth:`measure` has measured; measured here for stats of another mode."""
-        own = self.decides_by(stats)
-        tensors: TensorNorms = stats.work if own else self.measure(layout).work
+        """Return the norms that ``stats`` have; measure them if another mode made ``stats``."""
+        measured = stats if self.decides_by(stats) else self.measure(layout)
+        tensors: TensorNorms = measured.work
         return tensors
 
 
@@ -79,8 +79,17 @@ def decide_on_tensors(
         mode.tally.add(values.where(present, math.nan), 1.0)
     total = present.sum(dtype=transfer.widest(over.device))
     share = transfer.read(over.sum() / total.clamp(min=1.0))
-    most = transfer.read(values.amax()) if values.numel() else 0.0
-    return Decision.of_share(*norms, share, most, threshold, transfer.read(total), **more)
+    max_stat = transfer.read(values.amax()) if values.numel() else 0.0
+    norm, norm_clipped = norms
+    return Decision.of_share(
+        norm=norm,
+        after=norm_clipped,
+        share=share,
+        max_stat=max_stat,
+        limit=threshold,
+        total=transfer.read(total),
+        **more,
+    )
 
 
 @dataclass(eq=False)
@@ -97,30 +106,40 @@ class PerParameterClip(PerParameter, TensorMode):
         return super().waits_for()
 
     def bind(self, layout: Layout) -> None:
-        self._layout, self._block = layout, None
+        self._layout = layout
+        self._block = None
         if self.by == "block":
             numbers: dict[str, int] = {}
-            each = [numbers.setdefault(block_of(name), len(numbers)) for name in layout.names]
-            self._block = transfer.on_device(each, layout.device).long()
+            of_names = [numbers.setdefault(block_of(name), len(numbers)) for name in layout.names]
+            self._block = transfer.on_device(of_names, layout.device).long()
             self._blocks = len(numbers)
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         if self._layout is not layout:
             self.bind(layout)
-        limit, tensors = self.limit, self.tensors(layout, stats)
+        limit = self.limit
+        tensors = self.tensors(layout, stats)
         norms, present = self._parts(tensors)
         over = norms > limit
         scales = torch.where(over, limit / norms, 1.0)
-        each = scales if self._block is None else scales[self._block]
-        both, compared = (stats.norm, tensors.scaled(each).total), (norms, over, present)
-        return decide_on_tensors(self, layout, both, compared, limit, scales=each)
+        if self._block is not None:
+            scales = scales[self._block]
+        return decide_on_tensors(
+            self,
+            layout,
+            norms=(stats.norm, tensors.scaled(scales).total),
+            compared=(norms, over, present),
+            threshold=limit,
+            scales=scales,
+        )
 
     def _parts(self, tensors: TensorNorms) -> tuple[Tensor, Tensor]:
         """Return the norm of each tensor or block, and whether it has a gradient."""
         if self._block is None:
             return tensors.norms, tensors.present
-        p, zeros = tensors.norm_type, tensors.norms.new_zeros(self._blocks)
+        p = tensors.norm_type
+        zeros = tensors.norms.new_zeros(self._blocks)
         present = zeros.index_add(0, self._block, tensors.present.to(zeros.dtype)) > 0
         if math.isinf(p):
             return zeros.scatter_reduce(0, self._block, tensors.norms, "amax"), present
@@ -138,8 +157,8 @@ def block_of(name: str) -> str:
 class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
     """Limit the norm of each tensor to λ times its running mean γ_p.
 
-    Wang et al. 2025 (AdaGC, arXiv 2502.11034, algorithm 1), with G the whole gradient and g_p that
-    of the parameter p::
+    Wang et al. 2025 (AdaGC, arXiv 2502.11034, algorithm 1), where G is the whole gradient and g_p
+    the gradient of the parameter p::
 
         t < T:  h = min(1, λ_abs/‖G‖)          γ_p ← min(γ_p, ‖h·g_p‖)
         t ≥ T:  h_p = min(1, λ·γ_p/‖g_p‖)      γ_p ← β·γ_p + (1−β)·‖h_p·g_p‖
@@ -153,32 +172,39 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
     limit_moves = True  # the warm-up has no λ
     _names: Sequence[str] = field(default=(), init=False, repr=False)
     _layout: Layout | None = field(default=None, init=False, repr=False)
-    _at: Tensor | None = field(default=None, init=False, repr=False)  # of a part: in the history
+    # Positions in the history of the parameters of a part; None for the whole model
+    _positions: Tensor | None = field(default=None, init=False, repr=False)
     _warm: bool = field(default=True, init=False, repr=False)
 
     def bind(self, layout: Layout) -> None:
-        past, device, wide = self._past, layout.device, transfer.widest(layout.device)
+        past = self._past
+        device = layout.device
+        wide = transfer.widest(device)
         past["step"] = torch.as_tensor(past.get("step", 0.0)).to(device, wide)
         before = torch.as_tensor(past.get("gamma", ())).to(device, wide)
         # A name that is new takes the value behind the others.
         padded = torch.cat([before, before.new_full((1,), math.inf)])
-        past["gamma"] = padded[self._places(layout, len(before))]
-        self._layout, self._names = layout, layout.names
+        past["gamma"] = padded[self._positions_of(layout, len(before))]
+        self._layout = layout
+        self._names = layout.names
 
-    def _places(self, layout: Layout, new: int) -> Tensor:
-        """Return the places of the parameters of ``layout`` in the history."""
-        places = {name: i for i, name in enumerate(self._names)}
-        at = [places.get(name, new) for name in layout.names]
-        return transfer.on_device(at, layout.device).long()
+    def _positions_of(self, layout: Layout, new: int) -> Tensor:
+        """Return the positions of the parameters of ``layout`` in the history."""
+        by_name = {name: i for i, name in enumerate(self._names)}
+        positions = [by_name.get(name, new) for name in layout.names]
+        return transfer.on_device(positions, layout.device).long()
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         if self._layout is not layout:
             self.bind(layout)
-        tensors, past = self.tensors(layout, stats), self._past
-        norms, present, step = tensors.norms, tensors.present, past["step"]
-        gamma = past["gamma"] if self._at is None else past["gamma"][self._at]
-        warm, begun = step < self.warmup_steps, gamma.isfinite()
+        tensors = self.tensors(layout, stats)
+        norms = tensors.norms
+        present = tensors.present
+        past = self._past
+        gamma = past["gamma"] if self._positions is None else past["gamma"][self._positions]
+        warm = past["step"] < self.warmup_steps
+        begun = gamma.isfinite()
         bound = self.limit * gamma
         whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
         over = torch.where(warm, whole > self.absolute, norms > bound) & present
@@ -188,20 +214,25 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
         mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
         updated = torch.where(warm, gamma.minimum(entering), mean)
         updated = torch.where(norms > 0, updated, gamma)
-        if self._at is None:
+        if self._positions is None:
             past["gamma"] = updated
             self.end_parts()
         else:
-            past["gamma"] = past["gamma"].index_copy(0, self._at, updated)
-        compared = (torch.where(warm, math.nan, norms / gamma), over, present)
-        limit = transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit)))
-        both = stats.norm, after.total
-        return decide_on_tensors(self, layout, both, compared, limit, scales=scales)
+            past["gamma"] = past["gamma"].index_copy(0, self._positions, updated)
+        return decide_on_tensors(
+            self,
+            layout,
+            norms=(stats.norm, after.total),
+            compared=(torch.where(warm, math.nan, norms / gamma), over, present),
+            threshold=transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit))),
+            scales=scales,
+        )
 
     def of_part(self, layout: Layout) -> AdaGCClip:
-        made = copy.copy(self)
-        made._layout, made._at = layout, self._places(layout, 0)
-        return made
+        part = copy.copy(self)
+        part._layout = layout
+        part._positions = self._positions_of(layout, 0)
+        return part
 
     def ready_for_parts(self) -> bool:
         """Return whether the warm-up is over, in which ‖G‖ decides; it waits for an accelerator."""
@@ -217,6 +248,7 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._names, self._warm = state["names"], True
+        self._names = state["names"]
+        self._warm = True
         if self._layout is not None:
             self.bind(self._layout)

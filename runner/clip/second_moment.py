@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,17 @@ from runner.clip.shard import local
 from runner.config.modes import Spike, Update
 
 # Name of the second moment in the state of an optimizer. A subclass may change its value.
-NAMES = {**dict.fromkeys((Adam, AdamW, NAdam, RAdam), "exp_avg_sq"), RMSprop: "square_avg"}
-# Elements for which a CPU computes together, in a cache, and an accelerator, within its memory.
-BLOCK, CHUNK = 2**16, 2**26
+NAMES: dict[type[Optimizer], str] = {
+    Adam: "exp_avg_sq",
+    AdamW: "exp_avg_sq",
+    NAdam: "exp_avg_sq",
+    RAdam: "exp_avg_sq",
+    RMSprop: "square_avg",
+}
+BLOCK = 2**16  # elements that a CPU computes together, so that they stay in a cache
+CHUNK = 2**26  # elements that an accelerator computes together, which fit into its memory
 # An RMS that is above λ by no more than this share counts as λ: in the first step of the Adam kinds
-# that of each tensor is 1, apart from rounding.
+# the RMS of each tensor is 1, apart from rounding.
 TIE = 1e-6
 
 
@@ -48,22 +54,23 @@ class Moment(NamedTuple):
 
 @dataclass(eq=False)
 class OptimizerMode(ClipMode):
-    """A mode on the optimizer's step; one that ``predicts`` knows the second moment after it.
+    """A mode on the optimizer's step; with ``predicts`` it computes the second moment after it.
 
-    ``_copies`` is for each parameter the number of ranks that step each element: with ZeRO 1 not
-    all that have it, and 0 without an optimizer.
+    ``_copies`` holds the number of ranks that step each element of a parameter. With ZeRO 1 only
+    some of the ranks that have an element step it. Without an optimizer the number is 0.
     """
 
     name: ClassVar[str]
     predicts: ClassVar[bool] = False
-    _of: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    _bound_to: tuple[Any, ...] = field(default=(), init=False, repr=False)
     _places: dict[int, tuple[Optimizer, int]] = field(init=False, repr=False)
     _copies: dict[str, float] = field(init=False, repr=False)
 
     def require_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
-            exact = type(optimizer) in NAMES
-            if not (exact if self.predicts else isinstance(optimizer, tuple(NAMES))):
+            # A subclass may compute its step differently, which cannot be predicted.
+            is_exact = type(optimizer) in NAMES
+            if not (is_exact if self.predicts else isinstance(optimizer, tuple(NAMES))):
                 raise OptimizerMisfit(
                     f"clip={self.name} needs the second moments of Adam, AdamW, NAdam, RAdam or "
                     f"RMSprop, and not {type(optimizer).__name__}: choose optimizer=adamw, or "
@@ -73,27 +80,29 @@ class OptimizerMode(ClipMode):
     def bind_optimizers(self, optimizers: Sequence[Optimizer], layout: Layout) -> None:
         """Find out which optimizer steps which shard, once; a collective of all ranks."""
         self.require_optimizers(optimizers)
-        if list(map(id, self._of)) == list(map(id, (*optimizers, layout))):
+        bound_to = (*optimizers, layout)
+        if [id(item) for item in self._bound_to] == [id(item) for item in bound_to]:
             return
-        self._of = (*optimizers, layout)
-        # By number: loading a state makes new groups.
+        self._bound_to = bound_to
+        # Groups are noted by number, because loading a state makes new groups.
         self._places = {
             id(parameter): (optimizer, number)
             for optimizer in optimizers
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        here = [0.0] * len(layout.names)
+        stepped_here = [0.0] * len(layout.names)
         for shard in layout.shards:
             if id(shard.param) in self._places:
-                here[layout.positions[shard.name]] += shard.weight.numel()
-        row = transfer.on_device(here, layout.device)
+                stepped_here[layout.positions[shard.name]] += shard.weight.numel()
+        row = transfer.on_device(stepped_here, layout.device)
         stepped: list[float] = layout.rows_of_ranks(row).sum(0).tolist()
-        pairs = zip(layout.parameters.items(), stepped, strict=True)
-        self._copies = {name: n / max(1, math.prod(known.shape)) for (name, known), n in pairs}
+        self._copies = {}
+        for (name, parameter), elements in zip(layout.parameters.items(), stepped, strict=True):
+            self._copies[name] = elements / max(1, math.prod(parameter.shape))
 
     def require_bound(self) -> None:
-        if not self._of:
+        if not self._bound_to:
             raise OptimizerMisfit(
                 f"clip={self.name} works on the optimizer's step, so it needs the optimizer: boost "
                 "both (booster.boost(model, optimizer)) or train with runner.Trainer"
@@ -111,18 +120,21 @@ class OptimizerMode(ClipMode):
         if id(shard.param) not in self._places:
             return None
         optimizer, number = self._places[id(shard.param)]
-        state, group = optimizer.state.get(shard.param, {}), optimizer.param_groups[number]
+        state = optimizer.state.get(shard.param, {})
+        group = optimizer.param_groups[number]
         name = next(name for kind, name in NAMES.items() if isinstance(optimizer, kind))
-        value, steps, betas = state.get(name), state.get("step", 0.0), group.get("betas")
+        value = state.get(name)
+        steps = state.get("step", 0.0)
+        betas = group.get("betas")
         coupled = not (isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay"))
         # An optimizer that maximizes squares the negated gradient plus decay.
         sign = -1.0 if group.get("maximize") else 1.0
         return Moment(
-            None if value is None else local(value),
-            float(group["alpha"] if betas is None else betas[1]),
-            transfer.read(steps) if isinstance(steps, Tensor) else steps,
-            betas is not None,
-            sign * float(group.get("weight_decay") or 0.0) if coupled else 0.0,
+            value=None if value is None else local(value),
+            beta=float(group["alpha"] if betas is None else betas[1]),
+            steps=transfer.read(steps) if isinstance(steps, Tensor) else steps,
+            corrected=betas is not None,
+            decay=sign * float(group.get("weight_decay") or 0.0) if coupled else 0.0,
         )
 
 
@@ -131,8 +143,8 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     first = tensors[0]
     if not first.ndim:
         return iter([tensors])
-    most = BLOCK if transfer.can_read(first.device) else CHUNK
-    size = max(1, len(first) * most // max(first.numel(), 1))
+    elements = BLOCK if transfer.can_read(first.device) else CHUNK
+    size = max(1, len(first) * elements // max(first.numel(), 1))
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
@@ -156,27 +168,40 @@ class SpikeClip(Spike, OptimizerMode):
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Count the elements above θ·v; the norm after clipping counts each where it is stepped."""
         self.require_bound()
-        p, work, changed = self.norm_type, list[tuple[Any, ...]](), cast(Number, 0.0)
-        total, maxima, after = 0.0, list[Number](), list[Number]()
+        p = self.norm_type
+        work: list[tuple[Tensor, Tensor, bool | Tensor]] = []
+        changed: Number = 0.0
+        total = 0.0
+        maxima: list[Number] = []
+        after: list[Number] = []
         for shard, gradient in zip(*layout.gradients(), strict=True):
-            if not (weight := self.weight(shard)):
+            weight = self.weight(shard)
+            if not weight:
                 continue  # another rank steps it
             if self._copies[shard.name]:
                 total += gradient.numel() * weight
-            moment, value, ready = self.moment(shard), gradient, cast(bool | Tensor, False)
-            if moment is not None and moment.value is not None:
-                value, ready = moment.value, moment.steps >= self.min_steps
-            one = gradient, value, ready
-            power, above, largest = self._read(*one, weight)
+            value, ready = self._compared(shard, gradient)
+            power, above, largest = self._read(gradient, value, ready, weight)
             changed = changed + above * weight
             maxima.append(largest)
             after.append(power if math.isinf(p) else power * weight)
             if isinstance(above, Tensor) or above:
-                work.append(one)
-        whole = combine(after or [0.0], p) if math.isinf(p) else sum(after, 0.0)
+                work.append((gradient, value, ready))
+        parts = Parts(
+            changed=changed,
+            total=total,
+            work=work,
+            power=combine(after or [0.0], p) if math.isinf(p) else sum(after, 0.0),
+        )
         largest = combine(maxima or [0.0], math.inf)
-        parts = Parts(changed, total, work, whole)
         return Decision.change_parts(stats.norm, self.limit, largest, parts)
+
+    def _compared(self, shard: ParamShard, gradient: Tensor) -> tuple[Tensor, bool | Tensor]:
+        """Return v of a shard, and whether it is ready; the gradient and False without v."""
+        moment = self.moment(shard)
+        if moment is None or moment.value is None:
+            return gradient, False
+        return moment.value, moment.steps >= self.min_steps
 
     def apply_parts(self, decision: Decision) -> None:
         assert decision.parts is not None
@@ -184,9 +209,12 @@ class SpikeClip(Spike, OptimizerMode):
             for g, v in pieces(gradient, value):
                 g.copy_(self._clamped(g, v, ready)[1])
 
-    def _clamped(self, some: Tensor, of: Tensor, ready: bool | Tensor) -> tuple[Tensor, Tensor]:
+    def _clamped(
+        self, gradient: Tensor, value: Tensor, ready: bool | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return g²/v of some elements and these elements clamped, in the widest type."""
-        g, v = (each.to(transfer.widest(each.device)) for each in (some, of))
+        g = gradient.to(transfer.widest(gradient.device))
+        v = value.to(transfer.widest(value.device))
         ratio = (g * g / v).where((v > 0) & ready, 0.0)
         return ratio, torch.where(ratio > self.limit, (v * self.limit).sqrt().copysign(g), g)
 
@@ -194,14 +222,15 @@ class SpikeClip(Spike, OptimizerMode):
         self, gradient: Tensor, value: Tensor, ready: bool | Tensor, weight: float
     ) -> tuple[Number, Number, Number]:
         """Return Σ|g|^p after clamping (max|g| for p = inf), the spikes, and the largest g²/v."""
-        p, found = self.norm_type, []
+        p = self.norm_type
+        rows = []
         for g, v in pieces(gradient, value):
             ratio, clamped = self._clamped(g, v, ready)
             size = clamped.abs().amax() if math.isinf(p) else (clamped.abs() ** p).sum()
-            found.append(torch.stack([size, (ratio > self.limit).sum(), ratio.amax()]))
+            rows.append(torch.stack([size, (ratio > self.limit).sum(), ratio.amax()]))
             if self.tally is not None and ready is not False:
                 self.tally.add(ratio, weight)
-        sizes, above, largest = torch.stack(found).T
+        sizes, above, largest = torch.stack(rows).T
         size = sizes.amax() if math.isinf(p) else sizes.sum()
         return transfer.read(size), transfer.read(above.sum()), transfer.read(largest.amax())
 
@@ -237,51 +266,62 @@ class UpdateClip(Update, OptimizerMode):
         power, powers = powers_of(*layout.gradients(), self.norm_type, each)
         device = layout.device
         sums = torch.zeros(2, len(layout.names), dtype=transfer.widest(device), device=device)
-        pairs = [
-            (shard, gradient, moment)
-            for shard, gradient in zip(*layout.gradients(), strict=True)
-            if (moment := self.moment(shard)) is not None
-        ]
-        if pairs:
-            at = layout.positions_of(shard.name for shard, *_ in pairs)
-            sums[0].index_add_(0, at, torch.stack([self._ratios(*one) for one in pairs]))
-            sizes = [float(gradient.numel()) for _, gradient, _ in pairs]
-            sums[1].index_add_(0, at, transfer.on_device(sizes, device))
+        names = []
+        ratios = []
+        sizes = []
+        for shard, gradient in zip(*layout.gradients(), strict=True):
+            moment = self.moment(shard)
+            if moment is not None:
+                names.append(shard.name)
+                ratios.append(self._ratio(shard, gradient, moment))
+                sizes.append(float(gradient.numel()))
+        if names:
+            positions = layout.positions_of(names)
+            sums[0].index_add_(0, positions, torch.stack(ratios))
+            sums[1].index_add_(0, positions, transfer.on_device(sizes, device))
         row = torch.cat([transfer.on_device([power], device), sums.view(-1)])
-        every = layout.rows_of_ranks(row)
-        norm = combine([transfer.read(one) for one in every[:, 0]], self.norm_type)
-        ratios, elements = every[:, 1:].sum(0).view(2, -1)
-        work = ((ratios / elements.clamp(min=1.0)).sqrt(), elements > 0)
+        of_ranks = layout.rows_of_ranks(row)
+        norm = combine([transfer.read(power) for power in of_ranks[:, 0]], self.norm_type)
+        ratio, elements = of_ranks[:, 1:].sum(0).view(2, -1)
+        work = ((ratio / elements.clamp(min=1.0)).sqrt(), elements > 0)
         return GradStats.measured(norm, powers, work)
 
-    def _ratios(self, shard: ParamShard, gradient: Tensor, moment: Moment) -> Tensor:
+    def _ratio(self, shard: ParamShard, gradient: Tensor, moment: Moment) -> Tensor:
         """Return Σg²/max(v, ε²) of a gradient, with v after the step."""
-        wide, least, steps = transfer.widest(gradient.device), self.eps * self.eps, moment.steps
+        wide = transfer.widest(gradient.device)
+        least = self.eps * self.eps
+        steps = moment.steps
         if isinstance(steps, Tensor):
             steps = steps.to(wide)  # float32 rounds 1 - β^2 by 1e-5
         correction = 1.0 - moment.beta ** (steps + 1) if moment.corrected else 1.0
         squared = gradient
         if moment.decay:
             squared = torch.add(gradient, shard.weight, alpha=moment.decay)
-        found = []
-        given = (squared,) if moment.value is None else (squared, moment.value)
-        for g, *value in pieces(*given):
+        sums = []
+        tensors = (squared,) if moment.value is None else (squared, moment.value)
+        for g, *value in pieces(*tensors):
             squares = g.to(wide).square()
             v = (1.0 - moment.beta) * squares
             if value:
                 v = v.add_(value[0].to(wide), alpha=moment.beta)
-            found.append((squares / (v / correction).clamp_(min=least)).sum())
-        return torch.stack(found).sum()
+            sums.append((squares / (v / correction).clamp_(min=least)).sum())
+        return torch.stack(sums).sum()
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        norm, limit = stats.norm, self.limit
+        limit = self.limit
         rms, present = stats.work or self.measure(layout).work
         over = rms > limit * (1.0 + TIE)
         factors = torch.where(over, limit / rms, 1.0)
-        every = transfer.numbers(factors)
-        more = {"coef": transfer.read(factors.amin()), "update": every} if every else {}
-        return decide_on_tensors(self, layout, (norm, norm), (rms, over, present), limit, **more)
+        update = transfer.numbers(factors)
+        return decide_on_tensors(
+            self,
+            layout,
+            norms=(stats.norm, stats.norm),
+            compared=(rms, over, present),
+            threshold=limit,
+            **({"coef": transfer.read(factors.amin()), "update": update} if update else {}),
+        )
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         return decision
@@ -296,8 +336,8 @@ class UpdateClip(Update, OptimizerMode):
 
     def after_step(self, layout: Layout, decision: Decision) -> Decision:
         """Move each limited tensor back by a part of its update."""
-        kept, self._kept = self._kept, []
-        for shard, before, factor in kept:
+        for shard, before, factor in self._kept:
             back = 1.0 - factor
             shard.weight.lerp_(before, back.to(before.dtype) if isinstance(back, Tensor) else back)
+        self._kept = []
         return decision

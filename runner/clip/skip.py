@@ -18,24 +18,32 @@ from runner.config.section import read
 class Past(NamedTuple):
     """What a rule remembers, as tensors on one device, which are replaced and never written to.
 
-    ``kept`` are of ``sigma`` the norms of the last kept steps [window], the newest last, NaN where
-    there is none; of ``ema`` their moving average from an average of 0 [1].
+    With rule ``sigma``, ``kept`` holds the norms of the last kept steps [window], the newest last,
+    and NaN where there is none. With ``ema`` it holds their moving average, which begins at 0 [1].
     """
 
     kept: Tensor
-    steps: Tensor  # number of kept steps [1], of sigma at most the window
-    missed: Tensor  # those of the last steps, skipped in a row [accept_after]; else NaN
+    steps: Tensor  # number of kept steps [1], with sigma at most the window
+    missed: Tensor  # norms of the last steps, if skipped in a row [accept_after]; else NaN
 
-    def or_if(self, condition: Tensor, other: Past) -> Past:
-        """Return ``other`` where the condition holds, else this."""
-        return Past(*(torch.where(condition, b, a) for a, b in zip(self, other, strict=True)))
+    def or_if(self, condition: Tensor, past: Past) -> Past:
+        """Return ``past`` where the condition holds, else this."""
+        return Past(
+            kept=torch.where(condition, past.kept, self.kept),
+            steps=torch.where(condition, past.steps, self.steps),
+            missed=torch.where(condition, past.missed, self.missed),
+        )
+
+    def to(self, like: Tensor) -> Past:
+        """Return this with the device and type of ``like``."""
+        return Past(self.kept.to(like), self.steps.to(like), self.missed.to(like))
 
 
 class SkipRule:
-    """Decides which steps are skipped as spikes; its options are those of section ``clip.skip``.
+    """Decides which steps are skipped as spikes; section ``clip.skip`` has the same options.
 
-    History holds the norms of kept steps alone. A step whose gradient is not finite is no spike,
-    and neither enters the history nor ends a row of skips.
+    The history holds the norms of kept steps only. A step whose gradient is not finite is no spike:
+    it does not enter the history, and does not end a row of skips.
 
     ``sigma`` limits a norm to the mean of kept ones plus k standard deviations (with Bessel's
     correction, as in OLMo-core), ``ema`` to k times their moving average, corrected for its start
@@ -52,12 +60,17 @@ class SkipRule:
         if rule is None:
             raise ValueError("rule must be sigma or ema")
         chosen: Skip = read(Skip, {"rule": rule, **options})
-        self.rule, self.accept_after = rule, chosen.accept_after
-        self.window, self.decay = chosen.window or WINDOW, chosen.decay or 0.99
-        usual, least = 6.0, max(2, self.window // 2)
-        if rule == "ema":
-            self.window, usual, least = 1, 20.0, max(1, round(1 / (1 - self.decay)))
-        self.k, self.min_steps = chosen.k or usual, chosen.min_steps or least
+        self.rule = rule
+        self.accept_after = chosen.accept_after
+        self.decay = chosen.decay or 0.99
+        if rule == "sigma":
+            self.window = chosen.window or WINDOW
+            self.k = chosen.k or 6.0
+            self.min_steps = chosen.min_steps or max(2, self.window // 2)
+        else:
+            self.window = 1
+            self.k = chosen.k or 20.0
+            self.min_steps = chosen.min_steps or max(1, round(1 / (1 - self.decay)))
         self._past = self._empty(torch.empty(0))
 
     @torch.no_grad()
@@ -69,15 +82,16 @@ class SkipRule:
         """
         device = norm.device if isinstance(norm, Tensor) else torch.device("cpu")
         value = transfer.on_device([norm], device)
-        past, finite = Past(*(each.to(value) for each in self._past)), value.isfinite()
+        past = self._past.to(value)
+        finite = value.isfinite()
         spike = finite & (past.steps >= self.min_steps) & (value > self._limit(past))
         past = past.or_if(finite & ~spike, self._longer(past, value))
         if self.accept_after is not None:
             missed = torch.cat([past.missed[1:], value])
             past = past.or_if(spike, past._replace(missed=missed))
-            # So many skips in a row are the new level, whose history is theirs.
-            anew = self._longer(self._empty(value), past.missed)
-            past = past.or_if(past.missed[:1].isfinite(), anew)
+            # After this many skips in a row their norms are the new level, and the new history.
+            new_level = self._longer(self._empty(value), past.missed)
+            past = past.or_if(past.missed[:1].isfinite(), new_level)
         self._past = past
         return spike[0] if isinstance(norm, Tensor) else bool(spike)
 
@@ -88,7 +102,8 @@ class SkipRule:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned; anew after another rule or window."""
-        self._past = empty = self._empty(torch.empty(0))
+        empty = self._empty(torch.empty(0))
+        self._past = empty
         loaded = Past(*(state["history"][name] for name in Past._fields))
         if state["rule"] == self.rule and len(loaded.kept) == len(empty.kept):
             missed = torch.cat([empty.missed, loaded.missed])[len(loaded.missed) :]
@@ -113,7 +128,8 @@ class SkipRule:
 
     def _longer(self, past: Past, norms: Tensor) -> Past:
         """Return the history with further kept steps, [steps], which end a row of skips."""
-        kept, count = past.kept, past.steps + float(len(norms))
+        kept = past.kept
+        count = past.steps + float(len(norms))
         if self.rule == "sigma":
             kept = torch.cat([kept, norms])[-self.window :].clone()
             count = count.clamp(max=self.window)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -62,18 +61,18 @@ def count(mask: Tensor) -> Number:
 
 def add(values: Sequence[Number]) -> float:
     """Add numbers on the host, one after the other; this waits once for those on an accelerator."""
-    away = [value for value in values if isinstance(value, Tensor)]
-    read = iter(on_device(away, away[0].device).tolist() if away else ())
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    read = iter(on_device(tensors, tensors[0].device).tolist() if tensors else ())
     return sum((next(read) if isinstance(value, Tensor) else value for value in values), 0.0)
 
 
-def where(condition: bool | Tensor, one: Number, other: Number) -> Number:
-    """Return ``one`` where the condition holds, else ``other``; the host does not wait."""
+def where(condition: bool | Tensor, if_true: Number, if_false: Number) -> Number:
+    """Return ``if_true`` where the condition holds, else ``if_false``; the host does not wait."""
     if not isinstance(condition, Tensor):
-        return one if condition else other
-    if not isinstance(one, Tensor) and not isinstance(other, Tensor):
-        one = torch.full((), one, dtype=widest(condition.device), device=condition.device)
-    return torch.where(condition, one, other)
+        return if_true if condition else if_false
+    if not isinstance(if_true, Tensor) and not isinstance(if_false, Tensor):
+        if_true = torch.full((), if_true, dtype=widest(condition.device), device=condition.device)
+    return torch.where(condition, if_true, if_false)
 
 
 def ratio(after: Number, before: Number) -> Number:
@@ -92,10 +91,14 @@ def on_device(values: Sequence[Number], device: torch.device) -> Tensor:
     """Return one vector of ``values`` on ``device``, in its widest type, without waiting for it."""
     dtype = widest(device)
     if any(isinstance(value, Tensor) for value in values):
-        # A fill is a kernel; a copy of one number from pageable memory would wait for the queue.
-        full = partial(torch.full, (), dtype=dtype, device=device)
-        each = (v if isinstance(v, Tensor) else full(fill_value=v) for v in values)
-        return torch.stack([value.to(device, dtype) for value in each])
+        tensors = []
+        for value in values:
+            if isinstance(value, Tensor):
+                tensors.append(value.to(device, dtype))
+            else:
+                # A fill is a kernel; a copy from pageable memory would wait for the queue.
+                tensors.append(torch.full((), value, dtype=dtype, device=device))
+        return torch.stack(tensors)
     vector = torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         return vector.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,9 @@
-"""What the layers of a model say of their weights: units of adaptive clipping, and output layers.
+"""Layers of a model tell the units of their weights, for adaptive clipping, and the output layers.
 
 A unit is the weights that feed one output (Brock et al. 2021, arXiv 2102.06171, section 4): a row
 of a matrix, a filter of a convolution, a whole vector. Layers are recognised by their class, their
 size attributes, or the shapes of their parameters, without importing the libraries that define
-them. Where none of these says so, the option ``units`` of the mode does.
+them. For a layer that is not recognised, the option ``units`` of the mode gives its units.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
     if n < 2:
         return Units(tuple(range(n)))
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        inputs, outputs = module.in_channels, module.out_channels // module.groups
+        inputs = module.in_channels
+        outputs = module.out_channels // module.groups
         if parameter.shape[:2] == (inputs, outputs):
             if module.groups == 1:
                 return Units.of_outputs(n, (1,))
@@ -66,7 +67,7 @@ def units_of(parameter: Tensor, module: nn.Module | None = None) -> Units:
 def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
     """Yield every parameter under its qualified name, with the module that owns it.
 
-    What a parametrization computes a weight from belongs to the layer that has the weight.
+    The tensors of which a parametrization computes a weight belong to the layer of that weight.
     """
     for prefix, module in model.named_modules():
         owner = module
@@ -78,33 +79,51 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.M
 
 def _outputs(parameter: Tensor, module: nn.Module) -> tuple[int, ...] | None:
     """Return the dimensions that index outputs; None if the owner does not show them."""
-    n, shape = parameter.ndim, tuple(parameter.shape)
-    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return ()  # A vector of gains, in the shape of what is normalised.
     if isinstance(module, _OUTPUTS_FIRST):
         return None
-    if n == 2 and is_conv1d and getattr(module, "nf", shape[1]) == shape[1]:
+    shape = tuple(parameter.shape)
+    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    if len(shape) == 2 and is_conv1d and getattr(module, "nf", shape[1]) == shape[1]:
         return (1,)  # transformers' linear layer of GPT-2: [in, out].
-    own = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    stacked = [tuple(each.shape) for each in own if isinstance(each, Tensor) and each.ndim == 3]
-    if n == 3 and len(stacked) == 2:
-        # transformers' experts, [experts, out, in] or [experts, in, out]: the first has the outputs
-        # of two projections, so its shape beside that of the second tells which.
-        (_, a, b), (_, c, d) = stacked
-        if (a, b) == (2 * d, c):
-            return (0, 1)
-        if (b, a) == (2 * c, d):
-            return (0, 2)
-    for inward, outward in _SIZES if n in (2, 3) else ():
-        inputs, outputs = getattr(module, inward, None), getattr(module, outward, None)
+    outputs = _outputs_of_experts(module) if len(shape) == 3 else None
+    if outputs is None and len(shape) in (2, 3):
+        outputs = _outputs_by_size(shape, module)
+    if outputs is None and len(shape) > 2 and sum(size > 1 for size in shape) < 2:
+        return ()  # A vector with further dimensions of size 1, such as a scale for each channel.
+    return outputs
+
+
+def _outputs_of_experts(module: nn.Module) -> tuple[int, ...] | None:
+    """Return (0, 1) for transformers' experts [experts, out, in], and (0, 2) for [.., in, out].
+
+    The first of the two weights has the outputs of two projections, so the shapes of both tell.
+    """
+    up = getattr(module, "gate_up_proj", None)
+    down = getattr(module, "down_proj", None)
+    if not (isinstance(up, Tensor) and isinstance(down, Tensor) and up.ndim == down.ndim == 3):
+        return None
+    _, up_1, up_2 = up.shape
+    _, down_1, down_2 = down.shape
+    if (up_1, up_2) == (2 * down_2, down_1):
+        return (0, 1)
+    if (up_2, up_1) == (2 * down_1, down_2):
+        return (0, 2)
+    return None
+
+
+def _outputs_by_size(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
+    """Return the dimensions that index outputs by a layer's attributes for its sizes."""
+    n = len(shape)
+    for inward, outward in _SIZES:
+        inputs = getattr(module, inward, None)
+        outputs = getattr(module, outward, None)
         if inputs != outputs and shape.count(outputs) == 1:
             if shape[-2:] == (inputs, outputs):
                 return (*range(n - 2), n - 1)
             if shape[-2:] == (outputs, inputs):
                 return tuple(range(n - 1))
-    if n > 2 and sum(size > 1 for size in shape) < 2:
-        return ()  # A vector with further dimensions of size 1, such as a scale for each channel.
     return None
 
 
@@ -133,7 +152,7 @@ def _modules_in(answer: Any) -> list[nn.Module]:
     if isinstance(answer, Mapping | nn.ModuleDict):
         answer = list(answer.values())
     if isinstance(answer, Sequence | nn.ModuleList):
-        return [module for each in answer for module in _modules_in(each)]
+        return [module for part in answer for module in _modules_in(part)]
     return [answer] if isinstance(answer, nn.Module) else []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,35 +31,56 @@ class Elements:
 
     @classmethod
     def of(cls, layout: Layout, limit: float) -> Elements:
-        found, room = cls(), dict[torch.dtype, Tensor]()
+        elements = cls()
+        buffers = dict[torch.dtype, Tensor]()
         for flat, replicas, gradients in _blocks(layout):
             wide = flat if flat.itemsize > 3 else flat.float()
-            if len(wide) > len(room.get(wide.dtype, ())):  # new memory costs as much as a look
-                room[wide.dtype] = wide.new_empty(max(norms.BLOCK, len(wide)))
-            squares = torch.mul(wide, wide, out=room[wide.dtype][: len(wide)])
-            bound = torch.tensor(limit, dtype=flat.dtype).to(squares)
-            most, square = squares.amax().sqrt(), (bound * bound).item()
-            above, power = 0, squares.sum().item()
-            clamped = power
-            if not (norms.VANISHES < power < norms.OVERFLOWS and square > norms.VANISHES):
-                above, most = int((flat.abs() > bound).sum()), flat.abs().amax()
-                power = norms.power_sum([flat])
-                clamped = norms.power_sum([flat.clamp(-bound, bound)]) if above else power
-            elif most > bound:
-                # Numbers that differ have squares that differ, so counting these is exact: those
-                # above that of the bound become the number after it.
-                after = torch.nextafter(bound * bound, bound.new_tensor(math.inf)).item()
-                clamped = squares.clamp_(max=after).sum().item()
-                above = round(squares.gt_(square).sum().item())
-                clamped -= above * (after - square)
-            if above and not (found.exceeding and found.exceeding[-1] is gradients[-1]):
-                found.exceeding += gradients
-            found.power += power / replicas
-            found.clamped += clamped / replicas
-            found.above += above / replicas
+            if len(wide) > len(buffers.get(wide.dtype, ())):  # new memory costs as much as a read
+                buffers[wide.dtype] = wide.new_empty(max(norms.BLOCK, len(wide)))
+            block = Block.of(flat, wide, buffers[wide.dtype][: len(wide)], limit)
+            exceeding = elements.exceeding
+            if block.above and not (exceeding and exceeding[-1] is gradients[-1]):
+                exceeding += gradients
+            elements.power += block.power / replicas
+            elements.clamped += block.clamped / replicas
+            elements.above += block.above / replicas
             # The result of max() with NaN depends on the order; the power tells of it.
-            found.largest = max(found.largest, most.item())
-        return found
+            elements.largest = max(elements.largest, block.largest)
+        return elements
+
+
+class Block(NamedTuple):
+    """Some elements, compared with λ."""
+
+    power: float  # Σg²
+    clamped: float  # Σg² after clamping
+    above: int  # elements above λ
+    largest: float  # largest |g|
+
+    @classmethod
+    def of(cls, flat: Tensor, wide: Tensor, buffer: Tensor, limit: float) -> Block:
+        """Read elements once, by their squares, which are written to ``buffer``."""
+        squares = torch.mul(wide, wide, out=buffer)
+        bound = torch.tensor(limit, dtype=flat.dtype).to(squares)
+        square_of_bound = (bound * bound).item()
+        power = squares.sum().item()
+        in_range = norms.VANISHES < power < norms.OVERFLOWS and square_of_bound > norms.VANISHES
+        if not in_range:
+            largest = flat.abs().amax()
+            above = int((flat.abs() > bound).sum())
+            power = norms.power_sum([flat])
+            clamped = norms.power_sum([flat.clamp(-bound, bound)]) if above else power
+            return cls(power, clamped, above, largest.item())
+        largest = squares.amax().sqrt()
+        if largest <= bound:
+            return cls(power, power, 0, largest.item())
+        # Two different numbers have different squares, so squares can be counted exactly. Squares
+        # above the bound's square become the next number after it.
+        after = torch.nextafter(bound * bound, bound.new_tensor(math.inf)).item()
+        clamped = squares.clamp_(max=after).sum().item()
+        above = round(squares.gt_(square_of_bound).sum().item())
+        clamped -= above * (after - square_of_bound)
+        return cls(power, clamped, above, largest.item())
 
 
 @dataclass(eq=False)
@@ -78,24 +100,26 @@ class ValueClip(Value, ClipMode):
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Count the elements above λ on this rank."""
-        limit, pairs = self.limit, list(zip(*layout.gradients(), strict=True))
+        limit = self.limit
+        pairs = list(zip(*layout.gradients(), strict=True))
         total = sum(gradient.numel() / shard.num_replicas for shard, gradient in pairs)
         if self.tally is not None:
             for shard, gradient in pairs:
                 self.tally.add(gradient.abs(), 1 / shard.num_replicas)
         if transfer.can_read(layout.device):
-            found: Elements = stats.work or Elements.of(layout, limit)
-            power = found.clamped if self.norm_type == 2.0 else None
-            parts = Parts(found.above, total, found.exceeding, power)
-            return Decision.change_parts(stats.norm, limit, found.largest, parts)
-        top = powers_of(*layout.gradients(), math.inf)[0]
-        above = [transfer.count(g.abs() > limit) / s.num_replicas for s, g in pairs]
+            elements: Elements = stats.work or Elements.of(layout, limit)
+            power = elements.clamped if self.norm_type == 2.0 else None
+            parts = Parts(elements.above, total, elements.exceeding, power)
+            return Decision.change_parts(stats.norm, limit, elements.largest, parts)
+        largest, _ = powers_of(*layout.gradients(), math.inf)
+        above = [transfer.count(g.abs() > limit) / shard.num_replicas for shard, g in pairs]
         parts = Parts(sum(above, 0.0), total, [gradient for _, gradient in pairs])
-        return Decision.change_parts(stats.norm, limit, top, parts)
+        return Decision.change_parts(stats.norm, limit, largest, parts)
 
     def apply_parts(self, decision: Decision) -> None:
         assert decision.parts is not None
-        limit, small = float(decision.threshold), list[Tensor]()
+        limit = float(decision.threshold)
+        small = []
         for gradient in decision.parts.work:
             if gradient.numel() > norms.SMALL:
                 gradient.clamp_(-limit, limit)
@@ -119,7 +143,8 @@ def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
         else:
             small.setdefault((shard.num_replicas, gradient.dtype), []).append(gradient)
     for (replicas, _), gradients in small.items():
-        number = max(1, norms.BLOCK // max(1, *map(Tensor.numel, gradients)))
+        longest = max(gradient.numel() for gradient in gradients)
+        number = max(1, norms.BLOCK // max(1, longest))
         for first in range(0, len(gradients), number):
-            some = gradients[first : first + number]
-            yield norms.gathered(some), replicas, some
+            copied = gradients[first : first + number]
+            yield norms.gathered(copied), replicas, copied

@@ -27,7 +27,11 @@ SMALL += ["model.context=32", "model.width=32"]
 MODELS = {"text": ["model=gpt", *SMALL], "experts": ["model=moe", *SMALL]}
 MODELS["digits"] = ["data=digits", "model=cnn"]
 DAILY = [("text", "fsdp"), ("experts", "moe")]
-CURVES = [*DAILY, *(("text", name) for name in PLUGINS if name not in ("fsdp", "moe")), ("experts", "fsdp")]
+CURVES = [
+    *DAILY,
+    *(("text", name) for name in PLUGINS if name not in ("fsdp", "moe")),
+    ("experts", "fsdp"),
+]
 CURVES += [("digits", name) for name in ("ddp", "fsdp", "zero", "zero3")]
 
 

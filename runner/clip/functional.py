@@ -29,6 +29,7 @@ from runner.clip.over_ranks import (
     outside_of_ddp,
     over_ranks,
     process_groups_of,
+    require_unmarked,
 )
 from runner.clip.shard import is_dtensor, is_sharded
 from runner.clip.transfer import Number
@@ -48,6 +49,7 @@ class PlainClipper:
     layout: Layout
     mark: list[Any] = field(default_factory=list)
     process_groups: ProcessGroups = field(default_factory=dict)
+    calls: CallHistory | None = None  # None for a list of parameters
 
     def clip(self, mode: ClipMode) -> Decision:
         """Clip by ``mode``, which is bound to the layout."""
@@ -318,7 +320,8 @@ def plain_clipper(model: nn.Module, process_groups: ProcessGroups | None = None)
                 return clipper
             clippers.remove(clipper)
             break
-    clipper = PlainClipper(_plain_layout(model, groups), mark, groups)
+    history = _history_of(_without_wrappers(model))
+    clipper = PlainClipper(_plain_layout(model, groups), mark, groups, history)
     clippers.append(clipper)
     return clipper
 
@@ -332,6 +335,7 @@ def _plain_layout(model: nn.Module, process_groups: ProcessGroups) -> Layout:
         assert dist.group.WORLD is not None
         return over_ranks(inner, dist.group.WORLD, process_groups)
     if ranks > 1:
+        require_unmarked(model)
         apart, group = outside_of_ddp(model)
         if apart and group.size() > 1:
             compare_replicas(apart, group)
@@ -339,14 +343,15 @@ def _plain_layout(model: nn.Module, process_groups: ProcessGroups) -> Layout:
 
 
 def _calls_of(given: nn.Module | list[Tensor], clipper: Any) -> CallHistory | _ListHistory:
-    """Return what calls remember of a model, or of a list of parameters."""
-    if clipper is not None and not isinstance(clipper, PlainClipper):
-        calls: CallHistory = clipper.calls
+    """Return what calls remember of a model, or of a list of parameters.
+
+    ``clipper`` is what clips it, or None for a model that need not have one yet.
+    """
+    calls: CallHistory | None = None if clipper is None else clipper.calls
+    if calls is not None:
         return calls
     if isinstance(given, nn.Module):
-        inner = _without_wrappers(given)
-        history: CallHistory = _histories.setdefault(inner, CallHistory())  # type: ignore[no-untyped-call]
-        return history
+        return _history_of(_without_wrappers(given))
     ids = [id(parameter) for parameter in given]
     kept = [_lists.get(parameter) for parameter in given]  # type: ignore[no-untyped-call]
     # An id may be that of a parameter that is gone, so every parameter has to know the list.
@@ -354,6 +359,14 @@ def _calls_of(given: nn.Module | list[Tensor], clipper: Any) -> CallHistory | _L
         own: _ListHistory = kept[0]
         return own
     return _ListHistory(ids)
+
+
+def _history_of(module: nn.Module) -> CallHistory:
+    """Return what calls remember of a model inside of its wrappers."""
+    if module not in _histories:
+        _histories[module] = CallHistory()
+    history: CallHistory = _histories[module]
+    return history
 
 
 def _clip_list(

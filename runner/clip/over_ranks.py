@@ -23,6 +23,7 @@ from runner.clip.shard import (
     LayoutError,
     ParamShard,
     account,
+    local,
     placed,
     position_of,
 )
@@ -96,7 +97,7 @@ def over_ranks(model: nn.Module, world: dist.ProcessGroup, process_groups: Proce
         shards.append(replace(shard, base=base))
         report = Held(name, position, base, parameter.numel())
         if parameter.requires_grad and parts * ranks < world.size():
-            report = _with_checksums(report, shard)
+            report = _with_checksums(report, parameter)
         held.append(report)
     heads = head_weights(model)
     reports: list[Any] = [None] * world.size()
@@ -126,8 +127,7 @@ def compare_replicas(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGro
     """
     held = []
     for name, parameter in named:
-        shard = ParamShard(name, parameter, placed(name, parameter, nn.Module(), 1).units)
-        held.append(_with_checksums(Held(name, (), name, parameter.numel()), shard))
+        held.append(_with_checksums(Held(name, (), name, parameter.numel()), parameter))
     everywhere: list[Any] = [None] * group.size()
     dist.all_gather_object(everywhere, held, group=group)
     require_replicas(everywhere)
@@ -197,11 +197,11 @@ def _near(first: tuple[float, ...] | None, second: tuple[float, ...] | None) -> 
     return all(abs(a - b) <= most for a, b in zip(first, second, strict=True))
 
 
-def _with_checksums(held: Held, shard: ParamShard) -> Held:
-    gradient = shard.gradient
+def _with_checksums(held: Held, parameter: Tensor) -> Held:
+    gradient = None if parameter.grad is None else local(parameter.grad)
     dense = gradient is None or gradient.layout is torch.strided
-    found = projections(gradient) if dense else None
-    return held._replace(weight=checksum(shard.weight), gradient=found)
+    sums = projections(gradient) if dense else None
+    return held._replace(weight=checksum(local(parameter.detach())), gradient=sums)
 
 
 def _pattern_of(name: str, process_groups: ProcessGroups) -> str | None:
@@ -274,17 +274,26 @@ def outside_of_ddp(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], An
     return trained, modules[0].process_group
 
 
+def require_unmarked(model: nn.Module) -> None:
+    """Refuse parameters that other libraries mark as those of one rank.
+
+    DeepSpeed and Megatron-LM set ``allreduce`` of experts to False, and Megatron-LM
+    ``tensor_model_parallel`` of the parts of a matrix to True.
+    """
+    marked = [
+        name
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "allreduce", True) is False
+        or getattr(parameter, "tensor_model_parallel", False) is True
+    ]
+    if marked:
+        raise LayoutError(
+            f"{first_few(marked)}: marked as parameters that differ between ranks: say on which "
+            f"ranks they differ, as in {EXAMPLE}"
+        )
+
+
 def _ddp_modules(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             yield module
-
-
-__all__ = [
-    "ProcessGroups",
-    "are_process_groups",
-    "compare_replicas",
-    "outside_of_ddp",
-    "over_ranks",
-    "process_groups_of",
-]

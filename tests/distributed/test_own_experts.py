@@ -214,6 +214,9 @@ def refusals():
     ):
         refused(ValueError, words, call, given, "norm", 1.0, groups=option)
     set_gradients(plain, rank, 0)
+    marked = rank_model("plain", rank, meshes)
+    marked.experts[0].weight.allreduce = False  # as libraries mark an expert
+    refused(LayoutError, "experts.0.weight: marked", call, marked, "norm", 1.0)
     refused(ValueError, "head of the model", call, plain, "adaptive", 1.0, groups=groups)
     rows = []
     with GradientMonitor(plain, rows.append, groups=groups) as monitor:

@@ -184,21 +184,24 @@ def test_a_loop_that_does_not_clip_is_measured():
         GradientMonitor(model).step(1.0)
 
 
-def test_rows_are_appended_to_a_file_and_a_loop_that_broke_off_goes_on(tmp_path):
+def test_rows_are_appended_to_a_file_and_a_loop_that_broke_off_writes_each_step_once(tmp_path):
     file = tmp_path / "new" / "rows.jsonl"
     model, state = make_model(), None
-    for start in (0, 2):
+    for start in (0, 2):  # the first loop breaks off a step after its state was saved
         with suppress(KeyError), GradientMonitor(model, file, str(tmp_path), flush=50) as monitor:
             if state is not None:
                 monitor.load_state_dict(state)
-            for number in range(1, 3):
-                model(torch.full((1, 4), float(start + number))).sum().backward()
-                monitor.step(samples=1)
+            for number in range(start + 1, start + 4):
+                model(torch.full((1, 4), float(number))).sum().backward()
+                norm = norm_of(model)
+                monitor.step(norm, threshold=norm * (1 + number % 2) / 1.5, samples=1)
                 model.zero_grad()
-            state = monitor.state_dict()
+                state = monitor.state_dict() if number == start + 2 else state
             raise KeyError
     rows = list(map(json.loads, file.read_text().splitlines()))
-    assert values(rows, "train/step") == values(rows, "train/samples") == [1, 2, 3, 4]
+    assert values(rows, "train/step") == values(rows, "train/samples") == [1, 2, 3, 4, 5]
+    assert values(rows, "clip/clipped") == [0, 1, 0, 1, 0]
+    assert values(rows, "clip/ratio_total") == [0, 1 / 2, 1 / 3, 1 / 2, 2 / 5]
     assert (tmp_path / "metrics.jsonl").read_text() == file.read_text()
 
 

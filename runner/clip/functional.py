@@ -148,8 +148,7 @@ def apply_gradient_clipping(
         process_groups = groups
     elif groups is not None:
         options["groups"] = groups
-    listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    given = listed if isinstance(listed, nn.Module) else list(listed)
+    given = _module_or_list(parameters)
     clipper = clipper_of(given, process_groups_of(process_groups))
     calls = _calls_of(given, clipper)
     if isinstance(calls, CallHistory):
@@ -162,23 +161,25 @@ def apply_gradient_clipping(
     return decision
 
 
-def clipping_state_dict(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Any]:
+def clipping_state_dict(
+    parameters: nn.Module | Iterable[Tensor] | Tensor,
+) -> dict[str, Any]:
     """Return what calls of :func:`apply_gradient_clipping` remember of a model, to be saved.
 
     It is empty for modes without a history, and the same on every rank. The state of a boosted
     optimizer (``optimizer.state_dict()``) has it too.
     """
-    given = parameters if isinstance(parameters, nn.Module) else list(parameters)
+    given = _module_or_list(parameters)
     calls = _calls_of(given, _owner_of(given))
     history = calls if isinstance(calls, CallHistory) else calls.calls
     return history.state_dict()
 
 
 def load_clipping_state_dict(
-    parameters: nn.Module | Iterable[Tensor], state: Mapping[str, Any]
+    parameters: nn.Module | Iterable[Tensor] | Tensor, state: Mapping[str, Any]
 ) -> None:
     """Load what :func:`clipping_state_dict` returned; ``{}`` begins all histories anew."""
-    given = parameters if isinstance(parameters, nn.Module) else list(parameters)
+    given = _module_or_list(parameters)
     calls = _calls_of(given, _owner_of(given))
     history = calls if isinstance(calls, CallHistory) else calls.calls
     history.load_state_dict(state)
@@ -233,13 +234,21 @@ class GradientClipping:
         return build(self.clipping_type, **options)
 
 
+def _module_or_list(
+    parameters: nn.Module | Iterable[Tensor] | Tensor,
+) -> nn.Module | list[Tensor]:
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    given = listed if isinstance(listed, nn.Module) else list(listed)
+    if given == []:
+        raise ValueError("no parameters to clip: give a module, or parameters")
+    return given
+
+
 def clipper_of(given: nn.Module | list[Tensor], process_groups: ProcessGroups | None = None) -> Any:
     """Return what clips a module, or a list of parameters; see :func:`apply_gradient_clipping`.
 
     For some parameters of a boosted model on one rank, their gradients are made final here.
     """
-    if given == []:
-        raise ValueError("no parameters to clip: give a module, or parameters")
     for part in given.modules() if isinstance(given, nn.Module) else ():
         if isinstance(part, FSDPModule):
             # A forward pass after the backward pass may have gathered parameters without gradients.
@@ -321,7 +330,8 @@ def plain_clipper(model: nn.Module, process_groups: ProcessGroups | None = None)
             clippers.remove(clipper)
             break
     history = _history_of(_without_wrappers(model))
-    clipper = PlainClipper(_plain_layout(model, groups), mark, groups, history)
+    layout = _plain_layout(model, groups)
+    clipper = PlainClipper(layout, mark=mark, process_groups=groups, calls=history)
     clippers.append(clipper)
     return clipper
 
@@ -374,20 +384,20 @@ def _clip_list(
 ) -> Decision:
     """Clip a list of parameters, with the history of earlier calls on the same list."""
     mode = history.calls.mode(kind, options, clipper.layout)
+    for parameter in given:
+        other: _ListHistory | None = _lists.get(parameter)  # type: ignore[no-untyped-call]
+        if other is not None and other is not history and other.calls.remembers(mode):
+            raise ValueError(
+                f"clipping type {kind} remembers earlier calls, but these parameters are only in "
+                "part those of an earlier call: give the same list in each call, or the model"
+            )
     try:
-        for parameter in given:
-            other: _ListHistory | None = _lists.get(parameter)  # type: ignore[no-untyped-call]
-            if other is not None and other is not history and other.calls.remembers(mode):
-                raise ValueError(
-                    f"clipping type {kind} remembers earlier calls, but these parameters are only "
-                    "in part those of an earlier call: give the same list in each call, or the "
-                    "model"
-                )
         decision: Decision = clipper.clip(mode)
-        return decision
     finally:
-        if history.calls.release():
-            _keep(given, history)
+        remembers = history.calls.release()
+    if remembers:
+        _keep(given, history)
+    return decision
 
 
 def _keep(given: list[Tensor], calls: _ListHistory) -> None:

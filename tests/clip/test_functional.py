@@ -211,9 +211,11 @@ def test_thresholds_of_links_may_change_without_losing_a_history():
 def test_a_history_of_a_list_ends_with_it_and_a_part_of_the_list_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     graded(model, 0)
-    apply_gradient_clipping(model.parameters(), "percentile", 50.0)
     part = list(model[0].parameters())
-    refused(ValueError, "same list", apply_gradient_clipping, part, "percentile", 90.0)
+    for mode in ("percentile", "zscore"):
+        apply_gradient_clipping(model.parameters(), mode, 50.0)
+        refused(ValueError, "same list", apply_gradient_clipping, part, mode, 90.0)
+    assert len(clipping_state_dict(model.parameters())) == 2
     apply_gradient_clipping(model[0].parameters(), "norm", 1.0)
     weight = weakref.ref(model[0].weight)
     del model, part

@@ -47,6 +47,8 @@ ANSWERS = {"--help": 0, "--cfg job": 0, "clip.treshold=1 accumulation.steps=0": 
 class Samples(TensorDataset):
     """Samples in memory, read a batch at a time."""
 
+    draws_nothing = True
+
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         return self[torch.tensor(indices)]  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from runner.data.order import RandomState, generator_for, generators, set_epoch
+from runner.data.samples import draws_nothing
 
 IGNORED = -100
 """Targets with this value add nothing to the loss and are not counted as items: the default
@@ -65,6 +66,8 @@ def data_folder(root: str | None, advice: str) -> Path:
 class TensorPairs(TensorDataset):
     """Inputs and targets in memory; a batch takes one index operation for each."""
 
+    draws_nothing = True
+
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         super().__init__(inputs, targets)
         self.inputs, self.targets = inputs, targets
@@ -112,6 +115,10 @@ def own(
 
 
 class _Part(Subset[Any]):
+    @property
+    def draws_nothing(self) -> bool:
+        return draws_nothing(self.dataset)
+
     def set_epoch(self, epoch: int) -> None:
         set_epoch(self.dataset, epoch)
 
@@ -128,6 +135,8 @@ def _tensors(table: Any, columns: Sequence[str] | None) -> Any:
 
 
 class _Pairs(Dataset[tuple[Any, Any]]):
+    draws_nothing = True
+
     def __init__(self, table: Any, columns: Sequence[str]) -> None:
         self.table, (self.inputs, self.targets) = table, columns
 

@@ -7,6 +7,7 @@ Crops and flips of CIFAR-10 are those of K. He et al., Deep Residual Learning fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from filelock import FileLock
@@ -34,6 +35,7 @@ FOLDER_ADVICE = f"{ADVICE} train/<class>/<image> and val/<class>/<image>"
 class SeededImages(Dataset[tuple[Tensor, Tensor]]):
     """Images with random augmentation that depends on seed, epoch and sample alone."""
 
+    draws_nothing: ClassVar[bool] = True  # of the generators that it finds
     images: CIFAR10 | ImageFolder
     change: v2.Transform
     seed: int

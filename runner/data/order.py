@@ -44,21 +44,40 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def seed_generator(generator: Generator, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        kind = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % 2**32)
+    else:
+        generator.seed(seed)
+
+
 def set_epoch(of: Any, epoch: int) -> None:
     """Set the epoch of a data set or sampler that has one."""
     if callable(method := getattr(of, "set_epoch", None)):
         method(epoch)
 
 
+_HOLDERS = ("sampler", "batch_sampler", "dataset", "transform", "transforms", "target_transform")
+
+
 def generators(loader: Any, above: str = "") -> dict[str, Generator]:
-    """Return the generators of a data loader, its samplers and its data set, by dotted name."""
+    """Return the generators of a data loader, its samplers, data set and transforms, by name."""
+    attributes = getattr(loader, "__dict__", {})
+    if isinstance(loader, list | tuple) and above:
+        attributes = {str(number): part for number, part in enumerate(loader)}
     found: dict[str, Generator] = {}
-    for name, value in getattr(loader, "__dict__", {}).items():
-        if isinstance(value, Generator):
+    for name, value in attributes.items():
+        if isinstance(value, Generator) and not isinstance(value, random.SystemRandom):
             found[above + name] = value
-        elif above.count(".") < 4 and (
-            name in ("sampler", "batch_sampler", "dataset")
+        elif above.count(".") < 6 and (
+            name in _HOLDERS
             or isinstance(value, DataLoader | Sampler | Dataset)
+            or isinstance(loader, list | tuple)
         ):
             found |= generators(value, f"{above}{name}.")
     return found
@@ -75,17 +94,27 @@ class RandomState(dict[str, Any]):
         return state
 
     def restore(self, own: Mapping[str, Generator]) -> None:
+        if not self:
+            return
         known = _all(own)
         for name in self.keys() & known.keys():
             _restore(known[name], self[name])
         if _GPU in self and torch.cuda.is_available():
             torch.cuda.set_rng_state(self[_GPU])
 
+    @classmethod
+    def only(cls, own: Mapping[str, Generator]) -> RandomState:
+        """Return the state of these generators without the global ones."""
+        return cls({f"own.{name}": _state_of(each) for name, each in own.items()})
+
     def digest(self) -> int:
-        """Return a seed that depends on the state of each global generator of the host."""
-        texts = {name: state for name, state in self.state_dict().items() if name in _GLOBAL}
-        state = texts.pop("cpu").tolist()
-        return seed_for(f"{texts},{state}", 0, 0)
+        """Return a seed that depends on all these states but those of GPUs."""
+        texts = [
+            state.numpy().tobytes().hex() if isinstance(state, Tensor) else state
+            for name, state in self.state_dict().items()
+            if name != _GPU
+        ]
+        return seed_for("".join(texts), 0, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and texts, which a checkpoint holds without running code."""

@@ -35,6 +35,8 @@ ADVICE = "Set data.path to a file or folder that can be read, or data.path=null 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
     """Consecutive windows of L bytes, each with the next byte at every position."""
 
+    draws_nothing = True
+
     def __init__(self, text: bytes, length: int) -> None:
         if len(text) < 2 or length < 1:
             raise ValueError(f"no window of {length} bytes and their next in {len(text)} bytes")

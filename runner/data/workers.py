@@ -1,4 +1,4 @@
-"""Worker processes of data loaders: how they start, fail and end, and their random numbers."""
+"""Worker processes of data loaders: how they start, fail and end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.config.notation import one_line, plural
-from runner.data.order import Indices, seed_all, seed_for, set_epoch
+from runner.data.samples import SeededSamples
 
 T = TypeVar("T")
 
@@ -50,55 +50,17 @@ class Unread:
     message: str
 
 
-@dataclass(eq=False, repr=False)
-class WorkerDataset(Dataset[Any]):
-    """A data set as worker processes read it: a sample depends on seed, epoch and index alone."""
-
-    dataset: Dataset[Any]
-    seed: int
-    epoch: int = 0
-    indices: Sequence[int] = ()
-    """Those of the samples that are read, or were read last."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; workers that run already get it with the indices of a batch."""
-        self.epoch = epoch
-        set_epoch(self.dataset, epoch)
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        self._seed_generators(index)
-        return self.dataset[index]
+class WorkerDataset(SeededSamples):
+    """Samples as worker processes read them: an error becomes a message, which always arrives."""
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        self.indices = indices
         if get_worker_info() is None:
-            return self._read(indices)
+            return super().__getitems__(indices)
         try:
-            return self._read(indices)
+            return super().__getitems__(indices)
         except (Exception, SystemExit) as error:
             # Not the exception itself: a class that cannot be pickled would never arrive
-            return unread(self.dataset, samples_of(self.indices), error)
-
-    def _read(self, indices: Sequence[int]) -> Any:
-        if isinstance(indices, Indices) and indices.epoch != self.epoch:
-            self.set_epoch(indices.epoch)
-        if callable(read := getattr(self.dataset, "__getitems__", None)):
-            self._seed_generators(indices[0])
-            return read(indices)
-        samples = []
-        for index in indices:
-            self.indices = [index]  # for the message, if this sample cannot be read
-            samples.append(self[index])
-        self.indices = indices
-        return samples
-
-    def _seed_generators(self, index: int) -> None:
-        if get_worker_info() is None:  # someone looks at a sample in the training process
-            return
-        seed_all(seed_for(f"sample {index} in a worker", self.seed, self.epoch))
+            return unread(self.dataset, samples_of(self.reading), error)
 
 
 @dataclass(eq=False, repr=False)
@@ -167,7 +129,7 @@ class WorkerLoader(DataLoader[Any]):
         kwargs.setdefault("multiprocessing_context", start_method())
         prepare = partial(begin, then=kwargs.pop("worker_init_fn", None))
         read = WorkerDataset(dataset, seed)
-        collate = Collate(dataset, collate_fn, partial(getattr, read, "indices"))
+        collate = Collate(dataset, collate_fn, partial(getattr, read, "reading"))
         super().__init__(read, worker_init_fn=prepare, collate_fn=collate, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -22,7 +22,8 @@ from runner.clip.mode import NEVER
 from runner.config.modes import MODES
 from runner.config.schema import RunConfig
 from runner.data.dataset import collate_pairs, length_of
-from runner.data.order import PartitionedBatches, set_epoch
+from runner.data.order import PartitionedBatches
+from runner.data.samples import SeededSamples
 from runner.parallel.collectives import on_first
 from runner.tools.comparison import side_of
 from runner.train.build import device_of, make_criterion, make_data, maker
@@ -115,9 +116,10 @@ class Reference:
         options: Any = {"shuffle": True, "drop_last": own.drop_last, "seed": config.seed}
         order = PartitionedBatches(len(data), own.batch_size, 0, parts, **options)
         collate = collate_for(config)
+        samples = SeededSamples(data, config.seed)
         for epoch in count():
             order.set_epoch(epoch)
-            set_epoch(data, epoch)
+            samples.set_epoch(epoch)
             for first in range(0, len(order), steps):
                 found = []
                 for number in range(first, min(first + steps, len(order))):
@@ -126,7 +128,9 @@ class Reference:
                         found += [part[at : at + size] for at in range(0, len(part), size)]
                 # The default generator of a loader draws its seed from the global one.
                 plain = torch.Generator()
-                yield [*DataLoader(data, batch_sampler=found, collate_fn=collate, generator=plain)]
+                yield [
+                    *DataLoader(samples, batch_sampler=found, collate_fn=collate, generator=plain)
+                ]
 
     def step(self) -> tuple[dict[str, float], float, dict[str, Tensor]]:
         """Take one step; return its metrics, its loss and the clipped gradients by name."""

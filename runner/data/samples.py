@@ -1,0 +1,169 @@
+"""Random samples that depend on seed, epoch and index alone, whoever reads them.
+
+Seeding all generators takes longer than reading a small sample. So a batch is read as its data set
+reads it, and only if that draws random numbers, it is read again, one sample after the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
+
+from runner.data.order import (
+    Generator,
+    Indices,
+    RandomState,
+    generators,
+    seed_all,
+    seed_for,
+    seed_generator,
+    set_epoch,
+)
+
+_NUMPY: Any = np.random  # its type hints leave out get_bit_generator and set_bit_generator
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """Return True if a data set is known to draw no random number when a sample is read.
+
+    A class says so by its attribute ``draws_nothing``; then its batches cost nothing extra.
+    """
+    if type(dataset) is Subset:
+        return draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(draws_nothing(part) for part in dataset.datasets)
+    in_memory = type(dataset) in (TensorDataset, list, tuple)
+    return in_memory or getattr(dataset, "draws_nothing", False) is True
+
+
+@dataclass(eq=False, repr=False)
+class SeededSamples(Dataset[Any]):
+    """A data set whose samples depend on seed, epoch and index alone.
+
+    If it draws random numbers, the global generators of the host, and the generators that the data
+    set holds, are seeded for each sample. The training process finds them as they were, except that
+    NumPy forgets the second of a pair of normal numbers.
+    """
+
+    dataset: Dataset[Any]
+    seed: int
+    epoch: int = 0
+    reading: Sequence[int] = ()
+    """Indices of the samples that are read now, or were read last."""
+    _draws: bool = field(default=False, init=False)
+    _scratch: np.random.BitGenerator | None = field(default=None, init=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the data set."""
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; workers that run already get it with the indices of a batch."""
+        self.epoch = epoch
+        set_epoch(self.dataset, epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        if draws_nothing(self.dataset):
+            return self.dataset[index]
+        own = generators(self.dataset)
+        with self._apart(own):
+            return self._sample(index, own)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        if isinstance(indices, Indices) and indices.epoch != self.epoch:
+            self.set_epoch(indices.epoch)
+        if draws_nothing(self.dataset):
+            return self._batch(indices)
+        own = generators(self.dataset)
+        with self._apart(own):
+            if not self._draws:
+                batch = self._batch_unless_drawn(indices, own)
+            if self._draws:
+                batch = [self._sample(index, own) for index in indices]
+                self.reading = indices
+        if get_worker_info() is not None:  # the function that collates may draw in a worker
+            seed_all(self._seed_of(f"batch of sample {indices[0]}"))
+        return batch
+
+    def _batch(self, indices: Sequence[int]) -> Any:
+        self.reading = indices
+        read = getattr(self.dataset, "__getitems__", None)
+        if callable(read):
+            return read(indices)
+        samples = []
+        for index in indices:
+            self.reading = [index]
+            samples.append(self.dataset[index])
+        self.reading = indices
+        return samples
+
+    def _batch_unless_drawn(self, indices: Sequence[int], own: dict[str, Generator]) -> Any:
+        """Read a batch at once, and note whether that draws a random number."""
+        seed = self._seed_of(f"batch of sample {indices[0]}")
+        seed_all(seed)
+        undrawn, before = _next_numbers(), RandomState.only(own).digest()
+        seed_all(seed)
+        batch = self._batch(indices)
+        self._draws = _next_numbers() != undrawn or RandomState.only(own).digest() != before
+        return batch
+
+    def _sample(self, index: int, own: dict[str, Generator]) -> Any:
+        """Read a sample alone, with all generators seeded for it."""
+        self.reading = [index]
+        seed = self._seed_of(f"sample {index} in a worker")
+        read = getattr(self.dataset, "__getitems__", None)
+        if callable(read):
+            _seed(seed, own)
+            samples = read([index])
+            if isinstance(samples, list):
+                return samples[0]
+        _seed(seed, own)  # what it returned is a batch, which cannot be put together with others
+        return self.dataset[index]
+
+    def _seed_of(self, purpose: str) -> int:
+        return seed_for(purpose, self.seed, self.epoch)
+
+    @contextmanager
+    def _apart(self, own: dict[str, Generator]) -> Iterator[None]:
+        """Leave the generators of the training process as they are."""
+        if get_worker_info() is not None:
+            yield
+            return
+        # To read or to set the state of NumPy's generator takes longer than all the others.
+        numpy = _NUMPY.get_bit_generator()
+        if self._scratch is None or self._scratch is numpy:
+            self._scratch = np.random.MT19937(0)
+        python, torch_cpu = random.getstate(), torch.default_generator.get_state()
+        own_states = RandomState.only(own)
+        _NUMPY.set_bit_generator(self._scratch)
+        try:
+            yield
+        finally:
+            _NUMPY.set_bit_generator(numpy)
+            random.setstate(python)
+            torch.default_generator.set_state(torch_cpu)
+            own_states.restore(own)
+
+
+def _seed(seed: int, own: dict[str, Generator]) -> None:
+    seed_all(seed)
+    for generator in own.values():
+        seed_generator(generator, seed)
+
+
+def _next_numbers() -> tuple[int, int, int]:
+    """Return a number of each global generator of the host."""
+    cpu = torch.empty((), dtype=torch.int64).random_()
+    return random.getrandbits(64), _NUMPY.get_bit_generator().random_raw(), int(cpu)

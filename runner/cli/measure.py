@@ -15,6 +15,7 @@ from runner.config.jobs import recorded
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
+from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
@@ -68,12 +69,14 @@ def verify(words: Sequence[str]) -> int:
     or to hydra.run.dir. verify.dtype, verify.tolerance, verify.modes=[norm,value] and the other
     overrides are those of `python -m runner --help`.
 
-    Exit codes: 0 equal   1 not equal, or a rank failed   2 the request was wrong
+    Exit codes: 0 equal   1 not equal, or a rank failed
+    2 the request was wrong, or nothing would be compared: one rank without accumulation
     129, 130, 143 interrupted
     """
     wanted = single(words, "a verification")
     [job] = wanted.jobs
     config = job.config
+    _require_two_sides(config)
     typed = wanted.folder if any("hydra.run.dir=" in word for word in words) else None
     home = new_folder("verification", FILE, "hydra.run.dir", typed)
     from runner.tools.comparison import last_line, lines
@@ -92,6 +95,20 @@ def verify(words: Sequence[str]) -> int:
     write_object(home / FILE, {**found, **asked})
     print_line("\n".join([*lines(found), "", str(home / FILE), last_line(found)]))
     return 0 if found["ok"] else 1
+
+
+def _require_two_sides(config: RunConfig) -> None:
+    """Refuse a verification that would compare one process with itself."""
+    from runner.train.build import ranks_of
+
+    if ranks_of(config) > 1 or config.accumulation.steps > 1:
+        return
+    also = "or accumulate, accumulation=x2"
+    if config.plugin.name == "single":
+        text = f"nothing is compared in one process: choose plugin=ddp plugin.nproc=2, say, {also}"
+        raise RequestError([Problem("plugin", "single", text)])
+    text = f"nothing is compared on one rank: start more, plugin.nproc=2, {also}"
+    raise RequestError([Problem("plugin.nproc", config.plugin.nproc, text)])
 
 
 def evaluate(words: Sequence[str]) -> int:

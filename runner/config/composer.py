@@ -8,6 +8,7 @@ place of its option: the arguments that the section had are removed.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import pickle
@@ -17,7 +18,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,9 @@ class Composer:
         self.extra = extra
         self.recipes = files_of(extra)
         self._files = object() if extra else None  # those of conf/ stay as they are
-        self._read = dict[str, Recipe]()
+        self._read = dict[Path, Recipe]()
+        self._compositions = dict[tuple[str, ...], bytes]()  # of choices; launchers get them too
+        self._planned: dict[Path, str] | None = None  # digests of the files of a sweep
         self._options = {"": [], "recipe": ["none", *self.recipes]}
 
     @contextmanager
@@ -147,6 +150,56 @@ class Composer:
             except Exception:  # HydraException, RecursionError, ValueError of a number
                 problems.append(Problem(word, NOTHING, _UNREADABLE))
         return overrides, problems
+
+    def repeated(self, given: Sequence[str]) -> Iterator[Problem]:
+        """Yield the keys that are given twice: the last value alone would count.
+
+        ``~key +key=value`` gives a key once, and so do equal overrides.
+        """
+        earlier: dict[str, tuple[str, Override]] = {}
+        for word in given:
+            overrides, problems = self.read([word])
+            if problems:
+                continue
+            [override] = overrides
+            for key in sorted(_keys_of(word, override)):
+                before = earlier.get(key)
+                earlier[key] = (word, override)
+                if before is None or before[0] == word:
+                    continue
+                if before[1].is_delete() and (override.is_add() or override.is_force_add()):
+                    continue
+                first, second = masked_words([before[0], word])
+                text = f"is given twice ({first} and {second}): leave one of them out"
+                yield Problem(key, NOTHING, text)
+                break
+
+    def plan(self) -> None:
+        """Note the content of all files: later jobs are composed of the same, or refused."""
+        self._planned = self._digests()
+
+    def _digests(self) -> dict[Path, str]:
+        homes = [find("conf"), find("recipes"), *([self.extra] if self.extra else [])]
+        found = (file for home in homes for file in sorted(home.rglob("*.yaml")) if file.is_file())
+        return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+
+    def _composition(self, choices: Sequence[str]) -> bytes:
+        """Compose choices as they were composed when the request was checked."""
+        key = tuple(choices)
+        if key not in self._compositions:
+            composed = _composed(self._files, os.getcwd(), *choices)
+            self._compositions[key] = composed
+        return self._compositions[key]
+
+    def _require_unchanged(self, choices: Sequence[str]) -> None:
+        """Refuse choices that a search composes for the first time of files that have changed."""
+        if self._planned is None or tuple(choices) in self._compositions:
+            return
+        now = self._digests()
+        for file, digest in self._planned.items():
+            if now.get(file) != digest:
+                text = f"{file} was changed while the sweep runs: repeat the command"
+                raise RequestError([Problem(" ".join(choices), NOTHING, text)])
 
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
@@ -222,25 +275,34 @@ class Composer:
         if group == "recipe" and name not in ("none", None):
             if name not in self.options(group):
                 raise Refusal(_no_option(group, str(name), self.options(group)))
-            found = self._read.get(name) or self._read.setdefault(name, read(self.recipes[name]))
-            found.content["recipe"] = name
-            return found
+            recipe = self._recipe(self.recipes[name])
+            recipe.content["recipe"] = name
+            return recipe
         if self.extra and one.is_add() and name in self.options(group):
             file = self.extra / group / f"{name}.yaml"
-            if file.is_file() and (found := read(file)).is_global:
-                return found
+            if file in self._read or file.is_file():
+                recipe = self._recipe(file)
+                return recipe if recipe.is_global else None
         return None
+
+    def _recipe(self, file: Path) -> Recipe:
+        if file not in self._read:
+            self._read[file] = read(file)
+        return self._read[file]
 
     def _choose(self, words: Mapping[str, str]) -> Composed:
         """Let Hydra compose choices; report those that do not compose with the ones before."""
-        compose_these = partial(_composed, self._files, os.getcwd())
+        # Hydra's own choices first, as launchers give them.
+        ordered = sorted(words, key=lambda word: not word.lstrip("+~").startswith("hydra"))
+        self._require_unchanged(ordered)
         with suppress(Exception):  # overrides make Hydra raise ValueError, AssertionError and more
-            return Composed(pickle.loads(compose_these(*words)), [*words])
+            return Composed(pickle.loads(self._composition(ordered)), ordered)
         made = Composed(DictConfig({}))
         for word, typed in {"": f"--config-dir={self.extra}", **words}.items():
             choices = [*made.choices, word] if word else []
             try:
-                made.config, made.choices = pickle.loads(compose_these(*choices)), choices
+                made.config = pickle.loads(self._composition(choices))
+                made.choices = choices
             except Exception as error:
                 group, _, option = word.partition("=")
                 options, text = self.options(group), reason(error)
@@ -272,6 +334,14 @@ def spelled_out(given: Iterable[str]) -> list[str]:
     target = re.compile(rf"^({'|'.join(OPEN)})=((?:\w+\.)+[^\W\d]\w*(?:,(?:\w+\.)+[^\W\d]\w*)*)$")
     words = (target.sub(r"\1._target_=\2", word) for word in given)
     return [short.sub(lambda found: f"{found[1]}{SHORT[found[2]]}=", word) for word in words]
+
+
+def _keys_of(word: str, override: Override) -> set[str]:
+    """Return the keys that an override sets: as they are typed, and as they are spelled out."""
+    spelled, value = override.get_key_element().lstrip("+~"), override.value()
+    if isinstance(value, dict):
+        return {key for key, _ in leaves(spelled, value)} - {spelled}
+    return {word.partition("=")[0].lstrip("+~"), spelled}
 
 
 def _set(values: Iterable[tuple[str, str, Any, bool]], made: Composed) -> None:

@@ -177,6 +177,7 @@ def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -
         origin.add_folder(config_dir)
     with composer.active():
         overrides, problems = composer.read(given)
+        problems += composer.repeated(given)
         text = "must be one value of this run's configuration: the run is trained already"
         for one in [*overrides]:
             if one.is_sweep_override() or one.is_hydra_override() or one.key_or_group == "recipe":

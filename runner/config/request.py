@@ -76,6 +76,7 @@ def request(
     composer, checked = Composer(config_dir), list[Job]()
     with composer.active():
         overrides, problems = composer.read(given)
+        problems += composer.repeated(given)
         made = composer.compose([one for one in overrides if not one.is_sweep_override()])
         swept, folder = multirun or made.config.hydra.mode == RunMode.MULTIRUN, outputs()
         if swept:
@@ -106,6 +107,8 @@ def request(
         if problems:
             raise RequestError({(one.word, one.message): one for one in problems}.values())
         wanted = Request(composer, tuple(checked), made, folder, lists=lists)
+        if swept:
+            composer.plan()
         return _as_sweep(wanted) if swept else wanted
 
 

@@ -68,6 +68,8 @@ def run_sweep(
         except KeyboardInterrupt:
             interrupted = True
             raise signals.Interrupted from None
+        except RequestError as error:  # a file was changed while a search runs
+            print_line(str(error), sys.stderr)
         except Exception:  # of Hydra's sweeper or launcher
             print_line(traceback.format_exc().rstrip(), sys.stderr)
         finally:

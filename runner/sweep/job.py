@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from runner.config.environment import slurm_job
+from runner.config.folders import outputs
 from runner.config.identity import config_hash
 from runner.config.jobs import LAUNCHERS, resolved_and_recorded, write_composition
 from runner.config.masking import masked_words
@@ -84,17 +85,24 @@ def _run(config: DictConfig, place: str) -> float | None:
         # A job in Slurm goes on if only the command that waits for it was interrupted.
         if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):
             return None
-        if (number := settings.job.num) not in {one.number for one in record.entries}:
+        number = settings.job.num
+        searched = number not in {one.number for one in record.entries}
+        if searched:
             apart = [word for word in words if word.partition("=")[0] in record.keys]
-            found = Entry(number, str(number), apart, words, config_hash(plain))  # by a search
-            record.entries.append(found)
+            record.entries.append(Entry(number, str(number), apart, words, config_hash(plain)))
         entry = record.of(number)
         entry.state, entry.pid = "running", os.getpid()
         entry.job = slurm_job() if place == "elsewhere" else None
+    planned = entry.config_hash
     print_line(live.news(record, entry), sys.stderr)
     resolved, plain = (grouped(one, record.name) for one in (resolved, plain))
-    full = False
+    full, refused = False, False
     try:
+        if not searched and hash_of_plan(config) != planned:
+            raise RuntimeError(
+                "this is not the run that was planned: a file that its configuration refers to "
+                "was changed while the sweep runs; repeat the command"
+            )
         typed = parse(resolved)
         with claimed(folder):
             write_composition(folder / files.HYDRA, config)
@@ -110,6 +118,7 @@ def _run(config: DictConfig, place: str) -> float | None:
         entry.state = "failed" if failed else "finished"
         full = bool(failed and failed.disk_full)
     except Exception as error:  # the other runs may succeed
+        refused = True
         entry.state, entry.exit_code = "failed", 1
         entry.error = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
     except BaseException as error:
@@ -117,7 +126,8 @@ def _run(config: DictConfig, place: str) -> float | None:
         raise
     finally:
         entry.pid = None
-        load_status(entry, sweep, record.objective)
+        if not refused:  # its folder may hold the status of an earlier attempt
+            load_status(entry, sweep, record.objective)
         with changed(sweep) as record:
             others = [one for one in record.entries if one.number != entry.number]
             record.entries = sorted([*others, entry], key=lambda one: one.number)
@@ -132,6 +142,19 @@ def _run(config: DictConfig, place: str) -> float | None:
     elif record.gives_up:
         stop_sweep(f"sweep.max_failures={record.max_failures}", place)
     return None
+
+
+def hash_of_plan(config: DictConfig) -> str:
+    """Return the hash of a job's configuration, in which no folder is that of a run yet."""
+    runtime = HydraConfig.instance().cfg.hydra.runtime  # type: ignore[union-attr]
+    folder = runtime.output_dir
+    with read_write(runtime):
+        runtime.output_dir = str(outputs())
+        try:
+            _, plain = resolved_and_recorded(config)
+        finally:
+            runtime.output_dir = folder
+    return config_hash(plain)
 
 
 def stop_sweep(why: str, place: str = "here") -> None:

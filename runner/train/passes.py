@@ -37,6 +37,11 @@ OTHER_SAMPLES = (
     "the stream yields other samples on each rank, so that those which a rank does not keep are "
     "lost: set shards_itself = True in its class if it divides itself over ranks"
 )
+ONE_SAMPLE = (
+    "batch norm needs two samples or more, and a microbatch of this rank has one: leave out the "
+    "last, short microbatch of an epoch by data.drop_last=true (drop_last=True of the loader), or "
+    "choose another data.batch_size"
+)
 NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
 NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
 ENDED = (
@@ -139,7 +144,12 @@ class Passes:
             last = number == len(batches)
             # Ranks synchronise their gradients on the last microbatch only.
             with nullcontext() if last else self.booster.no_sync(self.model, self.optimizer):
-                loss = self._train(batch, own, weight)
+                try:
+                    loss = self._train(batch, own, weight)
+                except (ValueError, RuntimeError) as error:
+                    if _too_few_for_batch_norm(error):
+                        error.add_note(ONE_SAMPLE)
+                    raise
             if not last:  # after that one comes the step
                 after_each(number, len(batches))
             total = loss if total is None else total + loss
@@ -349,3 +359,12 @@ def _made(asked: Wanted, kind: str, size: int) -> Any:
     given["average"] = "micro" if asked == "accuracy" else "macro"
     taken = inspect.signature(make.__new__).parameters.keys() & given.keys()
     return make(**{name: given[name] for name in taken})
+
+
+def _too_few_for_batch_norm(error: BaseException | None) -> bool:
+    """Return whether torch's batch norm has refused a single sample, also inside of a pipeline."""
+    while error is not None:
+        if "Expected more than 1 value per channel" in str(error):
+            return True
+        error = error.__cause__
+    return False

@@ -136,8 +136,10 @@ class HybridParallelPlugin(base.Plugin):
         stacked = [name for name, _ in model.named_modules() if name.split(".")[-1] == "experts"]
         asks = asked or stacked or "ep_size" in cls.open_sizes
         if sizes.ep > 1 and asks and not any(mixtures(model)):
-            which = f"{first_few(stacked, 2)} cannot be; plugin=fsdp shards them"
-            message = f"{kind} has no experts to spread ({which if stacked else 'plugin=ddp'})"
+            message = f"{kind} has no experts to spread over ranks: choose plugin=ddp"
+            if stacked:
+                which = f"{first_few(stacked, 2)} cannot be; plugin=fsdp shards them"
+                message = f"{kind} has no experts to spread ({which})"
             yield "ep_size", asked or sizes.ep, message
 
     def configure(self, model: nn.Module) -> ParallelModel:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-LONGEST = 500  # characters of an exception's message in one line
-
 
 def rounded(value: float, digits: int = 3) -> str:
     """Format a number with so many significant digits, without trailing zeros."""
@@ -38,31 +36,6 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def one_line(error: BaseException) -> str:
-    """Format an exception with its notes, and those that it was raised from, in one line.
-
-    Of a message that has several paragraphs, the line has the first one.
-    """
-    parts = [_kind_and_message(error), *getattr(error, "__notes__", ())]
-    cause = error.__cause__
-    while cause is not None:
-        parts.append(f"from {_kind_and_message(cause)}")
-        cause = cause.__cause__
-    return "; ".join(parts)
-
-
-def _kind_and_message(error: BaseException) -> str:
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ != "builtins":
-        name = f"{kind.__module__}.{name}"
-    paragraph = str(error).strip().partition("\n\n")[0]
-    message = " ".join(paragraph.split())
-    if len(message) > LONGEST:
-        message = f"{message[:LONGEST]} ..."
-    return f"{name}: {message}" if message else name
 
 
 def plural(count: int, noun: str, form: str = "") -> str:

@@ -295,7 +295,7 @@ class StreamLoader(DataLoader[Any]):
         self._after, self._weightless = {start: stream.position}, set()
         reads: Iterator[Any] = shielded(super().__iter__)
         if self.num_workers:
-            reads = arrived(reads, stream.dataset, self.num_workers, self.timeout)
+            reads = arrived(reads, stream.dataset, self.timeout)
         stream.start, stream.position = 0, BEGINNING  # workers have copies
         return self._batches(reads, start)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from runner.config.notation import one_line, plural
 from runner.data.samples import SeededSamples
 
 T = TypeVar("T")
@@ -138,12 +137,12 @@ class WorkerLoader(DataLoader[Any]):
             # A loader without workers draws this number in each epoch, and so does one that starts
             # its workers: the random numbers of a model must not depend on either.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-            return arrived(super().__iter__(), dataset, self.num_workers, self.timeout)
+            return arrived(super().__iter__(), dataset, self.timeout)
         reads = shielded(super().__iter__)
-        return arrived(reads, dataset, self.num_workers, self.timeout)
+        return arrived(reads, dataset, self.timeout)
 
 
-def arrived(reads: Iterator[Any], dataset: Any, workers: int, timeout: float) -> Iterator[Any]:
+def arrived(reads: Iterator[Any], dataset: Any, timeout: float) -> Iterator[Any]:
     """Yield what workers send; raise a DataError if one fails, dies, or sends nothing in time."""
     while True:
         try:
@@ -153,9 +152,8 @@ def arrived(reads: Iterator[Any], dataset: Any, workers: int, timeout: float) ->
         except RuntimeError as error:
             text = str(error)
             if text.startswith("DataLoader timed out"):
-                waited = f"{plural(workers, 'worker')} sent no batch in {timeout:g} s"
-                limit = "the time-out for data (launch.timeout)"
-                raise DataError(f"{place_of(dataset)}: {waited}, {limit}") from None
+                late = f"no batch in {timeout:g} s, the time-out for data (launch.timeout)"
+                raise DataError(f"{place_of(dataset)}: {late}; its loader workers hang") from None
             if text.startswith("DataLoader worker"):  # it was killed, or its C code ended it
                 raise DataError(f"{place_of(dataset)}: {text}") from None
             raise
@@ -173,7 +171,13 @@ def unread(dataset: Any, what: str, error: BaseException) -> Unread:
     worker = "" if info is None else f", worker {info.id}"
     called = "".join(traceback.format_exception(error))
     where = f"{place_of(dataset)}, {what}{worker}"
-    return Unread(f"{where}: {one_line(error)}\n\nIn the worker:\n{called}")
+    return Unread(f"{where}: {_in_line(error)}\n\nIn the worker:\n{called}")
+
+
+def _in_line(error: BaseException) -> str:
+    """Return an exception and its causes in one line."""
+    line = " ".join(traceback.format_exception_only(error)[0].split())
+    return line if error.__cause__ is None else f"{line}; from {_in_line(error.__cause__)}"
 
 
 def place_of(dataset: Any) -> str:
@@ -247,7 +251,7 @@ def begin(worker: int, then: Callable[[int], None] | None) -> None:
         then(worker)
     except Exception as error:  # its class may be one that cannot be pickled
         called = "".join(traceback.format_exception(error))
-        raise RuntimeError(f"worker_init_fn: {one_line(error)}\n\n{called}") from None
+        raise RuntimeError(f"worker_init_fn: {_in_line(error)}\n\n{called}") from None
 
 
 def _watch(parent: BaseProcess) -> None:

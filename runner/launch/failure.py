@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from signal import SIGINT
 from typing import Any, Literal
 
-from runner.config.notation import one_line
 from runner.launch import signals
 from runner.run_folder.strict_json import disk_full
 from runner.train import stop
@@ -19,6 +18,7 @@ KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
     "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
 )
+LONGEST = 500  # characters of one exception's message in a summary
 _WORKER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 # Gloo writes its file before each message. Where it only checks arguments it adds "enforce fail".
@@ -81,9 +81,18 @@ def described(error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return ``error`` and its causes in one line, with advice if memory is short."""
-    line = one_line(error)
-    return f"{line}; {KNOBS}" if _is_out_of_memory(error) else line
+    """Return ``error``, its notes and its causes in one line, with advice if memory is short.
+
+    Of a message that has several paragraphs, the line has the first one.
+    """
+    parts = [_kind_and_message(error), *getattr(error, "__notes__", ())]
+    cause = error.__cause__
+    while cause is not None:
+        parts.append(f"from {_kind_and_message(cause)}")
+        cause = cause.__cause__
+    if _is_out_of_memory(error):
+        parts.append(KNOBS)
+    return "; ".join(parts)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -129,3 +138,15 @@ def _is_out_of_memory(error: BaseException) -> bool:
         if of_torch or isinstance(raised, MemoryError):
             return True
     return False
+
+
+def _kind_and_message(error: BaseException) -> str:
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ != "builtins":
+        name = f"{kind.__module__}.{name}"
+    paragraph = str(error).strip().partition("\n\n")[0]
+    message = " ".join(paragraph.split())
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} ..."
+    return f"{name}: {message}" if message else name

@@ -24,6 +24,8 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ECHO, ECHO_OF_LAUNCHER = 1.0, 3.0
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
+requested, defer = stop.requested, stop.defer
+
 
 class Terminated(SystemExit):
     """A signal other than SIGINT asked to stop where no training polls."""

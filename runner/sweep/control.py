@@ -34,7 +34,6 @@ from runner.sweep import live
 from runner.sweep.job import run_job, stop_sweep
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
 from runner.telemetry.sinks.console import print_line
-from runner.train import stop
 
 _LATER = 5.0  # seconds that runs have longer than `shutdown.timeout`, until the sweep ends
 _ASK = 10.0  # seconds between two questions to Slurm, which many users share
@@ -73,7 +72,7 @@ def run_sweep(
         except Exception:  # of Hydra's sweeper or launcher
             print_line(traceback.format_exc().rstrip(), sys.stderr)
         finally:
-            stop.defer()  # the record is written whole
+            signals.defer()  # the record is written whole
             record = _end(sweep, code, interrupted, search)
             if record.state == "interrupted":
                 print_line(live.interruption(record, search), sys.stderr)
@@ -179,7 +178,7 @@ def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:
     told = set[int]()
 
     def pass_on() -> None:
-        if not (number := stop.requested()):
+        if not (number := signals.requested()):
             return
         with changed(sweep) as record:
             record.state = "interrupted"  # no further run begins
@@ -189,12 +188,12 @@ def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    stop.defer()  # a signal is passed on to the runs
+    signals.defer()  # a signal is passed on to the runs
     try:
         with _repeated(pass_on):
             launch()
     except Exception:
-        if not stop.requested():  # else it follows from the end of the runs
+        if not signals.requested():  # else it follows from the end of the runs
             raise
     signals.raise_noted()
 

@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
-from hydra.utils import get_object
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,7 +40,7 @@ def _may_be_called(one: Recorded) -> bool:
     if _runs_code(one):
         return False
     try:
-        made = get_object(one.target)
+        made = _named(one.target)
     except Exception:  # there is none, which is reported where it would be called
         return True
     if isinstance(made, type):
@@ -48,6 +48,18 @@ def _may_be_called(one: Recorded) -> bool:
     if inspect.ismethod(made):
         return made.__name__ in _METHODS and _is_of_transformers(made.__self__)
     return _is_factory(one.target, made)
+
+
+def _named(target: str) -> Any:
+    """Return what a dotted name stands for, found as Hydra finds it."""
+    path, *parts = target.split(".")
+    found: Any = import_module(path)
+    for part in parts:
+        path = f"{path}.{part}"
+        if not hasattr(found, part):
+            import_module(path)
+        found = getattr(found, part)
+    return found
 
 
 def _runs_code(one: Recorded) -> bool:

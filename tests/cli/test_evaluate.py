@@ -5,6 +5,7 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from torch.nn.functional import cross_entropy
 
 from runner.cli.main import main
@@ -24,6 +25,7 @@ GPT = [
     *("model=gpt", "model.layers=2", "model.width=16", "model.heads=2", "model.context=16"),
     *("data.kind=tokens", "data.sequence_length=16", "data.vocabulary=256"),
 ]
+OWN = "tests.verify.nets.Normed"
 pytestmark = pytest.mark.xdist_group("evaluate")  # it trains once
 
 
@@ -54,7 +56,7 @@ def last(run):
 def evaluated(capsys, *words):
     """What ``evaluate`` prints: values by key, and the line above them."""
     capsys.readouterr()
-    assert main(["evaluate", *map(str, words)]) == 0
+    assert main(["evaluate", *map(str, words), "trust=true"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     head, *lines = said.out.splitlines()
@@ -108,7 +110,8 @@ def test_wrong_requests_are_refused(single, words, message, outputs, capsys, tmp
         (tmp_path / name).mkdir()
     (tmp_path / "sweep" / files.SWEEP).write_text("{}")
     shutil.copy(single / files.CONFIG, tmp_path / "bare")
-    assert main(words.format(run=single).split()) == 2
+    trust = ["trust=true"] * words.startswith("evaluate")
+    assert main([*words.format(run=single).split(), *trust]) == 2
     assert message in capsys.readouterr().err
     assert not outputs.exists()
 
@@ -121,15 +124,76 @@ def test_damage_another_model_and_no_data_end_with_one_line(single, tmp_path, ca
     assert "does not hold" in said
     assert "Traceback" not in said
     stream = ["data=own", "data.train._target_=tests.verify.nets.Images"]
-    assert main(["evaluate", str(run), *stream, "sweep.objective=train/loss"]) == 1
+    assert main(["evaluate", str(run), *stream, "trust=true", "sweep.objective=train/loss"]) == 1
     assert "there is no held-out data to evaluate on" in capsys.readouterr().err
     shard = next((run / "checkpoints/final").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-7])
-    assert main(["evaluate", str(run)]) == 1
+    assert main(["evaluate", str(run), "trust=true"]) == 1
     assert "is damaged: its sha256 is not that of the manifest" in capsys.readouterr().err
-    assert main(["evaluate", str(run), "--checkpoint", "last"]) == 0
+    assert main(["evaluate", str(run), "--checkpoint", "last", "trust=true"]) == 0
     assert main(["export", str(run)]) == 1
     assert not list(run.glob("model*"))
+
+
+STRANGE = [
+    # Nothing of these is imported.
+    {
+        "model._target_": "own.Net",
+        "data._target_": "torch.load",
+        "loss._target_": "builtins.open",
+        "clip._target_": "torch.nn.ReLU",
+        "callbacks.0._target_": "pathlib.Path.write_text",
+        "eval.metrics.0._target_": "os.system",
+        "optimizer.nested.0.deep._target_": "runner.run_folder.strict_json.write_text",
+    },
+    # These have names like what is called, and are something else.
+    {
+        "model._target_": "torch.nn.utils.clip_grad_norm_",
+        "data._target_": "torch.utils.data.DataLoader",
+        "scheduler._target_": "transformers.Trainer",
+        "optimizer.hook._target_": "torch.utils.data.random_split",
+        "loss._target_": "timm.create_model",  # with arguments by which it loads pickles
+    },
+]
+
+
+@pytest.mark.parametrize("targets", STRANGE)
+def test_a_record_calls_what_it_names_only_if_that_is_known_or_trusted(
+    single, targets, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    shutil.copytree(single, run)
+    file = run / files.CONFIG
+    config = yaml.safe_load(file.read_text())
+    config |= {"trust": True, "callbacks": [{}], "loss": {"checkpoint_path": "x"}}
+    config["eval"]["metrics"] = [{"_target_": "torchmetrics.F1Score"}]
+    config["optimizer"] |= {"nested": [{"deep": {"file": "x"}}], "hook": {}}
+    config["model"] |= {"_target_": "runner.models.cnn.DigitsCNN"}
+    config["callbacks"][0] = {"_target_": "runner.train.callbacks.EarlyStopping"}
+    for key, target in targets.items():
+        section = config
+        for part in key.split(".")[:-1]:
+            section = section[int(part) if isinstance(section, list) else part]
+        section["_target_"] = target
+    file.write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    assert main(["evaluate", str(run)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 + len(targets)
+    for key, target in targets.items():
+        [line] = [line for line in said if line.startswith(f"  {key}={target} ")]
+        assert "add trust=true, or type" in line
+    assert main(["export", str(run)]) == 0  # it calls nothing
+
+
+def test_a_run_of_ones_own_class_is_evaluated_once_it_is_typed_again(single, tmp_path, capsys):
+    assert main(["evaluate", str(single)]) == 2
+    assert f"add trust=true, or type model._target_={OWN}" in capsys.readouterr().err
+    options = tmp_path / "conf" / "model"
+    options.mkdir(parents=True)
+    (options / "mine.yaml").write_text(f"_target_: {OWN}\n")
+    for words in ([f"model={OWN}"], ["--config-dir", str(tmp_path / "conf")]):
+        assert main(["evaluate", str(single), *words]) == 0
 
 
 def loss_of(file, run):

@@ -71,12 +71,62 @@ def _inside(parts):
     )
 
 
+# Mappings whose keys are of any type, as labels of classes are: {0:cat,1:dog}.
+NAMED = st.one_of(
+    *(st.integers(-3, 10**12).map(str), st.floats().map(str), TEXT, st.sampled_from(ODD)),
+    st.sampled_from(["true", "false", "null", "nan", "inf", "''", "'a b'", "api_key", "_target_"]),
+    st.from_regex(r"[a-z_]{1,6}", fullmatch=True),
+)
+LEAF = st.one_of(
+    *(
+        st.integers(-9, 9).map(str),
+        st.floats().map(str),
+        st.from_regex(r"[a-z]{1,6}", fullmatch=True),
+    ),
+    st.sampled_from(
+        ["true", "null", "'a b'", "[1,a]", "'${oc.env:HOME}'", "'${seed}'", "torch.nn.GELU"]
+    ),
+)
+
+
+def _mapping(parts):
+    pairs = st.lists(st.builds("{}:{}".format, NAMED, parts), min_size=1, max_size=4)
+    mapping = pairs.map(",".join).map("{{{}}}".format)
+    return st.one_of(
+        mapping, mapping, st.lists(mapping, max_size=2).map(",".join).map("[{}]".format)
+    )
+
+
+MAPPING = st.recursive(LEAF, _mapping, max_leaves=6).filter(lambda text: "{" in text)
+SECTION = st.sampled_from(
+    [
+        *(
+            "+model.labels",
+            "+data.labels",
+            "+optimizer.labels",
+            "+scheduler.labels",
+            "++loss.labels",
+        ),
+        *("callbacks", "eval.metrics", "clip.groups", "clip.units", "model", "+model", "tracker"),
+        *("data.train", "~hydra", "hydra", "~model", "hydra.job.env_set", "+hydra.job.env_set"),
+        *(
+            "plugin.tp_plan",
+            "hydra.sweeper.params",
+            "sweep",
+            "tracker.tags",
+            "seed",
+            "+x",
+            "resume",
+        ),
+    ]
+)
 VALUE = st.one_of(PLAIN, st.recursive(PLAIN, _inside, max_leaves=6))
 SIGNS = st.sampled_from(["", "", "", "", "+", "++", "~"])
 FLAGS = ["-m", "--multirun", "--cfg", "-c", "--info", "-x", "--", "-", "=", "", " "]
 OVERRIDE = st.one_of(
     st.builds("{}{}={}".format, SIGNS, KEY, VALUE),
     st.builds("{}={}".format, GROUP, st.sampled_from(NAMES)),
+    st.builds("{}={}".format, SECTION, MAPPING),
     *(KEY.map("~{}".format), KEY, st.sampled_from(FLAGS), TEXT),
 )
 

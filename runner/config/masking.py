@@ -29,7 +29,7 @@ _ABOUT = re.compile(
 )
 _ALWAYS = re.compile(
     r"(^|_)(passwords?|passwd|passphrases?|passcode|secrets?|credentials?|creds|bearer"
-    r"|authorization|cookies?|jwt|webhook|connection_string|env_set"
+    r"|authorization|cookies?|jwt|webhook|env_set"
     r"|(api|access|secret|private|auth|encryption|decryption|signing|account|master|service"
     r"|licen[sc]e|ssh|rsa|pgp|gpg|hmac|aes|deploy|storage|subscription|openai|anthropic|wandb|hf"
     r"|aws|azure|google|github|gitlab|kaggle|comet|neptune)_?keys?"
@@ -81,6 +81,8 @@ def is_secret(key: str) -> bool:
 
 def _names_secret(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
+    if words[-2:] == ["connection", "string"]:
+        return True
     while words and (words[-1].isdecimal() or words[-1] in _WHICH):
         words.pop()
     if not words or _ABOUT.fullmatch(words[-1]):
@@ -101,7 +103,7 @@ def _is_open(key: str, value: Any) -> bool:
     if value is None or isinstance(value, bool):
         return True
     text = str(value).strip()
-    if text.lower() in ("", "null", "true", "false", "''", '""', "???", MASK):
+    if text.lower() in ("", "null", "none", "true", "false", "''", '""', "???", MASK):
         return True
     if key.lower().endswith("token") and text.isdecimal() and len(text) <= 6:
         return True  # its number in a vocabulary

@@ -19,9 +19,10 @@ def single(tmp_path_factory):
     """One process, with secrets, recorded by wandb: its folder, its output and the secrets."""
     home, planted = tmp_path_factory.mktemp("single"), Planted()
     words = [*WORDS, *planted.words, "data.batch_size=32", "tracker.mode=offline"]
-    out, _ = run_here(*words, env=environment_at(home) | planted.variables)
+    out, err = run_here(*words, env=environment_at(home) | planted.variables)
     wandb.teardown()  # other tests have another home
-    return SimpleNamespace(folder=only_run(home / "outputs"), printed=out, planted=planted)
+    folder = only_run(home / "outputs")
+    return SimpleNamespace(folder=folder, printed=out, planted=planted, warned=err)
 
 
 @pytest.fixture(scope="session")

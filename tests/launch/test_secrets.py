@@ -1,11 +1,15 @@
-"""Secrets, and values of the environment, are in no file that a command leaves."""
+"""Secrets, and values of the environment, are in no file that a command leaves, and not printed."""
 
+import os
 import secrets
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
+from runner.cli.main import main
+from runner.config.masking import hidden, is_secret, masked, masked_words
 from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read
 
@@ -25,13 +29,53 @@ class Secretive(DigitsCNN):
         return super().forward(images)
 
 
+SECRET_KEYS = """
+api_key apikey apiKey access_key secret_key aws_secret_access_key awsSecretAccessKey private_key
+ssh_key signing_key encryption_key account_key openai_key wandb_key api_key_2 password passwd
+passphrase db_password user_password db_pass secret client_secret secrets credentials
+gcp_credentials token access_token auth_token bearer_token refresh_token github_token gitlab_token
+slack_bot_token id_token hf_token hub_token my_token tokenOfMine.token use_auth_token api_tokens
+bearer authorization auth cookie webhook connection_string jwt
+"""
+KEYS = SECRET_KEYS.split()
+"""Keys whose words say that their value is secret."""
+
+PARTS = [
+    "+model.at_{n}=https://{s}@host/x",
+    "+model.at_{n}='https://user:{s}@host:80/x?a=b'",
+    "+model.at_{n}=postgresql+psycopg2://user:{s}@host/x",
+    "+model.at_{n}='see https://{s}:x-oauth-basic@host/x, please'",
+    "+model.at_{n}='https://host/x?a=b&access_token={s}'",
+    "+model.at_{n}='https://host/x?sv=2024&sig={s}'",
+    "+model.at_{n}='${{oc.env:NO_SUCH_NAME,{s}}}'",
+    "+model.at_{n}=\"${{oc.env:NO_SUCH_NAME,'{s}'}}\"",
+    "+model.at_{n}='x ${{oc.env:NO_SUCH_TOKEN,{s}}} y'",
+    "+model.at_{n}={{deep:[{{github_token:{s}}}]}}",
+    "+model.at_{n}={{0:cat,password:{s}}}",
+    "+model.credentials_{n}.whatever={s}",
+    "+model.credentials.of_{n}={{a:b,c:[{s}]}}",
+    "+model.at_{n}=[--password,{s}]",
+    "+model.at_{n}='Authorization: Bearer {s}9'",
+    "+model.at_{n}='curl --token {s} host'",
+    '+model.at_{n}=\'{{"api_key":"{s}"}}\'',
+    "+model.at_{n}='password={s} host=x'",
+    "tracker.tags=['{s}']",  # the value of a variable
+    "+hydra.job.env_set.RUNNER_TESTS_{n}={s}",
+    "+model.at_{n}='the {s} of GH_TOKEN'",  # the value of a variable
+    "+model.at_{n}={{{s}:1}}",  # the value of a variable
+]
+"""Other ways: the user part of URLs, defaults of variables, texts, values of variables."""
+
+OF_VARIABLES = {18: "RUNNER_TESTS_PASSWORD", 20: "GH_TOKEN", 21: "RUNNER_API_KEY"}
+
 RECORDED = {
     "direct": "${oc.env:HF_TOKEN}",
     "longer": "https://user:${oc.env:PART}@host/x",
-    "password": "${oc.env:UNDER_KEY}",
+    "under.password": "${oc.env:UNDER_KEY}",
     "api_key": "***",
+    "id2label": {0: "cat", 1: "dog"},
 }
-"""How the overrides of :class:`Planted` are recorded."""
+"""How some overrides of :class:`Planted` are recorded."""
 
 
 class Planted:
@@ -40,33 +84,101 @@ class Planted:
     def __init__(self) -> None:
         names = ("HF_TOKEN", "PART", "UNDER_KEY")
         self.variables = {name: secrets.token_hex(12) for name in names}
-        typed = secrets.token_hex(12)
-        self.all = [*self.variables.values(), typed]
         self.words = [
             "model._target_=tests.launch.test_secrets.Secretive",
             "+model.direct='${oc.env:HF_TOKEN}'",
             "+model.longer='https://user:${oc.env:PART}@host/x'",
-            "+model.password='${oc.env:UNDER_KEY}'",
-            f"+model.api_key={typed}",
+            "+model.copied='it is ${model.direct}'",
+            "+model.under={password:'${oc.env:UNDER_KEY}'}",
+            "+model.id2label={0:cat,1:dog}",
         ]
+        self.typed = [secrets.token_hex(12) for _ in (*KEYS, *PARTS)]
+        for number, (key, secret) in enumerate(zip(KEYS, self.typed, strict=False)):
+            section = "model" if number % 2 else "model.others"
+            self.words.append(f"+{section}.{key}={secret}")
+        for number, (word, secret) in enumerate(zip(PARTS, self.typed[len(KEYS) :], strict=True)):
+            self.words.append(word.format(n=number, s=secret))
+            if number in OF_VARIABLES:
+                self.variables[OF_VARIABLES[number]] = secret
+        self.all = [*self.variables.values(), *self.typed]
+
+    def ways_in(self, content: bytes):
+        """The secrets that stand in a content, each by its way."""
+        ways = dict(zip(self.typed, (*KEYS, *PARTS), strict=True))
+        return [ways.get(one, one) for one in self.all if one.encode() in content]
 
 
 def leaks(planted, folder: Path):
-    """Files in which a planted secret stands."""
+    """Files in which a planted secret stands, with the ways that it was given."""
     files = [file for file in folder.rglob("*") if file.is_file()]
-    return [one for one in files if any(each.encode() in one.read_bytes() for each in planted.all)]
+    found = {file.name: planted.ways_in(file.read_bytes()) for file in files}
+    return {name: ways for name, ways in found.items() if ways}
 
 
-def test_a_run_leaves_no_secret(single):
-    folder = single.folder
-    assert leaks(single.planted, folder) == []
+def test_a_run_leaves_no_secret_in_any_file_and_on_the_terminal(single):
+    folder, planted = single.folder, single.planted
+    assert len(planted.all) >= 60
+    assert leaks(planted, folder) == {}
+    assert planted.ways_in((single.printed + single.warned).encode()) == []
     model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
-    assert model.items() >= RECORDED.items()
     composed, overrides = (
         yaml.safe_load((folder / ".hydra" / f"{name}.yaml").read_text())
         for name in ("config", "overrides")
     )
-    assert composed["model"].items() >= RECORDED.items()
+    for recorded in (model, composed["model"]):
+        found = {**recorded["others"], **recorded, "under.password": recorded["under"]["password"]}
+        assert found.items() >= RECORDED.items()
     assert composed["clip"]["threshold"] == 0.25
-    assert "+model.api_key=***" in overrides
-    assert read(folder / "checkpoints" / "final", "manifest.json")["config"]["model"] == model
+    assert "+model.others.api_key=***" in overrides
+    saved = read(folder / "checkpoints" / "final", "manifest.json")["config"]["model"]
+    assert saved["others"] == model["others"]
+
+
+PRINTS = ["--cfg job", "--cfg hydra", "--cfg all", "--cfg all --resolve", "--help", "--help model"]
+PRINTS += ["--info", "--info=config", "seed=no", "plan seed=no", "-m seed=1,2 sweep.zip=[nope]"]
+
+
+@pytest.mark.parametrize("words", PRINTS)
+def test_nothing_that_is_printed_shows_a_secret(words, capsys, outputs):
+    planted = Planted()
+    command, *rest = words.split()
+    with patch.dict(os.environ, planted.variables):
+        # A value of a wrong type is quoted by a refusal.
+        main([command, *rest, *planted.words, f"clip.threshold.password={planted.typed[0]}"])
+        main([command, *rest, *planted.words])
+    said = capsys.readouterr()
+    assert "***" in said.out + said.err
+    assert planted.ways_in((said.out + said.err).encode()) == []
+    assert not outputs.exists()
+
+
+ORDINARY_KEYS = """
+pad_token eos_token bos_token mask_token cls_token class_token image_token decoder_start_token
+pad_token_id eos_token_id token_id tokens max_tokens num_tokens tokens_per_sample reg_tokens
+additional_special_tokens tokenizer key keys sort_key query_key public_key key_padding_mask
+keypoints
+monkey author secretary password_file secret_dim forward_pass PWD OLDPWD SSH_AUTH_SOCK
+TOKENIZERS_PARALLELISM
+"""
+SHOWN = {
+    "a": "${oc.env:DATA,/data/x}",
+    "b": "${oc.env:RATE,0.1}",
+    "c": "${oc.env:DEVICE,auto}",
+    "d": "ssh://git@host/x",
+    "e": "https://host/x@1.2",
+    "f": "abfss://container@account.host/x",
+    "use_auth_token": True,
+    "token": None,
+    "eos_token": "</s>",
+    "my_token": 50256,
+}
+
+
+def test_what_is_ordinary_is_shown():
+    assert [key for key in KEYS if not is_secret(key)] == []
+    assert [key for key in ORDINARY_KEYS.split() if is_secret(key)] == []
+    assert masked(SHOWN) == SHOWN
+    words = [f"+model.{key}={value}" for key, value in SHOWN.items()]
+    assert masked_words(words) == words
+    text = "token: must be given, and a password: too; loss=0.25 at https://host/x, eos_token=</s>"
+    assert hidden(text) == text

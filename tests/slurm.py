@@ -2,7 +2,8 @@
 
 It needs root and Debian's packages slurm-wlm and munge; a test that asks for it is skipped where
 they are missing. The nodes n1 and n2 are both this machine, so that ranks find each other at
-127.0.0.1. There is no accounting database: ``sacct`` fails.
+127.0.0.1. Jobs of the partition urgent pre-empt those of the default one, with a grace time. There
+is no accounting database: ``sacct`` fails.
 """
 
 import os
@@ -44,7 +45,10 @@ MailProg=/bin/true
 NodeName=DEFAULT CPUs=2 RealMemory=4000
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
-PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=test Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
 
 
@@ -60,6 +64,10 @@ class Slurm:
 
     def job(self, number):
         return self("scontrol", "show", "job", number)
+
+    def preempt(self):
+        """Pre-empt all jobs by one that takes both nodes for a moment."""
+        self("srun", "--partition=urgent", "--exclusive", "--nodes=2", "true")
 
     def restart(self, number):
         """Start a job that was queued again at once; by default Slurm waits two minutes."""
@@ -97,7 +105,11 @@ def running(home, environment):
         ]:
             stops.callback(_stop, home / f"{name}.pid")
             subprocess.run(command, env=slurm.environment, check=True, timeout=600)
-        idle = lambda: slurm("sinfo", "--noheader", "--Node", "--format=%T").split()  # noqa: E731
+
+        def idle():
+            asked = ["--noheader", "--Node", "--partition=test", "--format=%T"]
+            return slurm("sinfo", *asked).split()
+
         wait_for(lambda: idle() == ["idle"] * len(NODES), shown=idle)
         stops.callback(_cancel, slurm)
         yield slurm

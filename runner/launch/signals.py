@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -97,15 +98,35 @@ def last_words(function: Callable[[int, str], object]) -> Iterator[None]:
 
 
 def requeue() -> None:
-    """Let Slurm start this job again if SIGUSR1 stopped it; the first rank asks for it."""
+    """Let Slurm start this job again if SIGUSR1 stopped it, or Slurm pre-empts it.
+
+    Slurm takes a job that ends by itself within its grace time for one that failed. The first rank
+    asks.
+    """
     job = slurm_job()
     first = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
-    if _State.number != signal.SIGUSR1 or not job or not first:
+    if not job or not first or _State.number not in (signal.SIGUSR1, signal.SIGTERM):
+        return
+    if _State.number == signal.SIGTERM and not _is_preempted(job):
         return
     try:
         subprocess.run(["scontrol", "requeue", job], check=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"clip-runner: Slurm does not start the job again: {error}", file=sys.stderr)
+
+
+def _is_preempted(job: str) -> bool:
+    """Return whether Slurm pre-empts a job that runs; one that a user cancels no longer does."""
+    command = ["scontrol", "--oneliner", "show", "job", job]
+    try:
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    fields = dict(re.findall(r"(\w+)=(\S+)", said.stdout))
+    preempted = fields.get("PreemptTime", "None")
+    started = fields.get("StartTime", "None")
+    # The time of an earlier pre-emption may remain; times in ISO 8601 are ordered as text.
+    return fields.get("JobState") == "RUNNING" and preempted != "None" and preempted >= started
 
 
 @contextmanager

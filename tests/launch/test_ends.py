@@ -19,6 +19,7 @@ CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIG
 LOST = "rank 1 hangs or was killed: the others lost the connection, or waited for more"
 FAULTS = ["memory", "raise", "die", "kill", "hang", "none", "late"]
 slow = pytest.mark.slow
+RUNNING = "JobState=RUNNING"
 swept = pytest.mark.xdist_group("ends")  # one worker makes the sweep
 
 
@@ -106,18 +107,27 @@ def test_sigkill_of_the_command_ends_its_ranks(environment):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "to"),
+    ("ranks", "number", "to", "job", "again"),
     [
-        (SINGLE, signal.SIGUSR1, "the command"),
-        (DDP, signal.SIGTERM, "all"),
-        pytest.param(DDP, signal.SIGINT, "the command", marks=slow),
+        (SINGLE, signal.SIGUSR1, "the command", "", True),
+        (DDP, signal.SIGTERM, "all", f"{RUNNING} StartTime=20 PreemptTime=21", True),
+        pytest.param(DDP, signal.SIGINT, "the command", "", False, marks=slow),
+        *(
+            pytest.param(SINGLE, signal.SIGTERM, "the command", job, False, marks=slow)
+            for job in (
+                f"{RUNNING} StartTime=20 PreemptTime=None",
+                f"{RUNNING} StartTime=20 PreemptTime=19",
+                "JobState=CANCELLED StartTime=20 PreemptTime=21",
+            )
+        ),
     ],
 )
-def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, number, to):
-    """With a checkpoint; Slurm is asked to start the job again after SIGUSR1 alone."""
+def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, number, to, job, again):
+    """With a checkpoint; after SIGUSR1 or a pre-emption Slurm is asked to start the job again."""
     program, told = tmp_path / "bin" / "scontrol", tmp_path / "told"
     program.parent.mkdir()
-    text = f'#!/bin/sh\necho "$@" > {told}\ncat $RUNNER_OUTPUTS/runs/*/status.json >> {told}\n'
+    text = f'#!/bin/sh\nif [ "$1" = --oneliner ]; then echo "{job}"; exit; fi\n'
+    text += f'echo "$@" > {told}\ncat $RUNNER_OUTPUTS/runs/*/status.json >> {told}\n'
     program.write_text(text)
     program.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "PATH": f"{program.parent}:{environment['PATH']}"}
@@ -135,7 +145,7 @@ def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, numb
         assert [row["train/step"] for row in rows] == [*range(1, len(rows) + 1)]
         [saved] = (run.folder / "checkpoints").glob("step_*")
         assert saved.name == f"step_{len(rows):09d}"
-    assert told.exists() == (number == signal.SIGUSR1)
+    assert told.exists() == again
     if told.exists():  # after the record is complete
         assert told.read_text().startswith("requeue 7\n")
         assert '"state": "interrupted"' in told.read_text()

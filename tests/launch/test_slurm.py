@@ -45,12 +45,59 @@ def job(slurm, tmp_path):
     return start
 
 
+@pytest.fixture
+def tasks(slurm, tmp_path):
+    """Start a command as two tasks of srun; return the number of its job, and where it prints."""
+
+    def start(command):
+        script, printed = tmp_path / "tasks.sh", tmp_path / "printed"
+        script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=1 bash -c '{command}'\n")
+        options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+        number = slurm("sbatch", "--parsable", f"--output={printed}", *options, str(script))
+        return number, printed
+
+    return start
+
+
 def assert_is_one_machine(environment, tmp_path, *words):
     words = [*words, "plugin.nproc=2", f"hydra.run.dir={tmp_path / 'one'}"]
     run_here(*words, env=environment)
     assert rows_of(only_run(environment["RUNNER_OUTPUTS"])) == rows_of(tmp_path / "one")
 
 
+def test_tasks_of_srun_are_one_run_that_goes_on_after_a_pre_emption_with_a_grace_time(
+    slurm, tasks, environment, tmp_path
+):
+    words = [*WORDS, "train.max_duration=200ba", "checkpoint.interval=50ba"]
+    number, printed = tasks(f"{sys.executable} -m runner {' '.join(words)}")
+    runs = Path(environment["RUNNER_OUTPUTS"]) / "runs"
+
+    def reached(step):
+        statuses = [read(file.parent) for file in runs.glob("*/status.json")]
+        return any(status["step"] > step for status in statuses)
+
+    wait_for(lambda: reached(5), shown=printed.read_text)
+    slurm.preempt()
+    slurm.restart(number)
+    wait_for(lambda: reached(199), shown=printed.read_text)
+    wait_for(lambda: "COMPLETED" in slurm.job(number), shown=printed.read_text)
+    assert len(read(only_run(runs.parent))["resumed"]) == 1
+    assert read(only_run(runs.parent), "summary.json")["world_size"] == 2
+    assert_is_one_machine(environment, tmp_path, *words)
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_with_different_commands_are_all_refused(slurm, tasks, environment):
+    words = [*WORDS, "clip.threshold=$((SLURM_PROCID+1))"]
+    number, printed = tasks(f"{sys.executable} -m runner {' '.join(words)}")
+    wait_for(lambda: "FAILED" in slurm.job(number), shown=printed.read_text)
+    told = "clip.threshold=1  on rank 0, and 2 on rank 1: start every rank by the same command"
+    assert printed.read_text().count(told) == 2  # once on each machine
+    assert printed.read_text().count("Exited with exit code 2") == 2
+    assert not Path(environment["RUNNER_OUTPUTS"]).exists()
+
+
+@pytest.mark.slow
 def test_a_job_on_two_nodes_that_is_pre_empted_goes_on(slurm, job, environment, tmp_path):
     words = [*WORDS, "train.max_duration=200ba", "checkpoint.interval=50ba"]
     number, status = job(*words)

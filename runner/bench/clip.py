@@ -7,7 +7,6 @@ clipping, changes them; they are restored outside of the measured time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -26,16 +25,18 @@ from runner.models.gpt import GPT
 from runner.run_folder.strict_json import JsonlSink
 from runner.telemetry.meter import Meter, StepMetrics
 
-# Thresholds of ``norm``, as multiples of the norm, and standard deviation of the elements.
-BINDING, FREE, SCALE = 0.5, 2.0, 1e-3
+# Thresholds of ``norm``, as multiples of the norm.
+BINDING = 0.5
+FREE = 2.0
+SCALE = 1e-3  # standard deviation of the elements of gradients
 # Thresholds of ``adaptive``: below the ratio of almost every unit, and above all; of ``value``, by
 # the share of normally distributed elements that they clip.
 ADAPTIVE = {"ours": 1e-3, "nothing clipped": 1e3}
 VALUE = {"10 % clipped": 1.645 * SCALE, "nothing clipped": 1e3}
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "sgd+momentum": partial(torch.optim.SGD, lr=1e-4, momentum=0.9, fused=True),
-    "adamw": partial(torch.optim.AdamW, lr=1e-4, fused=True),
+    "sgd+momentum": lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
 }
 
 
@@ -44,9 +45,11 @@ class Subject:
 
     def __init__(self, name: str, model: nn.Module, setting: Setting) -> None:
         torch.manual_seed(0)
-        self.name, self.setting, self.model = name, setting, model.to(setting.device)
+        self.name = name
+        self.setting = setting
+        self.model = model.to(setting.device)
         self.parameters = list(self.model.parameters())
-        self._saved = [torch.randn_like(each).mul_(SCALE) for each in self.parameters]
+        self._saved = [torch.randn_like(parameter).mul_(SCALE) for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, self._saved, strict=True):
             parameter.grad = gradient.clone()
         self.norm = float(nn.utils.get_total_norm(self._saved))
@@ -63,7 +66,8 @@ class Subject:
         return timed
 
     def clipping(self, name: str, **options: Any) -> Side:
-        mode, layout = build(name, **options), Layout.of_model(self.model)
+        mode = build(name, **options)
+        layout = Layout.of_model(self.model)
         mode.bind(layout)
         push = telemetry(self.setting.folder)
         return self.side(torch.no_grad()(lambda: push(mode.clip(layout))))
@@ -71,11 +75,21 @@ class Subject:
 
 def telemetry(folder: Path) -> Callable[[Decision], None]:
     """Return the record of a training: every decision becomes a row of a file in ``folder``."""
-    meter, steps = Meter([JsonlSink(folder / f"rows-{token_hex(4)}.jsonl")]), count(1)
+    meter = Meter([JsonlSink(folder / f"rows-{token_hex(4)}.jsonl")])
+    steps = count(1)
 
     def push(decision: Decision) -> None:
         step = next(steps)
-        meter.push(StepMetrics(step, 0.0, decision, 0.1, step, 0, 0.001))
+        metrics = StepMetrics(
+            step=step,
+            loss=0.0,
+            decision=decision,
+            lr=0.1,
+            samples=step,
+            tokens=0,
+            seconds=0.001,
+        )
+        meter.push(metrics)
 
     return push
 
@@ -97,21 +111,22 @@ def rows(setting: Setting) -> Iterator[Row]:
         "resnet34": torchvision.models.resnet34,
         "vit_b_16": torchvision.models.vit_b_16,
         "gpt 12x384": gpt,
-        "2,000 x 64": partial(small, 2_000),
+        "2,000 x 64": lambda: small(2_000),
     }
     if setting.quick:
-        models = {"gpt 2x96": partial(gpt, 2, 96), "200 x 64": partial(small, 200)}
+        models = {"gpt 2x96": lambda: gpt(2, 96), "200 x 64": lambda: small(200)}
     for name, make in models.items():
         subject = Subject(name, make(), setting)
-        for of, optimizer in OPTIMIZERS.items():
-            yield from _steps(subject, of, optimizer(subject.parameters))
+        for optimizer, make_optimizer in OPTIMIZERS.items():
+            yield from _steps(subject, optimizer, make_optimizer(subject.parameters))
         yield from _adaptive(subject)
         yield from _value(subject)
 
 
 def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:
     """Measure a threshold that binds and one that does not, against the same bare steps."""
-    norm, push = subject.norm, telemetry(subject.setting.folder)
+    norm = subject.norm
+    push = telemetry(subject.setting.folder)
     _, wrapped, *_ = Booster().boost(subject.model, optimizer)
 
     def torchs() -> None:
@@ -126,8 +141,10 @@ def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:
     sides |= {"binding": ours(BINDING), "not binding": ours(FREE)}
     times = interleave(sides, subject.setting.pairs())
     for binds, limit in (("binding", 0.50), ("not binding", 0.35)):
-        what, most = f"{subject.name}, {name}, {binds}", 0.60 if subject.small else limit
-        yield compared(what, times, binds, "torch", most, bare="step")
+        what = f"{subject.name}, {name}, {binds}"
+        yield compared(
+            what, times, binds, "torch", limit=0.60 if subject.small else limit, bare="step"
+        )
 
 
 def _adaptive(subject: Subject) -> Iterator[Row]:
@@ -150,19 +167,26 @@ def _adaptive(subject: Subject) -> Iterator[Row]:
         sides["timm"] = subject.side(lambda: clip(subject.parameters, ADAPTIVE["ours"], eps=1e-3))
     times = interleave(sides, subject.setting.pairs())
     for name in list(sides)[1:]:
-        most = 1.35 if name == "ours" and not subject.small else None
+        limit_of_ratio = 1.35 if name == "ours" and not subject.small else None
         what = f"{subject.name}, adaptive, {name} over the memory's limit"
-        yield compared(what, times, name, "limit", most)
+        yield compared(what, times, name, "limit", limit_of_ratio)
     if "timm" in times:
         yield compared(f"{subject.name}, adaptive, ours over timm", times, "ours", "timm", 0.5)
+
+
+def _clipping_by_value(subject: Subject, threshold: float) -> Side:
+    return subject.side(
+        lambda: nn.utils.clip_grad_value_(subject.parameters, threshold, foreach=True)
+    )
 
 
 def _value(subject: Subject) -> Iterator[Row]:
     """Measure against torch's clipping by value, which counts and measures nothing."""
     for share, threshold in VALUE.items():
-        torchs = partial(nn.utils.clip_grad_value_, subject.parameters, threshold, foreach=True)
-        sides = {"torch": subject.side(torchs)}
-        sides["ours"] = subject.clipping("value", threshold=threshold)
+        sides = {
+            "torch": _clipping_by_value(subject, threshold),
+            "ours": subject.clipping("value", threshold=threshold),
+        }
         times = interleave(sides, subject.setting.pairs())
         what = f"{subject.name}, value, {share} over torch's"
         yield compared(what, times, "ours", "torch", 1.5)

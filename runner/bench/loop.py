@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -39,7 +38,8 @@ from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train.trainer import Log, Trainer
 
-THRESHOLD, INTERVAL = 0.25, 50  # of the norm; steps between rows
+THRESHOLD = 0.25  # of the norm
+INTERVAL = 50  # steps between rows
 # Arguments, and the exit code of each command.
 ANSWERS = {"--help": 0, "--cfg job": 0, "clip.treshold=1 accumulation.steps=0": 2, "plan": 0}
 
@@ -66,7 +66,8 @@ class Task:
     def parts(self, plugin: Plugin | None = None) -> tuple[nn.Module, DataLoader[Any], Optimizer]:
         """Make the network, always with the same weights, its loader and its optimizer."""
         torch.manual_seed(0)
-        model, samples = self.make(), self.steps * self.batch
+        model = self.make()
+        samples = self.steps * self.batch
         data = Samples(torch.randn(samples, *self.shape), torch.randint(10, (samples,)))
         make: Any = DataLoader if plugin is None else plugin.prepare_dataloader
         loader = make(data, self.batch, shuffle=True, collate_fn=tuple)
@@ -81,10 +82,22 @@ def mlp() -> nn.Module:
 
 
 def tiny(setting: Setting) -> Task:
-    return Task("tiny MLP", mlp, (64,), 64, 50 if setting.quick else 200)
+    return Task(
+        name="tiny MLP",
+        make=mlp,
+        shape=(64,),
+        batch=64,
+        steps=50 if setting.quick else 200,
+    )
 
 
-LARGE = Task("resnet18", partial(torchvision.models.resnet18, num_classes=10), (3, 32, 32), 32, 6)
+LARGE = Task(
+    name="resnet18",
+    make=lambda: torchvision.models.resnet18(num_classes=10),
+    shape=(3, 32, 32),
+    batch=32,
+    steps=6,
+)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -93,29 +106,46 @@ def rows(setting: Setting) -> Iterator[Row]:
     1.00 is a bare PyTorch loop with clip_grad_norm_(foreach=True) and no record
     """
     small = tiny(setting)
-    tasks = [(small, 41, 1.00), *([] if setting.quick else [(LARGE, 15, 1.01)])]
     with recorded(setting) as sinks:
-        for task, pairs, limit in tasks:
-            sides = {"bare": partial(bare, task), "full": partial(trained, task, sinks)}
-            times = interleave(sides, setting.pairs(pairs))
-            what = f"{task.name}, JSONL and wandb offline, log.interval={INTERVAL}"
-            yield compared(what, times, "full", "bare", limit, steps=task.steps)
+        yield _against_bare(setting, small, sinks, pairs=41, limit=1.00)
+        if not setting.quick:
+            yield _against_bare(setting, LARGE, sinks, pairs=15, limit=1.01)
     if setting.peers:
-        loops = {"lightning": _fabric, "accelerate": _accelerate}
-        theirs = {name: partial(loop, small) for name, loop in loops.items() if find_spec(name)}
-        with warnings.catch_warnings(action="ignore"):  # of libraries, about what is not given
-            times = interleave({"bare": partial(bare, small), **theirs}, setting.pairs())
-        for name in theirs:
-            yield compared(f"{small.name}, {name}", times, name, "bare", steps=small.steps)
+        yield from _peers(setting, small)
     yield from on_ranks(ddp, 2, setting)
+
+
+def _against_bare(
+    setting: Setting, task: Task, sinks: Sequence[Sink], pairs: int, limit: float
+) -> Row:
+    sides = {"bare": lambda: bare(task), "full": lambda: trained(task, sinks)}
+    times = interleave(sides, setting.pairs(pairs))
+    what = f"{task.name}, JSONL and wandb offline, log.interval={INTERVAL}"
+    return compared(what, times, "full", "bare", limit, steps=task.steps)
+
+
+def _peers(setting: Setting, task: Task) -> Iterator[Row]:
+    """Measure the same loop in the libraries that are installed."""
+    sides: dict[str, Side] = {"bare": lambda: bare(task)}
+    if find_spec("lightning"):
+        sides["lightning"] = lambda: _fabric(task)
+    if find_spec("accelerate"):
+        sides["accelerate"] = lambda: _accelerate(task)
+    with warnings.catch_warnings(action="ignore"):  # of libraries, about missing arguments
+        times = interleave(sides, setting.pairs())
+    for name in list(sides)[1:]:
+        yield compared(f"{task.name}, {name}", times, name, "bare", steps=task.steps)
 
 
 def ddp(setting: Setting) -> list[Row]:
     """Measure one rank of several under ``ddp``: the same small network, half a batch each."""
-    task, plugin = tiny(setting), TorchDDPPlugin()
+    task = tiny(setting)
+    plugin = TorchDDPPlugin()
     sinks = [] if plugin.rank else [JsonlSink(setting.folder / "ddp.jsonl")]
-    sides = {"bare": slowest(partial(bare, task, plugin))}
-    sides["ours"] = slowest(partial(trained, task, sinks, plugin))
+    sides = {
+        "bare": slowest(lambda: bare(task, plugin)),
+        "ours": slowest(lambda: trained(task, sinks, plugin)),
+    }
     times = interleave(sides, setting.pairs())
     what = f"{task.name} under ddp, {plugin.world_size} ranks, JSONL, log.interval={INTERVAL}"
     steps = task.steps // plugin.world_size
@@ -160,9 +190,18 @@ class Continued(WandbSink):
 @contextmanager
 def recorded(setting: Setting) -> Iterator[list[Sink]]:
     """Context with the sinks of a run: a file of rows, and wandb offline."""
-    run: dict[str, Any] = dict.fromkeys(("project", "name", "job_type"), "bench")
-    run |= {"group": None, "tags": [], "run_id": new_run_id(), "config": {}}
-    wandb = Continued(setting.folder, mode="offline", timeout=60.0, **run)
+    wandb = Continued(
+        setting.folder,
+        mode="offline",
+        timeout=60.0,
+        project="bench",
+        name="bench",
+        job_type="bench",
+        group=None,
+        tags=[],
+        run_id=new_run_id(),
+        config={},
+    )
     try:
         with JsonlSink(setting.folder / "rows.jsonl") as file:
             yield [file, wandb]
@@ -192,11 +231,14 @@ def _fabric(task: Task) -> float:
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
-    network, plain, own = task.parts()
-    model, optimizer = fabric.setup(network, own)
-    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=THRESHOLD)
-    loader = fabric.setup_dataloaders(plain)
-    return plain_loop(model, loader, optimizer, fabric.backward, clip)
+    network, loader, optimizer = task.parts()
+    model, fabric_optimizer = fabric.setup(network, optimizer)
+    fabric_loader = fabric.setup_dataloaders(loader)
+
+    def clip() -> None:
+        fabric.clip_gradients(model, fabric_optimizer, max_norm=THRESHOLD)
+
+    return plain_loop(model, fabric_loader, fabric_optimizer, fabric.backward, clip)
 
 
 def _accelerate(task: Task) -> float:
@@ -204,7 +246,11 @@ def _accelerate(task: Task) -> float:
 
     accelerator = Accelerator(cpu=True)
     model, loader, optimizer = accelerator.prepare(*task.parts())
-    clip = partial(accelerator.clip_grad_norm_, list(model.parameters()), THRESHOLD)
+    parameters = list(model.parameters())
+
+    def clip() -> None:
+        accelerator.clip_grad_norm_(parameters, THRESHOLD)
+
     return plain_loop(model, loader, optimizer, accelerator.backward, clip)
 
 
@@ -213,10 +259,10 @@ def start(setting: Setting) -> Iterator[Row]:
 
     1.00 is python -c 'import torch'; in s: what a run takes besides its training and that import
     """
-    sides: dict[str, Side] = {"import": partial(_run, setting, "-c 'import torch'")}
+    sides: dict[str, Side] = {"import": lambda: _run(setting, "-c 'import torch'")}
     answers = list(ANSWERS)[: 1 if setting.quick else None]
-    for words in answers:
-        sides[words] = partial(_run, setting, f"-m runner {words}", ANSWERS[words])
+    for arguments in answers:
+        sides[arguments] = _command(setting, arguments)
 
     def outside() -> float:
         folder = setting.folder / f"run-{new_run_id()}"
@@ -225,20 +271,29 @@ def start(setting: Setting) -> Iterator[Row]:
 
     sides["run"] = outside
     times = interleave(sides, 1 if setting.quick else setting.pairs(7), 0 if setting.quick else 1)
-    for words in answers:
-        yield compared(f"python -m runner {words}", times, words, "import", 0.45)
-    more = [one - other for one, other in zip(times["run"], times["import"], strict=True)]
+    for arguments in answers:
+        yield compared(f"python -m runner {arguments}", times, arguments, "import", 0.45)
+    more = [run - imports for run, imports in zip(times["run"], times["import"], strict=True)]
     what = "a run of one step, beyond that step and import torch"
     yield row(what, more, 4.0, "s")
+
+
+def _command(setting: Setting, arguments: str) -> Side:
+    return lambda: _run(setting, f"-m runner {arguments}", ANSWERS[arguments])
 
 
 def _run(setting: Setting, words: str, code: int = 0) -> float:
     """Run a command in a process of its own; return the seconds."""
     started = time.perf_counter()
-    own = {"WANDB_MODE": "offline", "RUNNER_OUTPUTS": str(setting.folder / "outputs")}
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "RUNNER_OUTPUTS": str(setting.folder / "outputs"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     ended = subprocess.run(
         [sys.executable, *shlex.split(words)],
-        env={**os.environ, **own, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env=environment,
         cwd=setting.folder,
         capture_output=True,
         timeout=300,

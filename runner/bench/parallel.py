@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from runner.launch.supervise import train
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,
     "tensor": TensorParallelPlugin,
-    "2-D mesh": partial(HybridParallelPlugin, tp_size=2, dp_size=2, zero_stage=2),
+    "2-D mesh": lambda: HybridParallelPlugin(tp_size=2, dp_size=2, zero_stage=2),
 }
 
 
@@ -38,12 +38,13 @@ def on_ranks(measure: Callable[[Setting], list[Row]], number: int, setting: Sett
     [job] = request(words).jobs
     folder = setting.folder / f"ranks-{secrets.token_hex(3)}"
     folder.mkdir()
+    # A partial object, which unlike a closure can be sent to other processes.
     ended = train(job.config, folder, [], partial(_work, measure, setting))
     return ended["rows"]  # type: ignore[no-any-return]
 
 
 def _work(measure: Callable[[Setting], list[Row]], setting: Setting, *_: Any) -> dict[str, Any]:
-    # Of torch's own clipping on a 2-D mesh, which is slow for the reason that it gives.
+    # torch warns that its own clipping on a 2-D mesh is slow, and why.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return {"rows": measure(setting)}
 
@@ -66,34 +67,53 @@ def rows(setting: Setting) -> Iterator[Row]:
 
     1.00 is clip_grad_norm_(foreach=True): of DTensors under fsdp, else of each rank's shards alone
     """
-    make: Callable[[], nn.Module] = (
-        partial(gpt, 2, 64, heads=4) if setting.quick else partial(gpt, heads=4)
-    )
-    for ranks, names in ((4, [*PLUGINS]), *([] if setting.quick else [(2, ["fsdp"])])):
-        yield from on_ranks(partial(_each, make, names), ranks, setting)
+    yield from on_ranks(_of_all_plugins, 4, setting)
+    if not setting.quick:
+        yield from on_ranks(_of_fsdp, 2, setting)
 
 
-def _each(make: Callable[[], nn.Module], names: Sequence[str], setting: Setting) -> list[Row]:
+def _of_all_plugins(setting: Setting) -> list[Row]:
     torch.manual_seed(0)
-    return [row for name in names for row in _rows(name, make(), setting)]
+    return [row for name in PLUGINS for row in _rows(name, _model(setting), setting)]
+
+
+def _of_fsdp(setting: Setting) -> list[Row]:
+    torch.manual_seed(0)
+    return _rows("fsdp", _model(setting), setting)
+
+
+def _model(setting: Setting) -> nn.Module:
+    return gpt(2, 64, heads=4) if setting.quick else gpt(heads=4)
+
+
+def _clocked(work: Callable[[], object]) -> Side:
+    return lambda: clocked(work)
 
 
 def _rows(name: str, model: nn.Module, setting: Setting) -> list[Row]:
     sizes = [parameter.numel() for parameter in model.parameters()]
-    plugin, optimizer = PLUGINS[name](), torch.optim.SGD(model.parameters(), lr=0.1)
+    plugin = PLUGINS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, wrapped, *_ = Booster(plugin=plugin).boost(model, optimizer)
     layout: Layout = wrapped.layout
     theirs = []
     for shard in layout.shards:
-        own, local = shard.param, torch.randn_like(shard.weight).mul_(SCALE)
+        parameter = shard.param
+        gradient = torch.randn_like(shard.weight).mul_(SCALE)
         plain = nn.Parameter(shard.weight)
-        plain.grad = gradient = local
-        if isinstance(own, DTensor):
-            place: Any = {"shape": own.shape, "stride": own.stride(), "run_check": False}
-            gradient = DTensor.from_local(local, own.device_mesh, own.placements, **place)
-        own.grad = gradient
-        theirs.append(own if name == "fsdp" else plain)
-    gradients = [g for shard in layout.shards if (g := shard.gradient) is not None]
+        plain.grad = gradient
+        if isinstance(parameter, DTensor):
+            gradient = DTensor.from_local(
+                gradient,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        parameter.grad = gradient
+        theirs.append(parameter if name == "fsdp" else plain)
+    _, gradients = layout.gradients()
     saved = [gradient.clone() for gradient in gradients]
     norm = float(total_norm(layout))
 
@@ -109,7 +129,7 @@ def _rows(name: str, model: nn.Module, setting: Setting) -> list[Row]:
         return nn.utils.clip_grad_norm_(theirs, 0.5 * norm, foreach=True)
 
     works = {"torch": torchs, "binding": ours(0.5), "not binding": ours(2.0)}
-    sides = {side: slowest(partial(clocked, work), restore) for side, work in works.items()}
+    sides = {side: slowest(_clocked(work), restore) for side, work in works.items()}
     times = interleave(sides, setting.pairs())
     limit = 0.30 if name == "fsdp" else None
     size = f"{sum(sizes) / 1e6:.1f}M" if sum(sizes) > 1e5 else f"{sum(sizes) / 1e3:.0f}k"

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import cleandoc
@@ -29,7 +28,8 @@ from runner.telemetry.sinks.console import print_line
 from runner.train import stop
 
 # What was printed, and the same with all numbers; both are written after each table.
-TEXT, FILE = "bench.txt", "bench.json"
+TEXT = "bench.txt"
+FILE = "bench.json"
 PEERS = ("timm", "lightning", "accelerate")  # packages that are measured with ``--peers``
 # Does the work once, and returns the seconds that it took without its preparations.
 Side = Callable[[], float]
@@ -62,10 +62,18 @@ def row(
     ms: Mapping[str, float] | None = None,
 ) -> Row:
     """Return the median of the values of all rounds, with first and third quartile."""
-    several = values if len(values) > 1 else [*values] * 2
-    low, median, high = statistics.quantiles(several, n=4, method="inclusive")
-    spread = {"median": median, "low": low, "high": high, "number": len(values)}
-    return {"what": what, "unit": unit, "limit": limit, "ms": dict(ms or {}), **spread}
+    at_least_two = values if len(values) > 1 else [*values] * 2
+    low, median, high = statistics.quantiles(at_least_two, n=4, method="inclusive")
+    return {
+        "what": what,
+        "unit": unit,
+        "limit": limit,
+        "ms": dict(ms or {}),
+        "median": median,
+        "low": low,
+        "high": high,
+        "number": len(values),
+    }
 
 
 def line_of(row: Row) -> str:
@@ -74,7 +82,7 @@ def line_of(row: Row) -> str:
     if limit and row["median"] > row["limit"]:
         limit += " missed"
     unit = "" if row["unit"] == "ratio" else row["unit"]
-    sides = "  ".join(f"{name} {_shown(each)}" for name, each in row["ms"].items())
+    sides = "  ".join(f"{name} {_shown(milliseconds)}" for name, milliseconds in row["ms"].items())
     spread = f"{median:>7} {unit:<4}{f'{low} - {high}':<15}"
     return f"{row['what']:<{WIDTH}} {spread}  {limit:<12}  {sides}".rstrip()
 
@@ -84,8 +92,12 @@ def _shown(value: float) -> str:
 
 
 def clocked(work: Callable[[], object], device: str = "cpu") -> float:
-    """Return the seconds that work takes, on a GPU until that has done all of it."""
-    wait: Any = partial(torch.accelerator.synchronize, device) if device != "cpu" else lambda: None
+    """Return the seconds that work takes, until an accelerator has done all of it."""
+
+    def wait() -> None:
+        if device != "cpu":
+            torch.accelerator.synchronize(device)
+
     wait()
     started = time.perf_counter()
     work()
@@ -140,28 +152,38 @@ def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) 
         lines.append(text)
         print_line(text)
 
-    began, made_with = now(), provenance()
+    began = now()
+    made_with = provenance()
     peers = {name: version(name) for name in PEERS if setting.peers and find_spec(name)}
-    found: dict[str, Any] = {"command": command, "date": began, "quick": setting.quick}
-    found |= {"machine": _machine(setting.device), "peers": peers, **made_with, "tables": {}}
-    line(f"{began[:10]}  {found['machine']}\n{', '.join(made_with.values())}")
+    measured: dict[str, Any] = {
+        "command": command,
+        "date": began,
+        "quick": setting.quick,
+        "machine": _machine(setting.device),
+        "peers": peers,
+        **made_with,
+        "tables": {},
+    }
+    line(f"{began[:10]}  {measured['machine']}\n{', '.join(made_with.values())}")
     if setting.peers:
-        line("peers: " + ", ".join(map(" ".join, peers.items())))
+        line("peers: " + ", ".join(f"{name} {number}" for name, number in peers.items()))
     for name in tables:
         table: Any = resolve_name(TABLES[name])
         title = cleandoc(table.__doc__ or "").replace(".\n\n", "\n")
         line(f"\n{name}: " + title.replace("\n", "\n  ") + f"\n{HEADER}")
         rows = []
-        for each in table(setting):
-            # Limits are those of the full sizes.
-            rows.append({**each, "limit": None} if setting.quick else each)
-            line(line_of(rows[-1]))
-            if number := stop.reset():  # a training has noted the signal
+        for of_full_size in table(setting):
+            # Limits hold for the full sizes only.
+            row = {**of_full_size, "limit": None} if setting.quick else of_full_size
+            rows.append(row)
+            line(line_of(row))
+            number = stop.reset()  # of a signal that a training has noted
+            if number:
                 raise stop.Stopped(number)
-        found["tables"][name] = {"title": title, "rows": rows}
-        write_object(folder / FILE, found)
+        measured["tables"][name] = {"title": title, "rows": rows}
+        write_object(folder / FILE, measured)
         write_text(folder / TEXT, "\n".join(lines) + "\n")
-    return found
+    return measured
 
 
 def _machine(device: str) -> str:
@@ -169,5 +191,5 @@ def _machine(device: str) -> str:
     info = Path("/proc/cpuinfo")
     named = info.read_text(encoding="utf-8").partition("model name")[2] if info.is_file() else ""
     name = named.partition("\n")[0].strip("\t :") or platform.processor() or platform.machine()
-    found = f"{name}, {os.cpu_count()} cores"
-    return found if device == "cpu" else f"{found}, {torch.cuda.get_device_name(device)}"
+    host = f"{name}, {os.cpu_count()} cores"
+    return host if device == "cpu" else f"{host}, {torch.cuda.get_device_name(device)}"

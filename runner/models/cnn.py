@@ -7,7 +7,6 @@ Sequence Learning, 2017, 1705.03122, section 3.5 (initialisation for gated units
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,10 +22,17 @@ class DigitsCNN(nn.Module):
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
-        conv = partial(nn.Conv2d, kernel_size=3, padding=1)
-        layers = [conv(1, width), nn.ReLU(), conv(width, 2 * width), nn.ReLU(), nn.MaxPool2d(2)]
-        layers += [conv(2 * width, 2 * width), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-        self.features = nn.Sequential(*layers)
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(2 * width, 2 * width, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
         self.head = nn.Linear(2 * width * 2 * 2, num_classes)
         for layer in self.features:
             if isinstance(layer, nn.Conv2d):
@@ -35,8 +41,8 @@ class DigitsCNN(nn.Module):
 
     def pipeline(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
         """Return `forward` as a chain of parts: the modules that each uses, and its function."""
-        rest = [((f"features.{i}",), layer) for i, layer in enumerate(self.features)]
-        return [(("features.0",), self._enter), *rest[1:], (("head",), self.head)]
+        layers = [((f"features.{i}",), layer) for i, layer in enumerate(self.features)]
+        return [(("features.0",), self._enter), *layers[1:], (("head",), self.head)]
 
     def _enter(self, images: Tensor) -> Tensor:
         hidden: Tensor = self.features[0]((images - PIXEL_MEAN) / PIXEL_STD)
@@ -56,7 +62,7 @@ class GatedConv(nn.Module):
         self.past = kernel - 1
         self.dropout = nn.Dropout(dropout)
         self.conv = nn.Conv1d(channels, 2 * channels, kernel)
-        # The gate halves the outputs; four times the variance preserves that of the input.
+        # The gate halves the outputs; four times the variance preserves the variance of the input.
         std = math.sqrt(4 * (1 - dropout) / (kernel * channels))
         nn.init.normal_(self.conv.weight, std=std)
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]

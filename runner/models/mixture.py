@@ -9,7 +9,6 @@ There is no auxiliary loss that balances the experts: such a loss is not a mean 
 would depend on how a batch is split into microbatches and over ranks.
 """
 
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -86,7 +85,8 @@ class Mixture(nn.Module):
         dist.all_to_all_single(incoming, counts, sizes_here, shares, group=group)
         # The only host synchronisation: an exchange needs its sizes on the host.
         sizes = torch.cat([counts, incoming]).tolist()
-        mine, theirs = sizes[: len(counts)], sizes[len(counts) :]
+        mine = sizes[: len(counts)]
+        theirs = sizes[len(counts) :]
         sent = [sum(mine[number] for number in run) for run in runs]
         by_rank = [theirs[i * len(self.here) :][: len(self.here)] for i in range(group.size())]
         received = [sum(part) for part in by_rank]
@@ -134,7 +134,8 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
+        ctx.sizes = (sent, received)
+        ctx.group = group
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived
@@ -157,4 +158,8 @@ class MixtureGPT(GPT):
 
     def __init__(self, experts: int, top_k: int, **options: Any) -> None:
         """Make the model; ``options`` are the arguments of :class:`GPT`."""
-        super().__init__(**options, feed_forward=partial(Mixture, experts=experts, top_k=top_k))
+
+        def mixture(width: int, bias: bool) -> Mixture:
+            return Mixture(width=width, experts=experts, top_k=top_k, bias=bias)
+
+        super().__init__(**options, feed_forward=mixture)

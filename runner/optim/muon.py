@@ -7,7 +7,7 @@ networks, 2024 (https://kellerjordan.github.io/posts/muon).
 =======================================================================  =====
 a parameter                                                              steps
 =======================================================================  =====
-has two dimensions, and none of the rules below holds                    Muon
+has two dimensions, and no rule below holds                              Muon
 is the weight of an embedding, or its own name contains ``embed``        AdamW
 is the weight of an output layer (a head), also one that is tied         AdamW
 is a vector or a scalar (a bias, a gain, a single number)                AdamW
@@ -60,10 +60,10 @@ def muon_with_adamw(
             "such as model=gpt data=text"
         )
     muon = Muon([parameter for name, parameter in named.items() if name in hidden], **of_muon)
-    rest = [parameter for name, parameter in named.items() if name not in hidden]
-    if not rest:
+    not_hidden = [parameter for name, parameter in named.items() if name not in hidden]
+    if not not_hidden:
         return [muon]
-    return [muon, AdamW(rest, fused=fused, **of_adamw)]
+    return [muon, AdamW(not_hidden, fused=fused, **of_adamw)]
 
 
 def hidden_matrices(
@@ -81,11 +81,11 @@ def hidden_matrices(
         for parameter in module.parameters()
     }
     for name, parameter in model.named_parameters():
-        own = name.rpartition(".")[2]
+        last_name = name.rpartition(".")[2]
         if (
             parameter.ndim == 2
             and id(parameter) not in embeddings
-            and "embed" not in own
+            and "embed" not in last_name
             and name not in heads
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
         ):

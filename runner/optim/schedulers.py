@@ -27,7 +27,7 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, over the ``total_steps`` of this schedule.
 
-        torch's own would keep those of the state, and raise the rate again after them.
+        torch's scheduler would keep the ``T_max`` of the state, and raise the rate again after it.
         """
         total = self.T_max
         super().load_state_dict(state_dict)

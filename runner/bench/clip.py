@@ -82,7 +82,7 @@ def telemetry(folder: Path) -> Callable[[Decision], None]:
         step = next(steps)
         metrics = StepMetrics(
             step=step,
-            loss=0.0,
+            local_loss=0.0,
             decision=decision,
             lr=0.1,
             samples=step,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from runner.booster.batch import batch_size, mapped, named_parts, target_name, targets_of
 from runner.booster.divisor import (
     COUNTED,
+    LABELS,
     SAMPLES,
     Divisor,
     LossCalls,
@@ -275,10 +276,11 @@ def _of_outputs(loss: WindowLoss, outputs: Any, batch: Any, drawn: Callable[[], 
         return Trial(part, float(value_of(_take(outputs, index, samples), part)))
 
     variations = []
-    for changed in (batch, *_variants(batch, cut)):
+    for value, changed in ((None, batch), *_variants(batch, cut)):
         try:
             parts = [trial(changed, index) for index in halves]
-            variations.append(Variation(trial(changed, range(samples)), parts))
+            whole_trial = trial(changed, range(samples))
+            variations.append(Variation(whole_trial, parts, has_zeros=value == 0))
         except DivisorError:
             raise
         except Exception:
@@ -306,6 +308,7 @@ class Variation(NamedTuple):
 
     whole: Trial
     parts: Sequence[Trial]
+    has_zeros: bool = False  # that were put in the place of targets
 
     @property
     def is_finite(self) -> bool:
@@ -357,9 +360,13 @@ def _verdict(
             every = [measured, *varied]
             if all(variation.fits(divisor.items, rounding) for variation in every):
                 return Finding(done=True, divisor=divisor)
+        # The data may never have the other values that were tried, but any data has zeros.
+        for variation in varied:
+            if variation.has_zeros:
+                is_guess = is_guess and variation.fits(guess, rounding)
     except DivisorError as error:
         return Finding(problem=str(error))
-    if is_guess:  # no rule explains targets that the data may never have
+    if is_guess:
         return Finding(done=True)
     means = [variation.is_a_mean(rounding) for variation in (measured, *further)]
     if not all(means):
@@ -379,6 +386,8 @@ def _candidates(loss: WindowLoss, batch: Any) -> Iterator[Divisor]:
     targets = targets_of(batch)
     for counts in COUNTED if targets is not None else ():
         yield Divisor(counts, loss.ignored)
+    for ignored in (-100, -1, 0) if targets is not None else ():
+        yield Divisor(LABELS, ignored)
     yield Divisor(SAMPLES)
 
 
@@ -438,8 +447,8 @@ def _half_ignored(labels: Tensor, ignored: int) -> Tensor:
     return changed
 
 
-def _variants(batch: Any, cut: int) -> Iterator[Any]:
-    """Yield a batch with other targets in its first part, which a mean may leave out."""
+def _variants(batch: Any, cut: int) -> Iterator[tuple[float, Any]]:
+    """Yield a value that a mean may leave out, and the batch with it in its first part."""
     targets = targets_of(batch)
     if targets is None or cut < 2:
         return
@@ -457,7 +466,7 @@ def _variants(batch: Any, cut: int) -> Iterator[Any]:
             new[:cut] = flat.reshape(new[:cut].shape)
             return new
 
-        yield _with_targets(batch, replaced)
+        yield value, _with_targets(batch, replaced)
 
 
 def _with_targets(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -533,22 +542,19 @@ def _full_precision(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Leave generators, buffers and attributes of modules as they were.
+    """Leave generators, buffers and counts of modules as they were.
 
+    A count is an attribute that is a number. Flags stay: some say that a hook was registered.
     Yields a function that returns whether a random number was drawn since its last call.
     """
     held = list(modules)
-    plain = (bool, int, float, str, tuple, type(None))
-    attributes = [
-        (vars(module), {*vars(module)}, {k: v for k, v in vars(module).items() if type(v) in plain})
-        for module in held
-    ]
-    lists = [(v, list(v)) for module in held for v in vars(module).values() if type(v) is list]
-    buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = [
-        (module._buffers, name, buffer, buffer.detach().clone())
+    training = [(module, module.training) for module in held]
+    numbers = [(vars(module), _numbers_of(module)) for module in held]
+    buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = [
+        (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
         for module in held
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and not buffer.is_inference()
     ]
     devices = [device] if device.type == "cuda" else []
     is_compiling = "torch._dynamo" in sys.modules
@@ -568,17 +574,23 @@ def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Ca
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
-        for values, names, before in attributes:
-            for name in values.keys() - names:
-                if type(values[name]) in plain:
-                    del values[name]
-            values.update(before)
-        for value, before_list in lists:
-            value[:] = before_list
+        for module, was_training in training:
+            module.training = was_training
+        for attributes, before in numbers:
+            for name in [name for name, value in attributes.items() if type(value) in (int, float)]:
+                if name not in before:
+                    del attributes[name]  # a count that began in a class attribute
+            attributes.update(before)
         with torch.no_grad():
-            for owner, name, buffer, before_buffer in buffers:
-                buffer.copy_(before_buffer)
+            for owner, name, buffer, before_buffer, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before_buffer)
                 owner[name] = buffer
+
+
+def _numbers_of(module: nn.Module) -> dict[str, int | float]:
+    values = vars(module).items()
+    return {name: value for name, value in values if type(value) in (int, float)}
 
 
 def _generators(device: torch.device) -> list[Tensor]:

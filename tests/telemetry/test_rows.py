@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from runner import GradientMonitor, Measurements
+from runner import GradientMonitor, Loss, Measurements
 from runner.clip import Decision, build
 from runner.telemetry.meter import Meter, StepMetrics
 from tests.distributed.training import Rows
@@ -210,7 +210,8 @@ def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
     torch.manual_seed(0)
     drawn = torch.randn(4 * 8 * 100, 60, dtype=torch.float64) + 0.5
     model = nn.Linear(60, 1, bias=False).double()
-    options = {"criterion": lambda outputs, targets: outputs.mean(), "accumulation_steps": 4}
+    criterion = Loss(lambda outputs, targets: outputs.mean(), items="samples")
+    options = {"criterion": criterion, "accumulation_steps": 4}
     sgd = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
     options |= {"optimizers": sgd, "sinks": [Rows()]}
     loader = [(part, torch.zeros(len(part))) for part in drawn.split(8)]

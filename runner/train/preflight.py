@@ -306,6 +306,13 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> Ite
     place: tuple[str, str | None] = ("model._target_", config.model.target)
     samples = None
     try:
+        WindowLoss(model, Loss(criterion, config.loss.items))
+    except ValueError as error:  # its reduction
+        stated = config.loss.items != "auto"
+        key = ("loss.items", config.loss.items) if stated else ("loss._target_", config.loss.target)
+        yield Problem(*key, str(error))
+        return
+    try:
         samples = collate_pairs([first_sample(data.train)] * 2)
         loss = WindowLoss(model, Loss(criterion, config.loss.items))
         loss.items(samples)

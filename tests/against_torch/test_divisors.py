@@ -1,0 +1,236 @@
+"""What the mean of a loss divides by is found before the first step, or the loss is refused.
+
+The reference takes the loss of all samples of a step in one batch, by PyTorch alone, in float64.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner import Evaluate, Log, Loss, Trainer
+from runner.booster.batch import BatchError
+from runner.booster.loss import DivisorError
+from tests.distributed.training import Rows
+
+SAMPLES = 12
+REFUSED = r"weighted is 1\.\d+ for 6 samples.* is 1\.\d+, .*loss_items.*loss\.items=samples.*none"
+
+
+class Gpt(nn.Module):
+    """Returns logits and a loss that ignores -1, as nanoGPT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x, targets=None):
+        if targets is None:
+            return self.head(x[:, [-1]]), None
+        logits = self.head(x)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class Labelled(Gpt):
+    """The same with another name, which a tuple does not give."""
+
+    def forward(self, x, labels=None):
+        return Gpt.forward(self, x, labels)
+
+
+def masked_mse(outputs, targets):
+    mask = ~targets.isnan()
+    return ((outputs - targets.nan_to_num()).square() * mask).sum() / mask.sum()
+
+
+def masked_bce(outputs, targets):
+    mask = targets >= 0
+    losses = F.binary_cross_entropy_with_logits(outputs, targets.clamp(min=0), reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def weighted(outputs, targets):
+    weight = targets.abs()
+    return ((outputs - targets).square() * weight).sum() / weight.sum()
+
+
+def contrastive(outputs, targets):
+    outputs = F.normalize(outputs, dim=-1)
+    return F.cross_entropy(10 * outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def noisy(outputs, targets):
+    return ((outputs - targets) * torch.rand_like(outputs)).square().mean()
+
+
+def tokens(first, second):
+    """Inputs, and labels of which so many of nine are not ignored in each microbatch."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 9, 3, dtype=torch.float64), torch.randint(4, (2, 9))
+    for sample, kept in enumerate((first, second)):
+        y[sample, kept:] = -1
+    return x, y
+
+
+def numbers(missing, first_has_all=True):
+    torch.manual_seed(0)
+    x, y = torch.randn(SAMPLES, 3, dtype=torch.float64), torch.randn(SAMPLES, 4).double()
+    if missing == -1:
+        y = (y > 0).double()
+    dropped = torch.rand(y.shape) < 0.6
+    dropped[:, 0] = False
+    if first_has_all:
+        dropped[: SAMPLES // 2] = False
+    return x, y.masked_fill(dropped, missing)
+
+
+def halves(x, y, make=lambda x, y: (x, y)):
+    half = len(x) // 2
+    return [make(x[:half], y[:half]), make(x[half:], y[half:])]
+
+
+def named(x, y):
+    return {"x": x, "targets": y}
+
+
+def trained(model, batches, criterion=None, **options):
+    rows = Rows()
+    options = {"accumulation_steps": len(batches), **options}
+    trainer = Trainer(model, batches, "1ba", criterion=criterion, log=Log([rows]), **options)
+    trainer.fit()
+    return rows.rows[0]
+
+
+def require(row, model, loss):
+    loss.backward()
+    squares = [parameter.grad.square().sum() for parameter in model.parameters()]
+    assert row["grad/norm"] == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-12)
+    assert row["train/loss"] == pytest.approx(loss.item(), rel=1e-12)
+
+
+def made(kind):
+    torch.manual_seed(1)
+    return kind().double()
+
+
+@pytest.mark.parametrize("kept", [(1, 9), (0, 9), (9, 2)])
+@pytest.mark.parametrize("batch", [named, lambda x, y: (x, y)], ids=["dictionary", "tuple"])
+def test_a_model_that_ignores_minus_one_weighs_its_labels(kept, batch):
+    x, y = tokens(*kept)
+    held_out = Evaluate(halves(x, y, batch))
+    row = trained(made(Gpt), halves(x, y, batch), eval_dataloader=held_out, optimizers=None)
+    model = made(Gpt)
+    require(row, model, model(x, y)[1])
+
+
+def test_the_held_out_loss_weighs_the_labels_of_its_batches():
+    x, y = tokens(1, 9)
+    trainer = Trainer(made(Gpt), [], eval_dataloader=halves(x, y, named))
+    expected = made(Gpt)(x, y)[1].item()
+    assert trainer.evaluate()["eval/loss"] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("first_has_all", [True, False])
+@pytest.mark.parametrize(("criterion", "missing"), [(masked_mse, torch.nan), (masked_bce, -1)])
+def test_targets_that_a_criterion_leaves_out_are_no_items(criterion, missing, first_has_all):
+    x, y = numbers(missing, first_has_all)
+    row = trained(nn.Linear(3, 4).double(), halves(x, y), criterion)
+    torch.manual_seed(0)
+    numbers(missing, first_has_all)
+    model = nn.Linear(3, 4).double()
+    require(row, model, criterion(model(x), y))
+
+
+def test_a_mean_over_something_else_is_refused_with_both_numbers_and_the_ways_out():
+    x, y = numbers(0.5)
+    torch.manual_seed(1)
+    model = nn.Linear(3, 4).double()
+    with pytest.raises(DivisorError, match=REFUSED):
+        trained(model, halves(x, y), weighted)
+    means = [weighted(model(a), b) for a, b in halves(x, y)]
+    expected = sum(means) / 2
+    row = trained(model, halves(x, y), Loss(weighted, items="none"))
+    require(row, model, expected)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "words"), [(contrastive, "depends on the batch as a whole"), (noisy, "is random")]
+)
+def test_a_loss_that_cannot_be_measured_trains_and_is_told_apart(criterion, words, caplog):
+    trained(nn.Linear(3, 4).double(), halves(*numbers(0.5)), criterion)
+    assert words in caplog.text
+
+
+class Counting(nn.Module):
+    """Counts samples, draws numbers in training, and keeps a buffer and a mean of its batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.register_buffer("passes", torch.zeros(()))
+        self.samples, self.seen = 0, []
+
+    def forward(self, x, targets):
+        self.seen.append(len(x))
+        self.samples += len(x)
+        self.passes += 1
+        outputs = self.layers(x)
+        loss = (outputs - targets).square()
+        return outputs, loss.mean() if self.samples else loss.sum()
+
+
+def test_a_measurement_costs_two_passes_of_a_batch_and_leaves_no_trace():
+    x, y = numbers(0.5)
+    batches = [named(x, y)] * 2
+    states = []
+    for items in ("auto", "samples"):
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        model = Counting().double()
+        trained(model, batches, Loss(items=items))
+        assert sum(model.seen) <= SAMPLES * (4 if items == "auto" else 2)
+        assert model.samples == 2 * SAMPLES
+        drawn = [torch.rand(2), torch.tensor([random.random(), np.random.rand()])]
+        states.append([*model.state_dict().values(), *drawn])
+    for measured, stated in zip(*states, strict=True):
+        assert torch.equal(measured, stated)
+
+
+@pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.SmoothL1Loss(), F.l1_loss])
+def test_a_criterion_of_torch_is_not_measured(criterion):
+    x, y = numbers(0.5)
+    passes = []
+    model = nn.Linear(3, 4).double()
+    model.register_forward_hook(lambda *_: passes.append(1))
+    trained(model, halves(x, y), criterion)
+    assert len(passes) == 2
+
+
+def test_a_tuple_whose_targets_the_model_does_not_get_is_refused_with_the_dictionary_to_write():
+    x, y = tokens(1, 9)
+    with pytest.raises(BatchError, match=r'dictionaries .* \{"x": x, "targets": y\}'):
+        trained(made(Labelled), halves(x, y))
+
+
+class Padded(nn.Module):
+    """Masks the last word of a padded vocabulary."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head(x).index_fill(-1, torch.tensor([3]), -torch.inf)
+
+
+def test_a_microbatch_without_labels_adds_zero_where_logits_are_infinite():
+    x, y = tokens(0, 9)
+    y = y.clamp(max=2).masked_fill(y < 0, -100)
+    row = trained(made(Padded), halves(x, y), eval_dataloader=halves(x, y))
+    model = made(Padded)
+    require(row, model, F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+    assert np.isfinite(row["eval/loss"])

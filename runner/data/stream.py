@@ -284,9 +284,24 @@ class StreamLoader(DataLoader[Any]):
     def weightless(self, microbatch: int) -> bool:
         return microbatch in self._weightless
 
-    def set_start(self, microbatch: int, position: Mapping[str, Any]) -> None:
-        """Begin the next iteration at a microbatch, before which ``position`` was the position."""
+    def set_start(
+        self, microbatch: int, position: Mapping[str, Any], *, read_again: bool = False
+    ) -> None:
+        """Begin the next iteration at a microbatch, before which ``position`` was the position.
+
+        If ``read_again``, the samples before it are read again, not skipped by the stream's state.
+        """
+        if read_again:
+            parts = position["workers"].items()
+            counts = {worker: {"batches": part["batches"]} for worker, part in parts}
+            position = {**position, "workers": counts}
         self.dataset.start, self.dataset.position = microbatch, position
+
+    def mark_of(self, batch: Any) -> dict[str, Any]:
+        """Return what tells whether another reader of the same part has read the same batch."""
+        stream = self.dataset
+        part = f"{stream.rank} of {stream.world_size}, {stream.batch_size} samples"
+        return {"part": part, "checksum": checksum(batch)}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         stream = self.dataset

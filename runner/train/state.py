@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -29,7 +30,13 @@ from runner.data.workers import WorkerLoader, has_persistent_workers, start_work
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 
+_logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+OTHER_SAMPLES = (
+    "the stream does not yield the samples that followed when the checkpoint was saved, so the "
+    "steps are not those of a run that was never stopped"
+)
 
 # What the random numbers of an epoch's order and samples are drawn from.
 WITH_TRAINING = "with the training"
@@ -111,6 +118,7 @@ class Windows:
         self._reads = WITH_TRAINING if self._draws_at_beginning() else ALONE
         self._epoch_reads = self._reads
         self._reader: OwnRandom | None = None
+        self._upcoming: list[Any] = []
 
     @property
     def samples(self) -> int | None:
@@ -158,6 +166,12 @@ class Windows:
             if first and "ahead" in self._random:
                 self._random["ahead"].restore(self._generators)
             upcoming = self._next(batches)
+        if first and self._reads_others(upcoming):
+            # The state of the stream lacks something: random numbers of a map of many rows, say.
+            batches = self._read_again(first)
+            upcoming = self._next(batches)
+            if self._reads_others(upcoming):
+                _logger.warning(OTHER_SAMPLES)
         if first:
             now.restore(self._generators)
         for at in range(first, length or 0, steps):
@@ -166,6 +180,7 @@ class Windows:
             if self._reader is None:
                 self._random["ahead"] = RandomState.now(self._generators)
             window, upcoming = upcoming, self._next(batches)
+            self._upcoming = upcoming
             end = first + len(window)
             if self._stream is not None:
                 self._position = self._stream.position(end)
@@ -175,6 +190,22 @@ class Windows:
                     end = first + steps
             yield Window(first, window, last=not upcoming)
             first = end
+
+    def _reads_others(self, upcoming: list[Any]) -> bool:
+        """Return True if these are not the batches that followed when the state was saved."""
+        saved = (self._position or {}).get("next")
+        if saved is None or self._stream is None or not upcoming:
+            return False
+        mark = self._stream.mark_of(upcoming[0])
+        return bool(saved["part"] == mark["part"] and saved["checksum"] != mark["checksum"])
+
+    def _read_again(self, first: int) -> Iterator[Any]:
+        """Read the stream again up to a microbatch, without its state."""
+        assert self._stream is not None
+        assert self._position is not None
+        self._random["ahead"].restore(self._generators)
+        self._stream.set_start(first, self._position, read_again=True)
+        return self._begin()
 
     def _next(self, batches: Iterator[Any]) -> list[Any]:
         return self._read(lambda: list(islice(batches, self._steps)))
@@ -202,7 +233,10 @@ class Windows:
         states = {**self._random, "now": RandomState.now(self._generators)}
         saved: dict[str, Any] = {name: state.state_dict() for name, state in states.items()}
         saved["reads"] = self._epoch_reads
-        return saved if self._position is None else {**saved, "stream": self._position}
+        if self._stream is not None and self._position is not None:
+            following = [self._stream.mark_of(batch) for batch in self._upcoming[:1]]
+            saved["stream"] = {**self._position, "next": following[0] if following else None}
+        return saved
 
     def require(self, state: Mapping[str, Any], progress: Progress) -> None:
         """Check that an epoch can be continued; one that begins needs no position."""

@@ -134,8 +134,16 @@ def test_a_run_leaves_no_secret_in_any_file_and_on_the_terminal(single):
     assert saved["others"] == model["others"]
 
 
-PRINTS = ["--cfg job", "--cfg hydra", "--cfg all", "--cfg all --resolve", "--help", "--help model"]
-PRINTS += ["--info", "--info=config", "seed=no", "plan seed=no", "-m seed=1,2 sweep.zip=[nope]"]
+PRINTS = ["--cfg all", "--cfg all --resolve", "--help model", "--info", "plan seed=no"]
+MORE = [
+    "--cfg job",
+    "--cfg hydra",
+    "--help",
+    "--info=config",
+    "seed=no",
+    "-m seed=1,2 sweep.zip=[no]",
+]
+PRINTS += [pytest.param(words, marks=pytest.mark.slow) for words in MORE]
 
 
 @pytest.mark.parametrize("words", PRINTS)

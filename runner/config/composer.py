@@ -42,6 +42,8 @@ from runner.config.schema import SHORT, owned_keys
 
 OPEN = ("model", "data", "optimizer", "scheduler", "loss")  # they pass any key to their target
 
+SUBDIR = "hydra.sweep.subdir="  # a word by which a run of a sweep has its number from the sweep
+
 _NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}  # what a number means
 
 _UNREADABLE = (
@@ -204,15 +206,22 @@ class Composer:
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
     ) -> DictConfig:
-        """Compose one job of a sweep; Hydra's launchers call this."""
+        """Compose one job of a sweep; Hydra's launchers call this.
+
+        They number the jobs of a launch without a gap; a word ``SUBDIR`` names a run's own folder.
+        """
         _register()  # in another process Hydra has found the plugins anew
         plain: Any = OmegaConf.to_container(master_config.hydra.overrides.hydra)
-        overrides, problems = self.read([*plain, *sweep_overrides])
+        words = [word for word in sweep_overrides if not word.startswith(SUBDIR)]
+        overrides, problems = self.read([*plain, *words])
         made = self.compose(overrides)
         if problems := [*problems, *made.problems]:
             raise RequestError(problems)
         made.config.hydra.sweep.dir = master_config.hydra.sweep.dir
         made.config.hydra.output_subdir = master_config.hydra.output_subdir
+        for word in sweep_overrides:
+            if word.startswith(SUBDIR):
+                made.config.hydra.sweep.subdir = word.removeprefix(SUBDIR)
         OmegaConf.copy_cache(from_config=master_config, to_config=made.config)
         return made.config
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -22,7 +23,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext
 from omegaconf import OmegaConf
 
-from runner.config.composer import refer_to, spelled_out
+from runner.config.composer import SUBDIR, refer_to, spelled_out
 from runner.config.jobs import Job, Where, setting, unresolved, write_yaml
 from runner.config.problem import Problem, RequestError
 from runner.config.request import Request
@@ -49,12 +50,17 @@ def run_sweep(
         check(left, request.where)
         require_same(left)
     with claimed(sweep, "hydra.sweep.dir"):
-        _wait_for_slurm(plan_runs(request))
-        entries = plan_runs(request)
+        waited = _wait_for_slurm(plan_runs(request))
+        entries = [_after_wait(entry, request, waited) for entry in plan_runs(request)]
         if done := live.resumed(entries):
             print_line(done, sys.stderr)
         if not _left(request, entries):
-            return _show(sweep, SweepRecord.read(sweep))
+            record = SweepRecord.read(sweep)
+            if record.state != "finished":  # its jobs ended after a command that was interrupted
+                with changed(sweep) as record:
+                    record.entries = entries or record.entries
+                record = _end(sweep, 0, False, search)
+            return _show(sweep, record)
         _begin(request, entries, typed)
         code, interrupted = 1, False
         try:
@@ -89,14 +95,24 @@ def _left(request: Request, entries: Sequence[Entry]) -> list[Job]:
     return [job for job in request.jobs if job.hash in waiting]
 
 
-def _wait_for_slurm(entries: Sequence[Entry]) -> None:
-    """Wait for jobs of these runs from a command that ended before them."""
-    jobs = {one.job for one in entries if one.state == "waiting" and one.job}
-    if left := jobs & _queued() if jobs else set():
-        print_line(f"clip-runner: {live.in_slurm(sorted(left))}", sys.stderr)
+def _wait_for_slurm(entries: Sequence[Entry]) -> set[str]:
+    """Wait for jobs of these runs from a command that ended before them; return these jobs."""
+    jobs = {entry.job for entry in entries if entry.state == "waiting" and entry.job}
+    waited = jobs & _queued() if jobs else set()
+    if waited:
+        print_line(f"clip-runner: {live.in_slurm(sorted(waited))}", sys.stderr)
+    left = waited
     while left:
         time.sleep(_ASK)
-        left &= _queued()
+        left = left & _queued()
+    return waited
+
+
+def _after_wait(entry: Entry, request: Request, waited: Collection[str]) -> Entry:
+    """Return a run that waits; but a run that failed in a job that was waited for has ended."""
+    ended = replace(entry)
+    load_status(ended, request.folder, request.jobs[0].config.sweep.objective)
+    return ended if entry.job in waited and ended.state == "failed" else entry
 
 
 def _queued() -> set[str]:
@@ -166,11 +182,9 @@ def _launch_by_hydra(request: Request, waiting: Sequence[Entry]) -> None:
             sweeper.sweep([*typed, *request.lists.values()])
             return
         launcher = Plugins.instance().instantiate_launcher(**given)
-        # Hydra numbers the runs of one launch without a gap.
-        for _, numbered in groupby(enumerate(waiting), lambda one: one[1].number - one[0]):
-            batch = [one for _, one in numbered]
-            for ended in launcher.launch([one.words for one in batch], batch[0].number):
-                _ = ended.return_value  # raises what a job raised
+        batch = [[*entry.words, f"{SUBDIR}{entry.number}"] for entry in waiting]
+        for ended in launcher.launch(batch, 0):
+            _ = ended.return_value  # raises what a job raised
 
 
 def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:
@@ -201,7 +215,8 @@ def _launch_beside(sweep: Path, launch: Callable[[], None]) -> None:
 def _launch_in_slurm(sweep: Path, waiting: Sequence[int], launch: Callable[[], None]) -> None:
     """Submit jobs, tell how they go, and give up those that Slurm has lost."""
     os.environ["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # submitit reads it here and in jobs
-    before, seen = {*_submitted(sweep)}, dict[int, str]()
+    before = {*_submitted(sweep)}
+    seen = {entry.number: entry.state for entry in SweepRecord.read(sweep).entries}
     asked, missing = time.monotonic(), 0
 
     def jobs() -> list[str]:
@@ -226,18 +241,27 @@ def _launch_in_slurm(sweep: Path, waiting: Sequence[int], launch: Callable[[], N
             print_line("clip-runner: Slurm has lost the jobs that are left", sys.stderr)
             os.kill(os.getpid(), SIGTERM)
 
+    submitit = logging.getLogger("submitit")
+    submitit.addFilter(_is_news)
     try:
         with _repeated(tell):
             launch()
     finally:
+        submitit.removeFilter(_is_news)
         with changed(sweep) as record:  # they go on if this command was interrupted
             for number, job in zip(waiting, jobs(), strict=False):
                 record.of(number).job = job
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return False for what submitit repeats at each question where Slurm keeps no accounts."""
+    return "Bypassing sacct error" not in record.getMessage()
+
+
 def _submitted(sweep: Path) -> list[str]:
-    """Return the jobs that submitit has submitted, each of which has a folder, in their order."""
-    names = [one.name for one in (sweep / ".submitit").glob("[0-9]*")]
+    """Return the jobs that submitit has submitted, in their order."""
+    pickles = (sweep / ".submitit").glob("[0-9]*/*_submitted.pkl")  # an array's own folder has none
+    names = [pickle.parent.name for pickle in pickles]
     return sorted(names, key=lambda name: [int(part) for part in name.split("_")])
 
 
@@ -266,7 +290,7 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
             if entry.state == "running":
                 load_status(entry, folder, record.objective)
             # A job in Slurm goes on without the command; another process was killed.
-            if entry.state == "running" and entry.job is None:
+            if entry.state == "running" and (entry.job is None or code == 0):
                 entry.state = "interrupted" if interrupted else "failed"
         states = {entry.state for entry in record.entries}
         if interrupted or "interrupted" in states:
@@ -280,8 +304,9 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
 
 
 def _show(folder: Path, record: SweepRecord) -> int:
-    """Write the page and print the table; return 1 if a run failed, else 0."""
+    """Write the page and print the table; return 1 if a run or the sweep failed, else 0."""
     page = written(folder)
     print_line(live.table(record))
     print_line(str(page or folder))
-    return int(any(entry.state == "failed" for entry in record.entries))
+    failed = any(entry.state == "failed" for entry in record.entries)
+    return int(failed or record.state == "failed")

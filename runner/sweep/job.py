@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.environment import slurm_job
 from runner.config.folders import outputs
@@ -78,6 +78,8 @@ def _run(config: DictConfig, place: str) -> float | None:
 
     settings = HydraConfig.get()
     sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
+    number = int(folder.name)
+    _set_number(HydraConfig.instance().cfg, number)  # the launcher numbers what it launches
     typed: Any = OmegaConf.to_container(settings.overrides.task)  # references as typed
     words = masked_words(typed)
     resolved, plain = resolved_and_recorded(config)
@@ -85,7 +87,6 @@ def _run(config: DictConfig, place: str) -> float | None:
         # A job in Slurm goes on if only the command that waits for it was interrupted.
         if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):
             return None
-        number = settings.job.num
         searched = number not in {one.number for one in record.entries}
         if searched:
             apart = [word for word in words if word.partition("=")[0] in record.keys]
@@ -155,6 +156,14 @@ def hash_of_plan(config: DictConfig) -> str:
         finally:
             runtime.output_dir = folder
     return config_hash(plain)
+
+
+def _set_number(config: Any, number: int) -> None:
+    """Set what ``${hydra:job.num}`` and ``${hydra:job.id}`` are, as they were checked."""
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.job.num = number
+        config.hydra.job.id = str(number)
+        config.hydra.sweep.subdir = "${hydra.job.num}"
 
 
 def stop_sweep(why: str, place: str = "here") -> None:

@@ -20,7 +20,7 @@ PLAIN = ["-m", "plugin=single,ddp", "clip=norm", "clip.threshold=0.1,1", *SIX]
 
 
 class Net(DigitsCNN):
-    """Does what the file with its number says: ``raise``, ``kill``, ``nan``, or ``meet``."""
+    """Does what the file with its number says: ``raise``, ``kill``, ``nan``, ``wait``, ``meet``."""
 
     def __init__(self, marks, number, **options):
         super().__init__(**{"num_classes": 10, "width": 32} | options)
@@ -34,6 +34,10 @@ class Net(DigitsCNN):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fault == "raise":
                 raise ValueError("planted fault")
+            if self.fault == "wait":
+                self.here.with_suffix(".here").touch()
+                while self.here.exists():
+                    time.sleep(0.02)
             if self.fault == "meet":
                 self.here.with_suffix(".here").touch()
                 others = [one for one in self.here.parent.iterdir() if not one.suffix]

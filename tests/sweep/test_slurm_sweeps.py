@@ -1,5 +1,7 @@
 """A sweep whose runs are jobs of a real Slurm of two nodes."""
 
+import signal
+
 import pytest
 
 from tests.launch.ends import read
@@ -34,6 +36,39 @@ def test_jobs_that_are_queued_again_or_die_end_as_with_the_basic_launcher(tmp_pa
         assert "2 of 3 runs are done already: 1 to go" in printed
     command(*words, "sweep.name=plain")
     assert results(folder) == results(command.sweeps / "plain")
+
+
+def test_a_sweep_that_was_interrupted_waits_for_its_own_jobs_each_once(tmp_path, command):
+    net = command.net("+model.number=0,1,2,3,4,5", n0="raise", n2="raise", n4="raise")
+    words = ["-m", *net, *SMALL, "tracker=none", "train.max_duration=6ba", "sweep.name=slurm"]
+    command(*words, code=1)
+    for number in "02":
+        (command.marks / number).unlink()
+    (command.marks / "4").write_text("wait")
+    words += ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=60"]
+    folder = command.sweeps / "slurm"
+    with running(tmp_path / "slurm", command.environment) as jobs:
+        command.environment = {**jobs.environment}
+        started = command.start(*words)
+        wait_for((command.marks / "4.here").exists, 300)
+        started.send_signal(signal.SIGINT)
+        _, printed = started.communicate(timeout=600)
+        assert started.returncode == 130, printed
+        runs = read(folder, "sweep.json")["runs"]
+        [array] = {run["job"].split("_")[0] for run in runs if run["job"]}
+        numbered = [run["job"] for run in runs if run["number"] in (0, 2, 4)]
+        assert numbered == [f"{array}_{index}" for index in range(3)]
+        again = command.start(*words)
+        wait_for(lambda: f"{array}_2" in jobs("squeue", "--array", "--noheader", "--format=%i"))
+        (command.marks / "4").unlink()
+        out, printed = again.communicate(timeout=600)
+        assert jobs("squeue", "--noheader") == ""
+    assert again.returncode == 0, printed
+    assert "6 of 6 runs are done already: nothing to run" in printed
+    assert out.count("finished") == 6
+    assert read(folder, "sweep.json")["state"] == "finished"
+    assert command.states() == ["finished"] * 6
+    assert not (folder / "earlier" / "4-2").exists()
 
 
 def test_a_sweep_whose_jobs_slurm_has_lost_ends(tmp_path, command):

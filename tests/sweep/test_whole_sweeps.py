@@ -55,20 +55,25 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
     assert all("+model.api_key=***" in run["words"] for run in record["runs"])
 
 
-def test_joblib_runs_two_at_once_with_the_same_results(plain, command, here):
-    """Each run waits for another one before its first step."""
+def test_joblib_runs_what_is_left_two_at_once_with_the_same_results(plain, command, here):
+    """Runs 0 and 2 of four failed before; each waits for the other one before its first step."""
     command.environment["RUNNER_CORES"] = "2"
-    net = command.net("+model.number=${hydra:job.num}", n0="meet", n1="meet")
+    net = command.net("+model.number=${hydra:job.num}", n0="raise", n2="raise")
     words = ["plugin=single" if word.startswith("plugin=") else word for word in PLAIN]
-    words += ["tracker=none", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    _, printed = command(*words, *net)
-    for number in range(2):
+    words += ["tracker=none", "seed=0,1", *net]
+    here(*words, code=1)
+    for number in "02":
+        (command.marks / number).write_text("meet")
+    joblib = [*words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    _, printed = command(*joblib)
+    assert "2 of 4 runs are done already: 2 to go" in printed
+    for number in (0, 2):
         assert re.search(rf"^run {number} \(", printed, re.M)
         assert re.search(rf"^run {number}: finished after 6 steps", printed, re.M)
-    joined, apart = results(command.folder), results(plain.folder)[:2]
+    joined, apart = results(command.folder)[::2], results(plain.folder)[:2]
     assert [one[3:] for one in joined] == [one[3:] for one in apart]
-    _, printed = here(*words, *net)
-    assert "2 of 2 runs are done already: nothing to run" in printed
+    _, printed = here(*joblib)
+    assert "4 of 4 runs are done already: nothing to run" in printed
 
 
 def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(command, here):

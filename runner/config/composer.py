@@ -299,6 +299,23 @@ class Composer:
             self._read[file] = read(file)
         return self._read[file]
 
+    def sweeps_in_lists(self, listed: Iterable[Override]) -> Iterator[Problem]:
+        """Yield the recipes and experiments in lists that would themselves be sweeps.
+
+        What they say about Hydra counts for a whole command, and no run of a sweep is a sweep.
+        """
+        for override in listed:
+            group = override.get_key_element().lstrip("+")
+            if override.is_range_sweep() or override.is_interval_sweep() or not self.options(group):
+                continue
+            with suppress(Exception):  # such a list is reported where its runs are composed
+                for value in [*override.sweep_string_iterator()]:
+                    choices, _ = self.read([f"{override.get_key_element()}={value}"])
+                    layer = self._layer(group, choices[0])
+                    if layer is not None and "hydra" in layer.content:
+                        text = f"{value} says for itself how a sweep runs: give it alone"
+                        yield Problem(group, override.get_value_string(), text)
+
     def _choose(self, words: Mapping[str, str]) -> Composed:
         """Let Hydra compose choices; report those that do not compose with the ones before."""
         # Hydra's own choices first, as launchers give them.

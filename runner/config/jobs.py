@@ -230,6 +230,14 @@ def launcher_problems(master: DictConfig) -> Iterator[Problem]:
     elif find_spec(".".join(target[:2])) is None:
         text = f"needs pip install 'clip-runner[{choice.partition('_')[0]}]'"
         yield Problem("hydra/launcher", choice, text)
+    if target[-1] == "SlurmLauncher":
+        for key in ("nodes", "tasks_per_node"):
+            count = setting(master, f"hydra.launcher.{key}")
+            if count not in (1, None):
+                text = (
+                    "must be 1: a run of a sweep is one task, which starts its ranks (plugin.nproc)"
+                )
+                yield Problem(f"hydra.launcher.{key}", count, text)
     subdir = OmegaConf.to_container(master.hydra.sweep)["subdir"]  # type: ignore[index, call-overload]
     if subdir != "${hydra.job.num}":
         text = "cannot be chosen: the runs of a sweep lie in its folder by their numbers"
@@ -260,7 +268,14 @@ def combined(overrides: Iterable[Override], master: DictConfig) -> Iterator[list
         spelled = (name, f"{name}._target_", SHORT.get(name))
         columns[name] = next((key for key in values if key.lstrip("+") in spelled), "")
     counts = {name: len(values.get(key, [[]])) for name, key in columns.items()}
-    if zipped and (len({*counts.values()}) > 1 or 1 in counts.values()):
+    unlisted = [name for name, count in counts.items() if count == 1]
+    if unlisted:
+        lists = ", ".join(key.lstrip("+") for key, one in values.items() if len(one) > 1)
+        text = (
+            f"{', '.join(unlisted)}: no list of values in this sweep (its lists: {lists or 'none'})"
+        )
+        problems.append(Problem("sweep.zip", zipped, text))
+    elif len({*counts.values()}) > 1:
         told = ", ".join(f"{name} has {count}" for name, count in counts.items())
         problems.append(Problem("sweep.zip", zipped, f"these lists must be equally long: {told}"))
     if problems:

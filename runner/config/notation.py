@@ -22,6 +22,12 @@ def rounded(value: float, digits: int = 3) -> str:
     return (text.rstrip("0").rstrip(".") if "." in text else text) + exponent
 
 
+def with_short_numbers(text: str) -> str:
+    """Return ``text`` with six significant digits of numbers that have more than ten decimals."""
+    long_number = r"(?<![\w.])\d+\.\d{11,}(?:e[+-]?\d+)?"
+    return re.sub(long_number, lambda match: rounded(float(match[0]), 6), text)
+
+
 def percent(share: float) -> str:
     """Format a share as a percentage of three significant digits."""
     if 0 < share < 0.001:

@@ -86,6 +86,7 @@ def request(
             overrides = [*{one.get_key_element(): one for one in [*given_too, *overrides]}.values()]
         listed = [one for one in overrides if one.is_sweep_override()]
         lists = {one.get_key_element(): one.input_line or "" for one in listed}
+        problems += composer.sweeps_in_lists(listed)
         rows = iter([[one.input_line or "" for one in overrides if one not in listed]])
         with _noted(problems):
             folder = jobs.destination(made.config, "sweep" if swept else "run")

@@ -69,6 +69,19 @@ class Tracker(Section):
     def uses(self, tracker: str) -> bool:
         return tracker in (self.name, *self.also)
 
+    def conflicts(self) -> Conflicts:
+        """Yield names that wandb would refuse once the run has begun."""
+        if not self.uses("wandb"):
+            return
+        if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
+            yield "project", "wandb allows at most 128 characters, none of them / \\ # ? % or :"
+        for tag in self.tags:
+            if len(tag) > 64:
+                yield (
+                    "tags",
+                    f"wandb allows at most 64 characters a tag, and {tag[:20]}... has {len(tag)}",
+                )
+
 
 class Train(Section):
     max_duration: t.DurationText = key("train this long, such as 3ep or 500ba")

@@ -24,7 +24,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from runner.config.environment import started_rank
+from runner.config.identity import NOT_HASHED
 from runner.config.masking import hidden, hidden_in, remembered
+from runner.config.notation import with_short_numbers
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import KNOBS, Failure, attempt, is_lost_peer, stopped_by
@@ -254,7 +256,7 @@ def run(
         steps = build.steps_of(config, build.make_data(config.data))
         interval = max(config.log.interval, config.log.flush)  # a line a step would bury the rest
         shown.append(TerminalSink(steps, interval, title, alone=alone))
-        shown.extend(_trackers(config, plain, folder, " ".join(words) or folder.name, status))
+        shown.extend(_trackers(config, plain, folder, name_of(words, swept, folder), status))
         trained = train(config, folder, shown, start=start)
         trained[keys.WALL_SECONDS] += resumed.get(keys.WALL_SECONDS, 0.0)
         trained |= {"guidance": sentences(trained.get("remarks", ()), swept or ())} | made_with
@@ -304,6 +306,18 @@ def _advise(folder: Path, words: Sequence[str], stopped: bool) -> None:
         print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
     for offline in folder.glob("wandb/offline-run-*"):
         print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
+
+
+def name_of(words: Sequence[str], swept: Sequence[str] | None, folder: Path) -> str:
+    """Return the name of a run for its trackers: what sets it apart, in at most 60 characters."""
+    apart = []
+    for word in words:
+        key = word.partition("=")[0]
+        section = key.lstrip("+~").partition(".")[0]
+        if section not in (*NOT_HASHED, "launch") if swept is None else key in swept:
+            apart.append(with_short_numbers(word))
+    name = " ".join(apart) or folder.name
+    return name if len(name) <= 60 else f"{name[:59]}…"
 
 
 def _trackers(

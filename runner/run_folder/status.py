@@ -26,6 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from runner.config.environment import slurm_job
 from runner.config.identity import config_hash
 from runner.config.masking import hidden_in, masked_words
+from runner.config.notation import with_short_numbers
 from runner.config.problem import Problem, RequestError
 from runner.config.reading import DamagedFile, content_of
 from runner.run_folder import files, keys
@@ -196,7 +197,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        return " ".join(masked_words(self.overrides))
+        return with_short_numbers(" ".join(masked_words(self.overrides)))
 
     @property
     def ended(self) -> bool:

@@ -34,7 +34,7 @@ from runner.run_folder.status import Entry, SweepRecord, changed, claimed, now
 from runner.sweep import live
 from runner.sweep.job import run_job, stop_sweep
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
-from runner.telemetry.sinks.console import print_line
+from runner.telemetry.sinks.console import is_watched, print_line
 
 _LATER = 5.0  # seconds that runs have longer than `shutdown.timeout`, until the sweep ends
 _ASK = 10.0  # seconds between two questions to Slurm, which many users share
@@ -177,6 +177,8 @@ def _launch_by_hydra(request: Request, waiting: Sequence[Entry]) -> None:
             if params := setting(config, "hydra.sweeper.params"):
                 words = spelled_out(f"{key}={value}" for key, value in params.items())
                 config.hydra.sweeper.params = dict(word.split("=", 1) for word in words)
+            if not is_watched(sys.stderr):
+                os.environ.setdefault("NO_COLOR", "1")  # Optuna would write colours into a file
             typed: Any = OmegaConf.to_container(config.hydra.overrides.task)  # references too
             sweeper = Plugins.instance().instantiate_sweeper(**given)
             sweeper.sweep([*typed, *request.lists.values()])

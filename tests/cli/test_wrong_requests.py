@@ -57,6 +57,11 @@ VALUES = [
             *("model.width=???", "no value given"),
         ],
     ),
+    (
+        f"tracker.tags=[a,{'b' * 65}] tracker.project=a/b",
+        ["(2 problems)", "tracker.tags=", "65", "tracker.project=a/b", "wandb allows at most 128"],
+    ),
+    (f"tracker.project={'p' * 129}", ["(1 problem)", "wandb allows at most 128 characters"]),
     ("eval.metrics=[{a:1}]", ["eval.metrics=[{a:1}]", "a mapping needs a _target_"]),
     ("clip._target_=5", ["(1 problem)", "clip._target_=5", "must be the full name of a class"]),
     ("model.width=${nowhere}", ["model.width=${nowhere}", "'nowhere' not found"]),
@@ -132,7 +137,15 @@ SWEEPS = [
     ("-m seed=range(0,300) clip.threshold=range(1,400)", ["119,700 runs", "clip.threshold 399"]),
     ("-m seed=1,2 sweep.zip=5", ["sweep.zip=5", "a list"]),
     ("-m seed=1,2 sweep.zip=${nowhere}", ["sweep.zip="]),
-    ("-m seed=1,2 sweep.zip=[seed,clip.threshold]", ["seed has 2, clip.threshold has 1"]),
+    (
+        "-m seed=1,2 sweep.zip=[seed,clip.threshold,nope]",
+        ["sweep.zip=[", "clip.threshold, nope: no list of values in this sweep (its lists: seed)"],
+    ),
+    ("-m seed=1,2 clip.threshold=1,2,3 sweep.zip=[seed,clip.threshold]", ["clip.threshold has 3"]),
+    (
+        "-m recipe=accumulate_4,sweep_norm hydra/launcher=submitit_slurm hydra.launcher.nodes=2",
+        ["recipe=accumulate_4,sweep_norm", "sweep_norm says for itself", "must be 1: a run of"],
+    ),
     ("-m clip=schedule clip.warmup_steps=unset,30", ["must be an integer"]),
 ]
 FOLDERS = [

@@ -135,6 +135,10 @@ def test_a_search_learns_from_runs_that_went_well(command, here):
     words += command.net("+model.number=${hydra:job.num}", n1="raise", n3="nan")
     out, err = command(*words, code=1)
     assert begun(err) == list(range(1, 6))
+    assert "\x1b" not in err  # Optuna's colours
+    labels = re.findall(r"^\d  clip\.threshold=(\S+)", out, re.M)
+    assert len(labels) == 5
+    assert max(map(len, labels)) <= 8
     runs = command.record()["runs"]
     assert command.states() == ["finished", "failed", *["finished"] * 3]
     assert runs[3]["objective"] == "NaN"

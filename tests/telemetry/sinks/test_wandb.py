@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import wandb
 
+from runner.launch.supervise import name_of
 from runner.run_folder.strict_json import JsonlSink, Row, decode, read_rows
 from runner.telemetry.sinks import wandb_sink
 from runner.telemetry.sinks.wandb_sink import WandbSink
@@ -29,6 +30,25 @@ ROWS = [
     {"train/step": 5, "train/loss": 0.1, "eval/loss": 0.3, "eval/accuracy": 0.975},
     {"train/step": 6, "train/loss": 0.3},
 ]
+
+
+@pytest.mark.parametrize(
+    ("words", "swept", "name"),
+    [
+        ("clip=norm tracker.group=g sweep.name=s log.flush=1", None, "clip=norm"),
+        ("tracker=none resume=never", None, "folder"),
+        (
+            "clip=norm clip.threshold=0.1 +model.a=1 seed=3",
+            ["seed", "+model.a"],
+            "+model.a=1 seed=3",
+        ),
+        ("clip=norm seed=0 clip.skip=0.1234567890123456", ["clip.skip"], "clip.skip=0.123457"),
+        (f"model.a={'x' * 70}", None, f"model.a={'x' * 51}…"),
+    ],
+)
+def test_the_name_of_a_run_is_what_sets_it_apart(words, swept, name):
+    assert name_of(words.split(), swept, Path("folder")) == name
+    assert len(name) <= 60
 
 
 def record(folder, run_id, rows=ROWS, summary=SUMMARY, exit_code=0, **more):

@@ -33,8 +33,11 @@ class InBackward:
         steps: bool,
         each: bool,
     ) -> None:
-        self.mode, self.steps, self._each = mode, steps, each
-        self._layout, self._optimizers = order.layout, optimizers
+        self.mode = mode
+        self.steps = steps
+        self._each = each
+        self._layout = order.layout
+        self._optimizers = optimizers
         self._order = ref(order)  # ``order`` owns this object, and both end with it
         self._names = {id(shard.param): shard.name for shard in order.layout.shards}
         self._parts: dict[str, tuple[Layout, ClipMode]] = {}
@@ -44,7 +47,7 @@ class InBackward:
     def begin_step(self) -> None:
         self.began: bool | None = None  # whether gradients of this step are clipped, once asked
         self._broken = False  # whether the host knows of a gradient that is not finite
-        self._found: dict[str, Decision] = {}
+        self._decisions: dict[str, Decision] = {}
         self._powers: list[Powers] = []
         self._history: dict[str, Number] = {}
 
@@ -52,9 +55,10 @@ class InBackward:
         weak = ref(self)  # A hook lives as long as its parameter.
 
         def final(parameter: Tensor) -> None:
-            order = None if (found := weak()) is None else found._order()
-            if found is not None and order is not None and not order.accumulating:
-                found.clip(parameter)
+            clipper = weak()
+            order = None if clipper is None else clipper._order()
+            if clipper is not None and order is not None and not order.accumulating:
+                clipper.clip(parameter)
 
         return final
 
@@ -62,10 +66,12 @@ class InBackward:
     def clip(self, parameter: Tensor) -> None:
         """Clip a gradient that has become final."""
         if self.began is None:
-            self.began, self._history = self.mode.ready_for_parts(), dict(self.mode.history)
-        if not self.began or (name := self._names.get(id(parameter))) is None:
+            self.began = self.mode.ready_for_parts()
+            self._history = dict(self.mode.history)
+        name = self._names.get(id(parameter))
+        if not self.began or name is None:
             return
-        if name in self._found:
+        if name in self._decisions:
             raise StepOrderError(
                 f"the gradient of {name} was clipped already: with clip.when=backward a step "
                 "has one backward pass outside of no_sync, which accumulates each gradient once "
@@ -76,13 +82,13 @@ class InBackward:
     def _clip(self, name: str, parameter: Tensor) -> None:
         """Measure, decide and apply; the step follows while the gradient is in a cache."""
         if name not in self._parts:
-            own = self._layout.restricted([name])
-            self._parts[name] = own, self.mode.of_part(own)
+            part = self._layout.restricted([name])
+            self._parts[name] = part, self.mode.of_part(part)
         layout, mode = self._parts[name]
         stats = mode.measure(layout, self._each)
         self._broken |= stats.finite is False
         decision = mode.clip(layout, stats)
-        self._found[name] = decision
+        self._decisions[name] = decision
         if stats.powers is not None:
             self._powers.append(stats.powers)
         if not self.steps or self._broken:
@@ -91,49 +97,51 @@ class InBackward:
             mode.before_step(layout, decision)
         match_strides(layout)
         for optimizer in self._optimizers:
-            groups, held = optimizer.param_groups, [g["params"] for g in optimizer.param_groups]
-            try:
-                for group in groups:
-                    group["params"] = [p for p in group["params"] if p is parameter]
-                if any(group["params"] for group in groups):
-                    optimizer.step()
-            finally:
-                for group, parameters in zip(groups, held, strict=True):
-                    group["params"] = parameters
+            _step_one(optimizer, parameter)
         if decision.update is not None:
             mode.after_step(layout, decision)
         parameter.grad = None
 
     @torch.no_grad()
     def finish(self) -> Number:
-        """Clip, and step, what no hook has told of; return ‖G‖."""
+        """Clip, and step, gradients for which no hook was called; return ‖G‖."""
         for shard in self._layout.shards:
             trained = shard.param.requires_grad and shard.param.grad is not None
-            if trained and shard.name not in self._found:
+            if trained and shard.name not in self._decisions:
                 self._clip(shard.name, shard.param)
-        wide, found = transfer.widest(self._layout.device), self._powers
-        each = [torch.as_tensor(own.each, dtype=wide) for own in found]
-        shards = [shard for own in found for shard in own.shards]
-        self.powers = Powers(shards, torch.cat(each), self.mode.norm_type) if found else None
-        return self._total([own.norm for own in self._found.values()])
+        self.powers = None
+        if self._powers:
+            wide = transfer.widest(self._layout.device)
+            of_shards = [torch.as_tensor(powers.each, dtype=wide) for powers in self._powers]
+            shards = [shard for powers in self._powers for shard in powers.shards]
+            self.powers = Powers(shards, torch.cat(of_shards), self.mode.norm_type)
+        return self._total([decision.norm for decision in self._decisions.values()])
 
     def decide(self, norm: Number, finite: bool | Tensor) -> Decision:
         self.mode.end_parts()
         self.mode.undo(self._history, finite)
         if finite is False:
             return Decision.skipped(norm, self.mode.threshold)
-        found, p, kind = [*self._found.values()], self.mode.norm_type, self.mode.info.clips
-        changed: Number = sum((own.fraction * own.total for own in found), 0.0)
-        total: Number = sum((own.total for own in found), 0.0)
-        after = self._total([own.norm_clipped for own in found])
-        parts = Parts(changed, total, (), after if math.isinf(p) else after**p)
-        most = norm if kind is None else combine([own.max_stat for own in found] or [0.0], math.inf)
-        threshold = found[0].threshold if found else math.nan
-        whole = replace(Decision.change_parts(norm, threshold, most, parts), finite=finite)
-        done = whole.complete(self._layout, p)
-        if kind != "updates":
-            return done
-        return replace(done, coef=-combine([-own.coef for own in found], math.inf))
+        p = self.mode.norm_type
+        clips = self.mode.info.clips
+        decisions = [*self._decisions.values()]
+        after = self._total([decision.norm_clipped for decision in decisions])
+        parts = Parts(
+            changed=sum((decision.fraction * decision.total for decision in decisions), 0.0),
+            total=sum((decision.total for decision in decisions), 0.0),
+            work=(),
+            power=after if math.isinf(p) else after**p,
+        )
+        max_stat = norm
+        if clips is not None:
+            max_stat = combine([decision.max_stat for decision in decisions] or [0.0], math.inf)
+        threshold = decisions[0].threshold if decisions else math.nan
+        of_parts = replace(Decision.change_parts(norm, threshold, max_stat, parts), finite=finite)
+        whole = of_parts.complete(self._layout, p)
+        if clips != "updates":
+            return whole
+        smallest = -combine([-decision.coef for decision in decisions], math.inf)
+        return replace(whole, coef=smallest)
 
     def _total(self, norms: Sequence[Number]) -> Number:
         p = self.mode.norm_type
@@ -141,6 +149,20 @@ class InBackward:
             return combine(norms or [0.0], p)
         powers: Number = sum((norm**p for norm in norms), 0.0)
         return combine([powers], p)
+
+
+def _step_one(optimizer: Optimizer, parameter: Tensor) -> None:
+    """Step one parameter, if the optimizer has it."""
+    groups = optimizer.param_groups
+    of_groups = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p is parameter]
+        if any(group["params"] for group in groups):
+            optimizer.step()
+    finally:
+        for group, parameters in zip(groups, of_groups, strict=True):
+            group["params"] = parameters
 
 
 def why_not_in_parts(optimizer: Optimizer) -> str:

@@ -1,18 +1,17 @@
-"""What is known of optimizers, by the names of their classes: plugins, fused kernels, Muon.
+"""Facts about optimizers, by the names of their classes: plugins, fused kernels, Muon.
 
 SGD, Adam, Lion and others compute the step of an element from that element: every plugin is right.
 LARS, Muon and LAMB with ``max_grad_norm=None`` read a whole parameter, by norms and products that
-torch computes over shards too. ``WHOLE`` do so by other operations: they are refused where
-parameters are sharded (``fsdp``, ``zero`` 2 and 3, ``tensor``). ``FROM_ALL`` read all parameters:
-they are refused also where a rank steps some of them (``zero`` 1, ``pipeline``, ``moe``).
+torch computes over shards too. Optimizers of ``WHOLE`` read a whole parameter by operations that
+torch does not compute over shards: they are refused where parameters are sharded (``fsdp``,
+``zero`` 2 and 3, ``tensor``). Optimizers of ``FROM_ALL`` read all parameters: they are also refused
+where a rank steps only some parameters (``zero`` 1, ``pipeline``, ``moe``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,34 +39,41 @@ SCALING = (SGD, Adam, AdamW, Adagrad)
 
 LARGEST_SCALE = 1e30  # the largest divisor of gradients in a fused step: float32 has to hold it
 
-_PARAMETER, _GRADIENT = attrgetter("param"), attrgetter("grad")
 
-
-def require_safe(optimizer: Optimizer, made: ParallelModel, plugin: Plugin) -> None:
-    """Refuse an optimizer whose steps would differ from those of one process; all ranks call it."""
-    if made.layout.group is None:
+def require_safe(optimizer: Optimizer, parallel: ParallelModel, plugin: Plugin) -> None:
+    """Refuse an optimizer whose steps would differ from one process's steps; all ranks call it."""
+    if parallel.layout.group is None:
         return
-    names, kind, where = _names(optimizer), type(optimizer).__name__, type(plugin).__name__
+    kind = type(optimizer).__name__
+    where = type(plugin).__name__
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm") and not plugin.rank:
         log.warning("python -m runner verify tells if %s is right under %s", kind, where)
+    names = _names(optimizer)
     if not names & (FROM_ALL | WHOLE):
         return
-    found, layout = "", made.layout
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    elsewhere = made.steps is not None and any(id(s.param) not in made.steps for s in layout.shards)
-    elsewhere |= made.pipeline is not None or len(layout.shards) < len(layout.names)
-    if elsewhere and computes_from_all(optimizer):
-        found = (
+    problem = ""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if _steps_only_some(parallel) and computes_from_all(optimizer):
+        problem = (
             f"{kind} computes its steps from all parameters (max_grad_norm=None turns off that of "
             f"LAMB), but under {where} each rank steps only some of them: choose TorchDDPPlugin "
             "(plugin=ddp) or another optimizer"
         )
-    elif names & WHOLE and any(map(is_sharded, held)):
-        found = (
+    elif names & WHOLE and any(is_sharded(parameter) for parameter in parameters):
+        problem = (
             f"{kind} cannot step the parameters that {where} shards over ranks: choose "
             "LowLevelZeroPlugin(stage=1), TorchDDPPlugin (plugin=ddp) or another optimizer"
         )
-    raise_first(found)  # Ranks may hold different experts or stages, and find different problems.
+    raise_first(problem)  # Ranks may hold different experts or stages, and find different problems.
+
+
+def _steps_only_some(parallel: ParallelModel) -> bool:
+    """Return whether the optimizer of this rank steps only some of the model's parameters."""
+    layout = parallel.layout
+    if parallel.pipeline is not None or len(layout.shards) < len(layout.names):
+        return True
+    steps = parallel.steps
+    return steps is not None and any(id(shard.param) not in steps for shard in layout.shards)
 
 
 def computes_from_all(optimizer: Optimizer, names: frozenset[str] = FROM_ALL) -> bool:
@@ -116,23 +122,30 @@ class BoostedGroups:
     def __init__(
         self, optimizers: Sequence[Optimizer], layout: Layout, steps: frozenset[int] | None
     ) -> None:
-        self._optimizers, self._layout, self._steps = optimizers, layout, steps
+        self._optimizers = optimizers
+        self._layout = layout
+        self._steps = steps
         self._record()
 
-    def _now(self) -> tuple[int, list[int]]:
-        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
-        return len(groups), list(map(id, chain.from_iterable(groups)))
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _ids(self) -> tuple[int, list[int]]:
+        """Return the number of groups, and the ids of their parameters, in each step."""
+        groups = self._groups()
+        return len(groups), [id(parameter) for group in groups for parameter in group["params"]]
 
     def _record(self) -> None:
-        self._seen = self._now()
+        self._seen = self._ids()
+        _, ids = self._seen
         # With ZeRO stage 1 other ranks step some of them.
         trained = [shard.param for shard in self._layout.shards if shard.param.requires_grad]
         float32 = {parameter.dtype for parameter in trained} == {torch.float32}
-        self._steps_all = float32 and {*self._seen[1]}.issuperset(map(id, trained))
+        self._steps_all = float32 and {id(parameter) for parameter in trained} <= {*ids}
 
     def have_changed(self) -> bool:
         """Return whether groups changed since the last call; keep what this rank steps of them."""
-        if self._now() == self._seen:
+        if self._ids() == self._seen:
             return False
         shards = {id(shard.param): shard for shard in self._layout.shards}
         instead = (
@@ -141,11 +154,12 @@ class BoostedGroups:
         )
         # Another rank may hold the stage that still has the parameter.
         raise_first(unknown(self._optimizers, shards.keys(), instead), self._layout.group is None)
-        steps = self._steps
-        for group in (group for each in self._optimizers for group in each.param_groups):
-            group["params"] = [p for p in group["params"] if steps is None or id(p) in steps]
+        if self._steps is not None:
+            for group in self._groups():
+                group["params"] = [p for p in group["params"] if id(p) in self._steps]
         for parameter in orthogonalized(self._optimizers):
-            if (shard := shards[id(parameter)]).scaled:
+            shard = shards[id(parameter)]
+            if shard.scaled:
                 raise ValueError(
                     f"{shard.name} was given to Muon after boost, and clipping would scale it: "
                     "give Muon all of its matrices before booster.boost"
@@ -175,11 +189,12 @@ def match_strides(layout: Layout) -> None:
     torch's fused CPU kernels read both in memory order and ignore strides: a channels-last gradient
     of a contiguous parameter would change the wrong weights without an error.
     """
-    parameters = list(map(_PARAMETER, layout.shards))
-    gradients = list(map(_GRADIENT, parameters))
-    contiguous = {*map(type, gradients)} == {Tensor} and all(map(Tensor.is_contiguous, gradients))
-    if contiguous and all(map(Tensor.is_contiguous, parameters)):
-        return  # the usual case, in half the time
+    parameters = [shard.param for shard in layout.shards]
+    gradients: list[Any] = [parameter.grad for parameter in parameters]
+    # The usual case, in half the time. For 2,000 parameters ``map`` saves 0.15 ms of each step.
+    plain = {type(gradient) for gradient in gradients} == {Tensor}
+    if plain and all(map(Tensor.is_contiguous, [*gradients, *parameters])):
+        return
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None or gradient.layout is not torch.strided:
             continue

@@ -10,9 +10,8 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -34,7 +33,8 @@ OPTIMIZER = "optimizer/"
 
 _OF_LAYOUT = ("params", "param_names", "fused", "foreach")  # depend on where parameters lie
 _RATES = ("initial_lr", "max_lr", "min_lr")  # of torch's schedulers
-_VALUES, _SAFETENSORS = "optimizer.pt", ".safetensors"
+_VALUES = "optimizer.pt"
+_SAFETENSORS = ".safetensors"
 
 
 def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, Tensor]:
@@ -43,15 +43,17 @@ def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, T
 
 def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
     """Return the tensors of a model by name; a rank with two stages may hold a tied one twice."""
-    module, known = model.unwrap(), set(model.names.values())
+    module = model.unwrap()
     stages = () if model.pipeline is None else model.pipeline.stages.values()
     reshard([module, *stages])  # a forward pass may have left whole parameters for the shards
-    found: dict[str, list[Tensor]] = {}
+    slots: dict[str, list[Tensor]] = {}
+    names = set(model.names.values())
     buffers = module.named_buffers() if with_buffers else ()
-    for own, tensor in (*module.named_parameters(), *buffers):
-        if (name := model.renamed.get(own, own)) in known:
-            found.setdefault(name, []).append(tensor)
-    return found
+    for local_name, tensor in (*module.named_parameters(), *buffers):
+        name = model.renamed.get(local_name, local_name)
+        if name in names:
+            slots.setdefault(name, []).append(tensor)
+    return slots
 
 
 def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
@@ -59,83 +61,110 @@ def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
 
 
 def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
-    """Return all of the optimizers that is no tensor; every rank has to call this."""
-    listed = from_all({k: v for k, v in _state(optimizer) if not isinstance(v, Tensor)})
-    groups = [
-        [{key: group[key] for key in group if key not in _OF_LAYOUT} for group in each.param_groups]
-        for each in optimizer.optimizers
-    ]
-    state = {key: value for part in listed for key, value in part.items()}
-    kinds = [type(each).__name__ for each in optimizer.optimizers]
-    return {"kinds": kinds, "groups": groups, "state": state, **optimizer.rest_of_state()}
+    """Return the values of the optimizers that are no tensors; every rank has to call this."""
+    of_ranks = from_all({k: v for k, v in _state(optimizer) if not isinstance(v, Tensor)})
+    groups = []
+    for plain in optimizer.optimizers:
+        settings = []
+        for group in plain.param_groups:
+            settings.append({key: group[key] for key in group if key not in _OF_LAYOUT})
+        groups.append(settings)
+    return {
+        "kinds": _kinds(optimizer),
+        "groups": groups,
+        "state": {key: value for of_rank in of_ranks for key, value in of_rank.items()},
+        **optimizer.rest_of_state(),
+    }
+
+
+def _kinds(optimizer: OptimizerWrapper) -> list[str]:
+    return [type(plain).__name__ for plain in optimizer.optimizers]
 
 
 def optimizer_slots(
     optimizer: OptimizerWrapper,
-    held: Mapping[str, Stored],
+    stored: Mapping[str, Stored],
     values: Mapping[str, Any],
     keep: Collection[str] = (),
 ) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
-    """Return tensors to load the state of optimizers into, and what makes them the state then."""
-    saved, here = values["kinds"], [type(each).__name__ for each in optimizer.optimizers]
-    if saved != here:
-        raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(here)}")
-    counts = [len(groups) for groups in values["groups"]]
-    if counts != (own := [len(each.param_groups) for each in optimizer.optimizers]):
-        raise ValueError(f"the state is that of {counts} parameter groups, not {own}")
-    kept = {*keep, *(_RATES if "lr" in keep else ())}
-    states: dict[str, list[tuple[Optimizer, dict[str, Any], nn.Parameter, dict[str, Any]]]] = {}
-    for owner, each, group, parameter in _owners(optimizer):
-        states.setdefault(owner, []).append((each, group, parameter, {}))
+    """Return tensors to load the state of optimizers into, and a function that then assigns it."""
+    _require_same_optimizers(optimizer, values)
+    states: dict[str, list[_StepState]] = {}
+    for step_state in _step_states(optimizer):
+        states.setdefault(step_state.name, []).append(step_state)
     tensors: dict[str, list[Tensor]] = {}
-    for key in (*held, *values["state"]):
-        owner, _, field = key.rpartition("/")
-        for _, group, parameter, state in states.get(owner, ()):
-            if key in held:
-                state[field] = _empty(key, held[key], parameter, group)
-                tensors.setdefault(key, []).append(state[field])
+    for key in (*stored, *values["state"]):
+        name, _, field = key.rpartition("/")
+        for step_state in states.get(name, ()):
+            if key in stored:
+                tensor = _empty(key, stored[key], step_state.parameter, step_state.group)
+                tensors.setdefault(key, []).append(tensor)
+                step_state.loaded[field] = tensor
             else:
-                state[field] = values["state"][key]
+                step_state.loaded[field] = values["state"][key]
 
     def assign() -> None:
-        for each, _, parameter, state in chain.from_iterable(states.values()):
-            if state:
-                each.state[parameter] = state
-        every = chain.from_iterable(values["groups"])
-        for group, settings in zip(optimizer.param_groups, every, strict=True):
+        for of_name in states.values():
+            for step_state in of_name:
+                if step_state.loaded:
+                    step_state.optimizer.state[step_state.parameter] = step_state.loaded
+        kept = {*keep, *(_RATES if "lr" in keep else ())}
+        all_settings = [settings for groups in values["groups"] for settings in groups]
+        for group, settings in zip(optimizer.param_groups, all_settings, strict=True):
             group.update({key: settings[key] for key in settings.keys() - kept})
         optimizer.load_rest(values)
 
     return tensors, assign
 
 
-def _owners(
-    optimizer: OptimizerWrapper,
-) -> Iterator[tuple[str, Optimizer, dict[str, Any], nn.Parameter]]:
-    """Yield what the optimizers of this rank step, with the name of its state."""
+def _require_same_optimizers(optimizer: OptimizerWrapper, values: Mapping[str, Any]) -> None:
+    saved = values["kinds"]
+    kinds = _kinds(optimizer)
+    if saved != kinds:
+        raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(kinds)}")
+    saved_counts = [len(groups) for groups in values["groups"]]
+    counts = [len(plain.param_groups) for plain in optimizer.optimizers]
+    if saved_counts != counts:
+        raise ValueError(f"the state is that of {saved_counts} parameter groups, not {counts}")
+
+
+class _StepState(NamedTuple):
+    """A parameter that an optimizer of this rank steps, and the name of its state."""
+
+    name: str
+    optimizer: Optimizer
+    group: dict[str, Any]
+    parameter: nn.Parameter
+    loaded: dict[str, Any]  # the state that is being loaded
+
+
+def _step_states(optimizer: OptimizerWrapper) -> Iterator[_StepState]:
     names = {id(shard.param): shard.name for shard in optimizer.layout.shards}
-    for number, each in enumerate(optimizer.optimizers):
-        for group in each.param_groups:
+    for number, plain in enumerate(optimizer.optimizers):
+        for group in plain.param_groups:
             for parameter in group["params"]:
-                yield f"{OPTIMIZER}{number}/{names[id(parameter)]}", each, group, parameter
+                name = f"{OPTIMIZER}{number}/{names[id(parameter)]}"
+                yield _StepState(name, plain, group, parameter, loaded={})
 
 
 def _state(optimizer: OptimizerWrapper) -> Iterator[tuple[str, Any]]:
-    for owner, each, _, parameter in _owners(optimizer):
-        # A look at a defaultdict would make an entry.
-        for field, value in each.state[parameter].items() if parameter in each.state else ():
-            yield f"{owner}/{field}", value
+    for step_state in _step_states(optimizer):
+        states = step_state.optimizer.state
+        # Reading an absent entry of a defaultdict would make one.
+        if step_state.parameter in states:
+            for field, value in states[step_state.parameter].items():
+                yield f"{step_state.name}/{field}", value
 
 
-def _empty(key: str, held: Stored, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-    if held.shape == tuple(parameter.shape) and held.shape:
-        return torch.empty_like(parameter, dtype=held.dtype, requires_grad=False)
-    if held.shape and isinstance(parameter, DTensor):
-        raise ValueError(f"{key} has shape {list(held.shape)}, which cannot be sharded like it")
-    # torch's optimizers count their steps on the host, but for these.
+def _empty(key: str, stored: Stored, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    if stored.shape == tuple(parameter.shape) and stored.shape:
+        return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
+    if stored.shape and isinstance(parameter, DTensor):
+        raise ValueError(f"{key} has shape {list(stored.shape)}, which cannot be sharded like it")
+    # torch's optimizers count their steps on the host, unless they are fused or capturable.
     counts = key.endswith("/step") and not (group.get("fused") or group.get("capturable"))
     device = torch.device("cpu") if counts else parameter.device
-    return torch.empty(held.shape, dtype=held.dtype, device=device)
+    return torch.empty(stored.shape, dtype=stored.dtype, device=device)
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
@@ -163,7 +192,9 @@ def _plain(value: Any) -> Any:
         return value.item()
     if type(value) is dict:
         return {_plain(key): _plain(item) for key, item in value.items()}
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
 
 
 class CheckpointIO:
@@ -211,11 +242,13 @@ class CheckpointIO:
 
     def load_model(self, model: ModelWrapper, checkpoint: str | Path, strict: bool = True) -> None:
         """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted."""
-        path, state = Path(checkpoint), {}
+        path = Path(checkpoint)
         if path.is_dir():
-            slots, source = model_slots(model), Folder(path)
+            slots = model_slots(model)
+            source = Folder(path)
             source.fill({name: slots[name] for name in slots if strict or name in source.stored})
         else:
+            state: dict[str, Any] = {}
             on_first(lambda: state.update(_read(path)))
             self.load_state_dict(model, state, strict)
 
@@ -256,10 +289,10 @@ def _write_folder(
             (part / _VALUES).write_bytes(packed(values))
 
     def complete() -> None:
-        for one in path.glob(f"*{_SAFETENSORS}"):
-            one.unlink()
-        for one in part.iterdir():
-            one.replace(path / one.name)
+        for old_file in path.glob(f"*{_SAFETENSORS}"):
+            old_file.unlink()
+        for new_file in part.iterdir():
+            new_file.replace(path / new_file.name)
         part.rmdir()
 
     on_first(begin)

@@ -37,7 +37,9 @@ class NonFiniteGradient(FloatingPointError):
 
     def __init__(self, finding: str, advice: str = "", norm: float = math.nan) -> None:
         super().__init__(finding, advice, norm)
-        self.finding, self.advice, self.norm = self.args
+        self.finding = finding
+        self.advice = advice
+        self.norm = norm
 
     def __str__(self) -> str:
         return f"{self.finding} ({self.advice})" if self.advice else self.finding
@@ -45,13 +47,14 @@ class NonFiniteGradient(FloatingPointError):
 
 def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
     """Name the parameters whose gradient is not finite, and their ranks; a collective."""
-    group, mine = layout.group, [] if powers is None else powers.not_finite()
-    every = [mine] if group is None else from_all(mine, group)
-    bad = {name for names in every for name in names}
+    group = layout.group
+    on_this_rank = [] if powers is None else powers.not_finite()
+    on_ranks = [on_this_rank] if group is None else from_all(on_this_rank, group)
+    bad = {name for names in on_ranks for name in names}
     text = f"the gradient's norm is {norm}: {first_few([n for n in layout.names if n in bad])}"
     if group is None:
         return text
-    ranks = [dist.get_global_rank(group, number) for number, names in enumerate(every) if names]
+    ranks = [dist.get_global_rank(group, number) for number, names in enumerate(on_ranks) if names]
     return f"{text} on {ranks_as_text(ranks)}"
 
 
@@ -70,7 +73,8 @@ class LossScale:
         if not finite:
             self.scale = max(self.scale * self.backoff, SMALLEST_SCALE)
         elif self.finite_steps == self.growth_interval:
-            self.scale, self.finite_steps = self.scale * self.growth, 0
+            self.scale *= self.growth
+            self.finite_steps = 0
 
     def divide(self, layout: Layout, scaled: bool) -> None:
         """Divide the gradients by the scale; ``scaled``: whether the loss was multiplied by it."""
@@ -90,7 +94,8 @@ class LossScale:
         return {"scale": self.scale, "finite_steps": self.finite_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale, self.finite_steps = state["scale"], state["finite_steps"]
+        self.scale = state["scale"]
+        self.finite_steps = state["finite_steps"]
 
 
 class StepState(Enum):
@@ -108,8 +113,10 @@ class StepState(Enum):
 class StepOrder:
     """Follows the backward passes of one optimizer step after another."""
 
-    def __init__(self, made: ParallelModel, loss_scale: LossScale | None = None) -> None:
-        self._made, self.layout, self.loss_scale = made, made.layout, loss_scale
+    def __init__(self, parallel: ParallelModel, loss_scale: LossScale | None = None) -> None:
+        self._made = parallel
+        self.layout = parallel.layout
+        self.loss_scale = loss_scale
         self.accumulating = False  # whether backward passes run under ``no_sync`` now
         self.left = False  # whether gradients of the step before may be left
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
@@ -117,7 +124,9 @@ class StepOrder:
 
     def begin_step(self) -> None:
         self.stage = StepState.EMPTY
-        self._final = self._scaled = self._late = False
+        self._final = False  # whether the gradients are final
+        self._scaled = False  # whether the loss was multiplied by the fp16 scale
+        self._late = False  # whether a backward pass ran after gradients were final
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16."""
@@ -159,7 +168,8 @@ class StepOrder:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Context of backward passes whose gradients are not final, however they are run."""
-        nested, self.accumulating = self.accumulating, True
+        nested = self.accumulating
+        self.accumulating = True
         self._made.hold(True)
         try:
             yield

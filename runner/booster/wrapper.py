@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
-from itertools import chain
-from operator import attrgetter, is_
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 wrappers: WeakKeyDictionary[nn.Module, ReferenceType[ModelWrapper]] = WeakKeyDictionary()
 """The wrapper of each model that was boosted, by the user's model."""
 
-_DTYPE, _TRAINED = attrgetter("dtype"), attrgetter("requires_grad")
 _BEFORE = "change the model before booster.boost, or no gradient of it is synchronised and clipped"
 
 
@@ -121,44 +118,54 @@ class BoostedParameters:
 
     def _record(self) -> None:
         self._dicts = [d for m in self._model.modules() for d in (m._parameters, m._modules)]
-        self._slots = [(held, key, value) for held in self._dicts for key, value in held.items()]
+        self._slots = [(slots, key, value) for slots in self._dicts for key, value in slots.items()]
         self._values = [value for _, _, value in self._slots]
         self._parameters = [p for _, p in self._known.values()]
-        self._dtypes = list(map(_DTYPE, self._parameters))
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
 
     def require_same(self) -> None:
         """Check that the model has the parameters of boost; it looks at dictionaries alone."""
         self._asked = True
-        values = list(chain.from_iterable(held.values() for held in self._dicts))
-        same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        if not (same and (self._alone or list(map(_DTYPE, self._parameters)) == self._dtypes)):
+        values = [value for slots in self._dicts for value in slots.values()]
+        same = len(values) == len(self._values)
+        same = same and all(a is b for a, b in zip(values, self._values, strict=True))
+        if same and not self._alone:
+            same = [parameter.dtype for parameter in self._parameters] == self._dtypes
+        if not same:
             self._compare()
 
     def _compare(self) -> None:
-        if any(type(held.get(key)) is Tensor for held, key, _ in self._slots):
+        """Raise an error that names what has changed; else note the modules as they are now."""
+        if any(type(slots.get(key)) is Tensor for slots, key, _ in self._slots):
             return  # torch.func.functional_call computes with tensors of its own.
         named = self._named()
-        now = {id(parameter) for _, parameter in named}
+        present = {id(parameter) for _, parameter in named}
+        self._require_present(present)
+        # A slot may hold None, for a parameter that was tied to another stage's parameter.
+        moved = {id(d[key]) for d, key, value in self._slots if d.get(key, value) is not value}
         unsharded = {id(computed_with(p)) for _, p in self._known.values()} - self._known.keys()
-        for (name, p), dtype in zip(self._known.values(), self._dtypes, strict=True):
-            if id(p) not in now and id(computed_with(p)) not in now:
-                raise ValueError(f"{name} was replaced, removed or tied after boost: {_BEFORE}")
-            if p.dtype != dtype and not self._alone:
-                raise ValueError(f"{name} is {p.dtype}, but was {dtype} at boost: {_BEFORE}")
-        # Also one that was tied to that of another stage, which is None here.
-        moved = {id(h[key]) for h, key, value in self._slots if h.get(key, value) is not value}
         for name, p in named:
             if p.requires_grad and id(p) not in (self._known.keys() - moved) | unsharded:
                 raise ValueError(f"{name} was added after boost: {_BEFORE}")
-        if not now & unsharded:
+        if not present & unsharded:
             self._record()
 
+    def _require_present(self, present: Collection[int]) -> None:
+        """Check that no parameter was removed or converted; ``present``: ids of all parameters."""
+        for (name, p), dtype in zip(self._known.values(), self._dtypes, strict=True):
+            if id(p) not in present and id(computed_with(p)) not in present:
+                raise ValueError(f"{name} was replaced, removed or tied after boost: {_BEFORE}")
+            if p.dtype != dtype and not self._alone:
+                raise ValueError(f"{name} is {p.dtype}, but was {dtype} at boost: {_BEFORE}")
+
     def require_final(self) -> None:
-        """Check, once a step, that parameters are those of boost, none frozen with a gradient."""
+        """Check, once a step, that parameters are as at boost, and none frozen with a gradient."""
         if not self._asked:  # by a forward pass of this step
             self.require_same()
         self._asked = False
-        trained = self._trained if self._alone else list(map(_TRAINED, self._parameters))
+        trained = self._trained
+        if not self._alone:
+            trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
             for (name, p), was in zip(self._known.values(), self._trained, strict=True):
                 if was and not p.requires_grad and p.grad is not None:
@@ -185,27 +192,40 @@ def checked(model: nn.Module, criterion: Any, plugin: str) -> tuple[nn.Module, d
             f"this {type(model).__name__} is boosted already: boost a model once, with all its "
             "optimizers, booster.boost(model, [first, second], ...), or build the model anew"
         )
-    named = dict(model.named_parameters())
-    if found := [name for name, parameter in named.items() if parameter.is_complex()]:
-        raise TypeError(f"{found[0]} is complex: clipping is defined on real parameters")
-    own = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
-    held = {id(parameter) for parameter in named.values()}
-    if found := [name for name, p in own if p.requires_grad and id(p) not in held]:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise TypeError(f"{name} is complex: clipping is defined on real parameters")
+    if isinstance(criterion, nn.Module):
+        _require_part_of(model, criterion)
+    if plugin:
+        _require_dense_gradients(model, plugin)
+    first: dict[int, str] = {}
+    names = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            names[name] = first.setdefault(id(tensor), name)
+    return model, names
+
+
+def _require_part_of(model: nn.Module, criterion: nn.Module) -> None:
+    """Refuse a criterion with parameters that the model does not have."""
+    of_model = {id(parameter) for parameter in model.parameters()}
+    trained = [(name, p) for name, p in criterion.named_parameters() if p.requires_grad]
+    foreign = [name for name, p in trained if id(p) not in of_model]
+    if foreign:
         raise ValueError(
-            f"the criterion has parameters ({first_few(found)}), which are no part of the model: "
+            f"the criterion has parameters ({first_few(foreign)}), which are no part of the model: "
             "give them to the model, whose method loss(outputs, batch) may compute the loss"
         )
-    for name, module in model.named_modules() if plugin else ():
+
+
+def _require_dense_gradients(model: nn.Module, plugin: str) -> None:
+    for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
                 f"{name or type(module).__name__} has sparse gradients, which {plugin} cannot "
                 "synchronise: build the layer with sparse=False"
             )
-    first: dict[int, str] = {}
-    tensors = model.state_dict(keep_vars=True).items()
-    return model, {
-        name: first.setdefault(id(t), name) for name, t in tensors if isinstance(t, Tensor)
-    }
 
 
 def _compiled_in_place(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -166,6 +167,16 @@ class Passes:
             together=self.booster.plugin.world_size > 1,
         )
 
+    def _settled(self, held: Iterator[tuple[bool, Any]]) -> Iterator[tuple[bool, Any]]:
+        """Measure the loss on the first batch, unless a rank has none; a collective."""
+        first = next(held, None)
+        if self.loss.unproved:
+            plugin = self.booster.plugin
+            reading = plugin.sum_over_ranks([float(first is not None)])[0]
+            if first is not None and reading == plugin.world_size:
+                self.settle([first[1]])
+        return held if first is None else chain([first], held)
+
     def _train(self, host: Any, count: float | None, weight: Callable[[], float]) -> Tensor:
         batch = self.to_device(host)
         if self.model.pipeline is None:
@@ -186,9 +197,8 @@ class Passes:
         right: list[Number] = []
         graded: list[Number] = []
         items, ungraded, samples = 0.0, False, False
-        for idle, host in held_out(loader, plugin):
+        for idle, host in self._settled(held_out(loader, plugin)):
             beat()
-            self.settle([host])
             batch, count = self.to_device(host), None if idle else loss.items(host).items
             if count is not None:
                 items, samples = items + count, True

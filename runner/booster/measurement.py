@@ -217,8 +217,17 @@ def _look(
         if drawn():
             return Finding(done=True, reason=_RANDOM), own, None
         reason = "a batch has one sample, or tensors of several lengths"
-        return Finding(reason=reason), own, calls.ignored_targets(part)
+        return Finding(reason=reason), own, _safe(calls.ignored_targets(part), batch)
     return Finding(done=True), None, None
+
+
+def _safe(ignored: int | None, batch: Any) -> int | None:
+    """Return a label that can be put in a batch; None if an accelerator might end the process."""
+    targets = targets_of(batch)
+    if ignored is None or targets is None:
+        return None
+    is_safe = targets.device.type == "cpu" or bool((targets == ignored).any())
+    return ignored if is_safe else None
 
 
 def _compared(

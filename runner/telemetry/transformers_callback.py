@@ -63,9 +63,8 @@ class ClippingCallback(TrainerCallback, ExportableState):
         if options.pop(_REMADE, False):
             self._copy_arguments()
             return
-        if clipping_type is None and clipping_threshold is not None:
-            raise ValueError("give a clipping type and a threshold, or neither")
-        if clipping_type not in (None, "chain", "groups") and clipping_threshold is None:
+        takes_threshold = clipping_type not in (None, "chain", "groups")
+        if takes_threshold != (clipping_threshold is not None):
             raise ValueError("give a clipping type and a threshold, or neither")
         self._clips = clipping_type is not None
         groups = options.get("process_groups", options.get("groups"))

@@ -100,7 +100,7 @@ def trainer_on(loader, held_out=None, steps=STEPS, booster=None):
     return trainer
 
 
-def assert_continues(make, after=(2, 4, 6), steps=STEPS):
+def assert_continues(make, after=(3, 4, 7), steps=STEPS):
     """Compare runs that continue after these steps with one that is never stopped."""
     whole = trainer_on(*make(), steps=steps)
     whole.fit()
@@ -150,7 +150,7 @@ def test_a_training_continues_on_a_loader_of_torch(kind, order, workers):
 
 @pytest.mark.parametrize(("kind", "order", "workers"), cases(TABLE, CHEAP[:1]))
 def test_a_training_continues_with_the_same_evaluations(kind, order, workers):
-    assert_continues(lambda: (plain(), torch_loader(order, *workers, kind)), after=(2, 6))
+    assert_continues(lambda: (plain(), torch_loader(order, *workers, kind)), after=(2, 7))
 
 
 def table_of(first=0, samples=40, shards=4):

@@ -35,7 +35,7 @@ def test_a_run_has_a_folder_and_the_callers_process_is_as_before(outputs, capsys
     monkeypatch.setattr(sys, "argv", ["prog", "--something"])
     root = logging.getLogger()
     before = (list(root.handlers), root.level, os.getcwd(), [*sys.argv])
-    words = ["clip=norm", *TINY, "clip=value", "clip.threshold=0.25", "resume=never"]
+    words = [*TINY, "clip=value", "clip.threshold=0.25", "resume=never"]
     for _ in range(2):
         assert main(words) == 0
     assert (list(root.handlers), root.level, os.getcwd(), sys.argv) == before

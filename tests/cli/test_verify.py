@@ -48,6 +48,7 @@ def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
 ):
     monkeypatch.setitem(PLUGINS, "ddp", SeesReplicasThatAreNotThere)
     words = [*TOKENS, "plugin=ddp", "plugin.nproc=1", "clip=norm", "clip.threshold=0.1"]
+    words.append("accumulation=x2")
     assert main(["verify", *words]) == 1
     out = capsys.readouterr().out
     found = written(outputs)
@@ -73,22 +74,36 @@ def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
     ],
 )
 def test_a_model_that_cannot_be_compared_gets_its_hint(model, parts, absent, outputs, capsys):
-    assert main(["verify", *IMAGES, *net(model)]) == 1
+    words = ["verify", *IMAGES, *net(model), "accumulation=x2"]
+    assert main(words) == 1
     said = capsys.readouterr()
     assert said.out.endswith("verify: FAILED\n")
     assert all(part in said.err for part in parts)
     assert not [part for part in absent if part in said.err]
     if model == "Single":
-        assert main(["verify", *IMAGES, *net(model), "verify.dtype=float32"]) == 0
+        assert main([*words, "verify.dtype=float32"]) == 0
 
 
 def test_its_folder_is_the_one_that_is_given_and_is_not_written_twice(outputs, tmp_path, capsys):
-    words = [*IMAGES, "clip.mode=none", "clip.threshold=null"]
+    words = [*IMAGES, "clip.mode=none", "clip.threshold=null", "accumulation=x2"]
     words.append(f"hydra.run.dir={tmp_path}/${{clip.mode}}")
-    assert main(["verify", *words, "verify.steps=1"]) == 0
+    assert main(["verify", *words]) == 0
     assert (tmp_path / "none" / FILE).exists()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "verify: ok max_rel_error=0 naive=none"
     assert main(["verify", *words]) == 2
     assert "holds an earlier verification" in capsys.readouterr().err
+    assert not outputs.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "plugin=single  nothing is compared in one process: choose plugin=ddp plugin.nproc=2"),
+        (["plugin=ddp"], "nothing is compared on one rank: start more, plugin.nproc=2"),
+    ],
+)
+def test_one_process_is_not_compared_with_itself(words, message, outputs, capsys):
+    assert main(["verify", *IMAGES, *words]) == 2
+    assert message in capsys.readouterr().err
     assert not outputs.exists()

@@ -19,6 +19,18 @@ KEYS = [
     ("clip.threshold.low=1 model.widht=8", ["clip.threshold={low:1}", "model.width?", "_target_"]),
     ("clip={treshold:1} hydra.rnu.dir=x", ["clip.treshold=1", "Key 'rnu' not in"]),
     ("clip=adaptive ~clip.eps ~clip.epz", ["clip.epz", "unknown key", "clip.eps?"]),
+    (
+        "model=mine.Net model=cnn seed=1 seed=2 +model.api_key=a +model.api_key=b recipe=none "
+        "optimizer={lr:1} optimizer.lr=2 ~clip.eps clip.eps=1 clip.skip=ema clip.skip.rule=sigma "
+        "recipe=accumulate_4",
+        [
+            *("is given twice (model=mine.Net and model=cnn)", "(seed=1 and seed=2)"),
+            *("(recipe=none and recipe=accumulate_4)", "(clip.skip=ema and clip.skip.rule=sigma)"),
+            *("(optimizer={lr:1} and optimizer.lr=2)", "(~clip.eps and clip.eps=1)"),
+            "(+model.api_key=*** and +model.api_key=***)",
+        ],
+    ),
+    ("-m seed=1,2 seed=3,4", ["(seed=1,2 and seed=3,4)"]),
 ]
 OPTIONS = [
     (

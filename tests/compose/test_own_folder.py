@@ -1,8 +1,13 @@
 """A folder of a user's own (``--config-dir``): only what differs, diagnosed like ours."""
 
-import pytest
+import pickle
 
-from runner.config.jobs import recorded, write_yaml
+import pytest
+from omegaconf import open_dict
+
+from runner.config.composer import refer_to
+from runner.config.identity import config_hash
+from runner.config.jobs import recorded, resolved_and_recorded, write_yaml
 from runner.config.problem import RequestError
 from runner.config.request import request
 
@@ -150,3 +155,56 @@ def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
 def test_mistakes_are_named_with_the_nearest_name(own, words, expected):
     with pytest.raises(RequestError, match=expected):
         request(words.split(), config_dir=own)
+
+
+def edit(own, files="*.yaml"):
+    for file in own.rglob(files):
+        file.write_text(file.read_text().replace("8", "9").replace("0.7", "0.9"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=mine"],
+        ["clip=gentle"],
+        ["recipe=mine"],
+        ["+experiment=own"],
+        ["data=mine", "seed=8"],
+    ],
+)
+def test_a_job_of_a_sweep_is_composed_of_the_files_as_they_were_planned(own, outputs, words):
+    """In another process too, which gets Hydra's own overrides first."""
+    wanted = request(
+        [*words, "train.max_duration=2ba,3ba", "hydra/launcher=joblib"],
+        multirun=True,
+        config_dir=own,
+    )
+    edit(own)
+    composer = pickle.loads(pickle.dumps(wanted.composer))
+    master = wanted.made.config
+    for job in wanted.jobs:
+        with composer.active():
+            config = composer.load_sweep_config(master, list(job.words))
+            refer_to(config)
+            with open_dict(config):
+                del config.hydra
+            _, plain = resolved_and_recorded(config)
+        assert config_hash(plain) == job.hash
+
+
+def test_a_search_refuses_choices_that_it_composes_of_a_file_that_was_changed(own, outputs):
+    words = [
+        "model=mine,cnn",
+        "clip=norm,value",
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=4",
+    ]
+    wanted = request(words, multirun=True, config_dir=own)
+    edit(own, "model/mine.yaml")
+    master = wanted.made.config
+    with wanted.composer.active():
+        wanted.composer.load_sweep_config(master, ["model=mine", "clip=norm"])
+        with pytest.raises(
+            RequestError, match=r"model/mine\.yaml was changed while the sweep runs"
+        ):
+            wanted.composer.load_sweep_config(master, ["model=mine", "clip=value"])

@@ -109,3 +109,10 @@ def test_a_sweep_is_every_combination_in_hydras_order(words, labels):
     if "layers" in words:
         assert [job.config.model.arguments["layers"] for job in found.jobs] == [2, 2]
         assert found.jobs[0].words == ("model=gpt", "model.layers=2", "seed=1")
+
+
+def test_a_key_that_is_removed_and_added_or_typed_alike_is_given_once():
+    words = ["~optimizer.nesterov", "+optimizer.nesterov=true", "seed=3", "seed=3"]
+    job = one(*words, "optimizer=sgd", "optimizer={lr:0.3}", "model=cnn", "model.width=8")
+    assert (job.config.seed, job.config.optimizer.arguments["lr"]) == (3, 0.3)
+    assert job.config.optimizer.arguments["nesterov"] is True

@@ -23,8 +23,8 @@ def test_the_same_jobs_have_the_same_folder_however_they_are_typed(outputs, tmp_
     assert made.sweep.startswith("clip.threshold-seed-")
     again = sweep("clip=norm", "clip.threshold=0.25,0.1", "seed=2,1", "tracker=none")
     assert again.folder == made.folder
-    for word in ("seed=3,4", "seed=1,2,3", "optimizer.lr=0.3"):
-        other = sweep(*TWO, word)
+    for words in (["seed=3,4"], ["seed=1,2,3"], ["seed=1,2", "optimizer.lr=0.3"]):
+        other = sweep(TWO[0], *words)
         assert (other.folder != made.folder, other.identity != made.identity) == (True, True)
     odd = tmp_path / "it's (a) = b,c"
     monkeypatch.setenv("RUNNER_OUTPUTS", str(odd))

@@ -1,9 +1,12 @@
 """Whole sweeps as a user starts them, kills them, and starts them again."""
 
+import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from runner.cli.main import main
 from runner.run_folder import status
@@ -106,6 +109,27 @@ def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(co
     assert f"continuing after step {step} from {command.folder / '1'}" in err
     assert after["started"] == before[1]["started"]
     assert [row["train/step"] for row in rows_of(command.folder / "1")] == [*range(1, 13)]
+
+
+class Edit:
+    """Changes, when a run ends, a file that the configuration of the next one refers to."""
+
+    def on_end(self, trainer, summary):
+        Path(os.environ["PLANTED_RATE"]).write_text("0.2")
+
+
+def test_a_run_that_is_not_the_planned_one_fails(command, here, tmp_path, monkeypatch):
+    rate = tmp_path / "rate"
+    rate.write_text("0.1")
+    monkeypatch.setenv("PLANTED_RATE", str(rate))
+    OmegaConf.register_new_resolver("test.rate", lambda: float(rate.read_text()), replace=True)
+    callback = f"callbacks=[{{_target_:{__name__}.Edit}}]"
+    _, err = here("-m", "seed=1,2", "optimizer.lr=${test.rate:}", callback, *SHORT, code=1)
+    assert command.states() == ["finished", "failed"]
+    assert "run 1 (2 of 2): seed=2   failed: RuntimeError: this is not the run that was" in err
+    assert not (command.folder / "1" / "status.json").exists()
+    for run in command.record()["runs"][:1]:
+        assert run["config_hash"] == read(command.folder / run["folder"])["config_hash"]
 
 
 def test_an_interrupt_ends_a_sweep_at_once(command, here, monkeypatch):

@@ -73,6 +73,11 @@ WRONG = [
         "plugin.pp_size=4|8 stages|only 5 parts",
     ),
     ("plugin=ddp plugin.nproc=4096", "plugin.nproc=4096|at most"),
+    ("plugin=moe plugin.nproc=2", "plugin.ep_size=2|has no experts to spread|plugin=ddp"),
+    (
+        f"model={__name__}.HalfNet data=digits plugin=fsdp plugin.nproc=2",
+        "plugin.name=fsdp|torch.float32 (1.weight, 1.bias)|torch.bfloat16 (2.weight, 2.bias)|ddp",
+    ),
 ]
 WRONG_IN_SIX_RANKS = [
     ("plugin=single", "plugin.nproc=6|6 ranks|plugin=ddp"),
@@ -82,6 +87,12 @@ WRONG_IN_SIX_RANKS = [
     ),
     ("plugin=moe plugin.ep_size=4 model=moe data=text", "plugin.ep_size=4"),
 ]
+
+
+class HalfNet(torch.nn.Sequential):
+    def __init__(self):
+        linear = torch.nn.Linear(64, 10)
+        super().__init__(torch.nn.Flatten(), linear, torch.nn.Linear(10, 10).bfloat16())
 
 
 class Repeated(Dataset):

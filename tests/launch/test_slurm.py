@@ -12,7 +12,7 @@ from tests.slurm import running
 
 pytestmark = pytest.mark.xdist_group("slurm")
 WORDS = ["device=cpu", "plugin=ddp", "tracker=none", "eval.interval=100ba", "log.flush=1"]
-WORDS += ["checkpoint.interval=5ba", "checkpoint.asynchronous=false"]
+WORDS += ["checkpoint.asynchronous=false"]
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_job_on_two_nodes_that_is_pre_empted_goes_on(slurm, job, environment, 
 
 @pytest.mark.slow
 def test_a_node_that_hangs_ends_the_run_and_is_named(job):
-    _, status = job(*WORDS, "launch.timeout=20", *faulty("halt"))
+    _, status = job(*WORDS, "checkpoint.interval=5ba", "launch.timeout=20", *faulty("halt"))
     ended = status(lambda now: now["state"] != "running")
     assert (ended["state"], ended["exit_code"]) == ("failed", 1)
     assert (ended["rank"], ended["node"]) == (1, "n2"), ended
@@ -119,7 +119,7 @@ def test_a_node_that_hangs_ends_the_run_and_is_named(job):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_restarts_all_nodes(job, environment, tmp_path):
-    words = [*WORDS, "train.max_duration=40ba", *faulty("kill", 8, 22)]
+    words = [*WORDS, "checkpoint.interval=5ba", "train.max_duration=40ba", *faulty("kill", 8, 22)]
     _, status = job(*words)
     assert status(lambda now: now["state"] == "finished")["resumed"] == [5, 20]
     assert_is_one_machine(environment, tmp_path, *words)

@@ -5,7 +5,8 @@ if __name__ == "__main__":
 
         open_streams()
         signals.listen()
-        from runner.cli.main import start
+        with signals.deferred():
+            from runner.cli.main import start
 
         code = start()
     except KeyboardInterrupt:  # nothing has begun yet

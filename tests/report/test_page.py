@@ -159,3 +159,13 @@ def test_a_wrong_baseline_is_refused_before_anything_is_written(tmp_path, word, 
     assert main(["report", str(folder), "--csv", word]) == 2
     assert re.search(r"norm 0\.25|report\.baseline", capsys.readouterr().err)
     assert not list(folder.glob("report.*"))
+
+
+def test_a_cell_that_a_spreadsheet_would_compute_is_text(tmp_path):
+    formulas = ["=1+1", "+cmd|x", "-2+3", "@SUM(A1)", "-0.5", "1e-3", "plain"]
+    for number, text in enumerate(formulas):
+        changed = {"seed": 0, "model": {"_target_": "m.N", "=key": text, "note": text}}
+        write_run(tmp_path / "s" / str(number), rows(steps=5), config() | changed)
+    assert main(["report", str(tmp_path / "s"), "--csv"]) == 0
+    cells = [row["model.note"] for row in of_csv(tmp_path / "s")]
+    assert sorted(cells) == sorted(["'=1+1", "'+cmd|x", "'-2+3", "'@SUM(A1)", *formulas[4:]])

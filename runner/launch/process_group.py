@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runner.config.environment import join_slurm_step
+
 LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
 
 
@@ -24,7 +26,7 @@ def launch_from_torch(
     verbose: bool = True,
     timeout: float = 600.0,
 ) -> None:
-    """Join the process group that the environment describes (``torchrun`` sets it).
+    """Join the process group that the environment describes (``torchrun`` or ``srun`` sets it).
 
     Host tensors always travel by gloo, so that counts never wait for an accelerator; tensors on a
     GPU by nccl.
@@ -38,6 +40,7 @@ def launch_from_torch(
     Raises:
         RuntimeError: the environment describes no process group, or its port is in use.
     """
+    join_slurm_step()
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if missing:

@@ -11,7 +11,8 @@ from runner.run_folder.status import Entry, SweepRecord, best
 
 def resumed(entries: Sequence[Entry]) -> str:
     done = sum(entry.state == "finished" for entry in entries)
-    left, verb = len(entries) - done, "is" if done == 1 else "are"
+    left = sum(entry.state == "waiting" for entry in entries)
+    verb = "is" if done == 1 else "are"
     rest = f"{left} to go" if left else "nothing to run"
     return f"{done} of {plural(len(entries), 'run')} {verb} done already: {rest}" if done else ""
 

@@ -160,7 +160,7 @@ def test_a_search_learns_from_runs_that_went_well(command, here):
     out, err = command(*words, code=1)
     assert begun(err) == list(range(1, 6))
     assert "\x1b" not in err  # Optuna's colours
-    labels = re.findall(r"^\d  clip\.threshold=(\S+)", out, re.M)
+    labels = re.findall(r"^\d +clip\.threshold=(\S+)", out, re.M)
     assert len(labels) == 5
     assert max(map(len, labels)) <= 8
     runs = command.record()["runs"]

@@ -56,37 +56,55 @@ class Effect:
 def effect_of(
     optimizers: Sequence[Optimizer], threshold: float | None, parameters: int, leaves_out: bool
 ) -> Effect:
-    """Return the effect of gradients held to ``threshold``; the one of a plain kind counts first.
+    """Return the effect of gradients held to ``threshold``; a plain optimizer counts first.
 
     With ``leaves_out``, gradients of orthogonalized matrices are not scaled beside others.
     """
-    effects = [_effect(one, threshold or math.inf, parameters) for one in optimizers]
-    orthogonalized = [one for one in effects if one.kind == "orthogonalized"]
-    others = [one for one in effects if one not in orthogonalized]
-    out = leaves_out and orthogonalized and others
-    counted = others if out else effects
-    first, *more = [one for one in counted if one.kind == "plain"] or counted
-    if any(one.kind != first.kind for one in more):
-        first = Effect(" with ".join(one.name for one in (first, *more)), "normalized")
-    return replace(first, left_out=orthogonalized[0].name) if out else first
+    effects = [_effect(optimizer, threshold or math.inf, parameters) for optimizer in optimizers]
+    orthogonalized = [effect for effect in effects if effect.kind == "orthogonalized"]
+    elementwise = [effect for effect in effects if effect not in orthogonalized]
+    if leaves_out and orthogonalized and elementwise:
+        return replace(_combined(elementwise), left_out=orthogonalized[0].name)
+    return _combined(effects)
+
+
+def _combined(effects: Sequence[Effect]) -> Effect:
+    """Return one effect for several optimizers: the plain one, if there is one."""
+    first, *more = [effect for effect in effects if effect.kind == "plain"] or effects
+    if any(effect.kind != first.kind for effect in more):
+        names = " with ".join(effect.name for effect in (first, *more))
+        return Effect(names, "normalized")
+    return first
 
 
 def _effect(optimizer: Optimizer, threshold: float, parameters: int) -> Effect:
-    name, options = type(optimizer).__name__, optimizer.defaults
-    known = (kind for kind, names in _KINDS.items() if re.search(names, name.lower()))
-    remembers = any(options.get(one) for one in ("momentum", "beta", "betas"))
-    kind = next(known, "plain").replace(" only", "" if remembers else " only")
+    name = type(optimizer).__name__
+    kind = _kind(optimizer)
+    if kind == "orthogonalized":  # it divides by the norm of a matrix, the others each element
+        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    if kind in ("normalized", "orthogonalized"):
+        size_of_element = threshold / math.sqrt(max(parameters, 1))
+        if _constant_in_divisor(optimizer) > NEGLIGIBLE * size_of_element:
+            kind = "plain"
+    return Effect(name, kind)
+
+
+def _kind(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__.lower()
+    kinds = (kind for kind, names in _KINDS.items() if re.search(names, name))
+    kind = next(kinds, "plain")
+    has_momentum = any(optimizer.defaults.get(key) for key in ("momentum", "beta", "betas"))
+    return "sign" if kind == "sign only" and has_momentum else kind
+
+
+def _constant_in_divisor(optimizer: Optimizer) -> float:
+    """Return the constant that an optimizer adds to the divisor of gradients."""
+    options = optimizer.defaults
     eps = options.get("eps") or 0.0
     if isinstance(eps, Sequence):  # Adafactor's: torch's is a least divisor, the others' is squared
         of_torch = type(optimizer).__module__.startswith("torch.")
         eps = (eps[0] or 2.0**-23) if of_torch else math.sqrt(eps[0] or 0.0)
-    constant = eps + math.sqrt(options.get("initial_accumulator_value") or 0.0)
-    if kind == "orthogonalized":  # it divides by the norm of a matrix, the others each element
-        parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-    if kind in ("normalized", "orthogonalized"):
-        floor = constant > NEGLIGIBLE * threshold / math.sqrt(max(parameters, 1))
-        kind = "plain" if floor else kind
-    return Effect(name, kind)
+    return float(eps + math.sqrt(options.get("initial_accumulator_value") or 0.0))
 
 
 @dataclass(frozen=True)
@@ -105,8 +123,10 @@ class Setting:
     def remedy(self, peak: Mapping[str, float], do: str) -> str:
         """Name a threshold to ``do`` something; a run keeps only the largest unit of each step."""
         if self.mode.parts is not None:
-            found = "python -m runner calibrate with the same overrides shows which threshold clips"
-            return f"{found} how large a share of the {self.mode.parts}"
+            command = "python -m runner calibrate with the same overrides"
+            return (
+                f"{command} shows which threshold clips how large a share of the {self.mode.parts}"
+            )
         start = f"about {rounded(peak['p90'])}, the 90th percentile of {self.stat}"
         if self.mode.tenth is not None:
             start = f"about {self.mode.tenth:g}"
@@ -124,38 +144,49 @@ class Remark:
 
 def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     """Return remarks on the threshold of a run; none if its metrics do not allow any."""
-    found = []
-    steps, skipped = summary["steps"], summary[keys.GRAD_NONFINITE]
-    if faults := skipped - setting.searches:
+    listed = []
+    steps = summary["steps"]
+    nonfinite = summary[keys.GRAD_NONFINITE]
+    faults = nonfinite - setting.searches
+    if faults:
         done = "were taken all the same" if setting.nonfinite == "ignore" else "were skipped"
         text = f"{faults} of {steps} steps had a gradient that was NaN or inf and {done}; no "
         text += "threshold mends that: look at the learning rate, the loss and the precision."
-        found.append(Remark("nonfinite", text))
-    if spikes := summary.get(keys.CLIP_SKIPPED):
+        listed.append(Remark("nonfinite", text))
+    spikes = summary.get(keys.CLIP_SKIPPED, 0)
+    if spikes:
         text = f"{spikes} of {steps} steps were skipped as spikes (clip.skip): they changed no "
         text += "weights. If they are many, raise clip.skip.k, or lower the learning rate."
-        found.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
-        skipped += spikes
-    peak, effect = summary[keys.CLIP_PEAK], setting.effect
+        listed.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
+    peak = summary[keys.CLIP_PEAK]
     lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
     if setting.threshold is None or not peak or lost:
-        return found
-    if (counted := steps - skipped) < FEWEST:
-        few = f"{counted} steps are too few to tell whether the threshold suits this training."
-        return [*found, Remark("few", few)]
-    if effect.kind == "sign only":
-        text = f"Clipping has no effect with {effect.name}: it uses the sign of each gradient "
-        return [*found, Remark("nothing", f"{text}element alone.")]
+        return listed
+    taken = steps - nonfinite - spikes
+    remark = _on_threshold(summary, setting, taken)
+    return listed if remark is None else [*listed, remark]
+
+
+def _on_threshold(summary: Mapping[str, Any], setting: Setting, taken: int) -> Remark | None:
+    """Return the remark on the threshold, if any, after ``taken`` steps that were not skipped."""
+    if taken < FEWEST:
+        text = f"{taken} steps are too few to tell whether the threshold suits this training."
+        return Remark("few", text)
+    if setting.effect.kind == "sign only":
+        name = setting.effect.name
+        text = f"Clipping has no effect with {name}: it uses the sign of each gradient element "
+        return Remark("nothing", f"{text}alone.")
+    peak = summary[keys.CLIP_PEAK]
     ratio = summary[keys.CLIP_RATIO_TOTAL]
     if ratio == 0:
-        return [*found, _never(peak, setting)]
+        return _never(peak, setting)
     share = ratio if setting.mode.parts is None else summary[keys.CLIP_FRACTION]
-    return [*found, _mostly(share, peak, setting)] if share > MOSTLY else found
+    return _mostly(share, peak, setting) if share > MOSTLY else None
 
 
 def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -> list[str]:
     """Return the texts of remarks, without those that a sweep answers."""
-    return [str(one["text"]) for one in found if not set(one["about"]) & set(swept)]
+    return [str(remark["text"]) for remark in found if not set(remark["about"]) & set(swept)]
 
 
 def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
@@ -170,16 +201,18 @@ def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
 
 
 def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
-    effect, whole = setting.effect, setting.mode.parts is None
+    effect = setting.effect
+    whole = setting.mode.parts is None
     parts = "steps" if whole else f"{setting.mode.parts} on average"
     text = f"The threshold {setting.threshold:g} clipped {percent(share)} of the {parts}. "
-    remedy, updates = setting.remedy(peak, "To clip spikes alone, raise"), "updates"
-    if effect.kind == "plain" or setting.mode.clips == updates:
+    remedy = setting.remedy(peak, "To clip spikes alone, raise")
+    clips_updates = setting.mode.clips == "updates"
+    if effect.kind == "plain" or clips_updates:
         if whole:
             text += "This acts like a lower learning rate, not as a limit on spikes. "
             text += f"{remedy}, and lower optimizer.lr if training then becomes unstable."
         else:
-            what = updates if setting.mode.clips == updates else "gradients"
+            what = "updates" if clips_updates else "gradients"
             text += f"It changes ordinary {what}, not only outliers. {remedy}."
         return Remark("limits", text, ("optimizer.lr", "clip.threshold"))
     topic = "weighs" if effect.kind == "sign" else "cancels"

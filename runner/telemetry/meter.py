@@ -11,7 +11,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,37 +42,43 @@ class StepMetrics(NamedTuple):
     layers: Tensor | None = None
     first: tuple[Number, float, int] = (math.nan, 0.0, 0)  # see :meth:`estimates`
 
-    def numbers(self) -> tuple[Number, ...]:
-        """Return what travels to the host: :class:`StepValues`, and those of inner modes."""
-        scaled = self.decision.norm_scaled
-        loss = math.nan if self.local_loss is None else self.local_loss
-        own = (loss, *self.decision.metrics, math.nan if scaled is None else scaled)
-        inner = (number for _, each in _inner(self.decision) for number in each.metrics)
-        return (*own, self.decision.spike, self.first[0], *inner)
+    def numbers(self) -> dict[str, Number]:
+        """Return what travels to the host: fields of :class:`StepValues`, keys of inner modes."""
+        decision = self.decision
+        numbers: dict[str, Number] = {
+            "local_loss": math.nan if self.local_loss is None else self.local_loss,
+            "norm": decision.norm,
+            "norm_clipped": decision.norm_clipped,
+            "coef": decision.coef,
+            "clipped": decision.clipped,
+            "fraction": decision.fraction,
+            "max_stat": decision.max_stat,
+            "threshold": decision.threshold,
+            "norm_scaled": math.nan if decision.norm_scaled is None else decision.norm_scaled,
+            "spike": decision.spike,
+            "first": self.first[0],
+        }
+        for path, inner in _inner(decision):
+            numbers.update(zip(keys.inner(path), inner.metrics, strict=True))
+        return numbers
 
     def estimates(self, values: StepValues) -> tuple[float, float]:
-        """Return what this rank makes of tr(Σ) and |G|², NaN where it measured nothing.
+        """Return this rank's estimates of tr(Σ) and |G|², NaN where it measured nothing.
 
         Σ is the covariance of the gradient of a sample, G its mean. The squared norms of the first
         microbatch, a share f of a step of S samples, and of the step give both without bias
         (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1).
         """
-        (_, f, samples), small, whole = self.first, values.first, values.norm * values.norm
-        return (small - whole) * samples * f / (1 - f), (whole - f * small) / (1 - f)
-
-    def on_host(self, numbers: Sequence[float]) -> tuple[StepValues, Row]:
-        """Return the step's values, and metrics of inner modes, given its numbers."""
-        values = StepValues._make(numbers[: len(StepValues._fields)])
-        if not math.isfinite(values.norm):  # nothing was clipped
-            skipped = Decision.skipped(values.norm, values.threshold)
-            return StepValues(*map(float, (values.local_loss, *skipped.metrics))), {}
-        named = (key for path, _ in _inner(self.decision) for key in keys.inner(path))
-        inner = zip(named, numbers[len(values) :], strict=True)
-        return values, {key: value for key, value in inner if not math.isnan(value)}
+        _, share, samples = self.first
+        part = values.first
+        whole = values.norm * values.norm
+        trace = (part - whole) * samples * share / (1 - share)
+        square = (whole - share * part) / (1 - share)
+        return trace, square
 
 
 class StepValues(NamedTuple):
-    """Metrics of one optimizer step on the host: this rank's loss, and those of its decision."""
+    """Metrics of one optimizer step on the host: this rank's loss, and numbers of its decision."""
 
     local_loss: float
     norm: float
@@ -87,36 +92,59 @@ class StepValues(NamedTuple):
     spike: float = 0.0
     first: float = math.nan  # squared norm of the gradient of this rank's first microbatch
 
+    @classmethod
+    def of_numbers(cls, numbers: dict[str, float]) -> tuple[StepValues, Row]:
+        """Divide :meth:`StepMetrics.numbers` into the step's values and metrics of inner modes."""
+        values = cls(**{name: numbers.pop(name) for name in cls._fields})
+        if not math.isfinite(values.norm):  # nothing was clipped
+            return values.skipped(), {}
+        return values, {key: value for key, value in numbers.items() if not math.isnan(value)}
+
+    def skipped(self) -> StepValues:
+        """Return the values of this step if it was not taken."""
+        return StepValues(
+            local_loss=self.local_loss,
+            norm=self.norm,
+            norm_clipped=math.nan,
+            coef=math.nan,
+            clipped=0.0,
+            fraction=0.0,
+            max_stat=math.nan,
+            threshold=self.threshold or math.nan,
+        )
+
 
 class Gauges:
     """Measures norms of parameters, and of their updates, of which each rank has a share.
 
-    All of it lies in one vector of a step, which stays on the device. The vectors of many steps are
-    combined over ranks in one collective, when metrics travel to the host.
+    The measurements of a step lie in one vector, which stays on the device. The vectors of many
+    steps are combined over ranks in one collective, when metrics travel to the host.
     """
 
     def __init__(self, layout: Layout, norm_type: float, per_layer: bool, updates: bool) -> None:
-        self.layout, self._norm_type = layout, norm_type
-        self.per_layer, self._updates = per_layer, updates
+        self.layout = layout
+        self._norm_type = norm_type
+        self.per_layer = per_layer
+        self._updates = updates
 
     @torch.no_grad()
     def begin(self, powers: Powers | None) -> Callable[[], Tensor]:
-        """Measure before a step; what is returned gives the [values] of this rank after it."""
-        found: list[Tensor] = []
+        """Measure before a step; the returned function measures after it, and gives [values]."""
+        of_gradients: list[Tensor] = []
         if self.per_layer:
             assert powers is not None
-            found.append(powers.of_parameters(self.layout))
+            of_gradients.append(powers.of_parameters(self.layout))
         trained = [s for s in self.layout.shards if s.param.requires_grad and s.weight.numel()]
         weights = [shard.weight.clone() for shard in trained] if self._updates else []
 
         @torch.no_grad()
         def end() -> Tensor:
             if not self._updates:
-                return found[0]
+                return of_gradients[0]
             before = self._squares(trained, weights)
             # Updates are differences of weights, so whatever optimizer made them.
             torch._foreach_sub_(weights, [shard.weight for shard in trained])
-            return torch.cat([*found, self._squares(trained, weights), before])
+            return torch.cat([*of_gradients, self._squares(trained, weights), before])
 
         return end
 
@@ -131,22 +159,39 @@ class Gauges:
         return total
 
     def row(self, values: Sequence[float]) -> Row:
-        names, row = self.layout.names, Row()
-        parts = [values[at : at + len(names)] for at in range(0, len(values), len(names))]
+        """Return the metrics of a step, given its values in the order of :meth:`begin`."""
+        names = self.layout.names
+        parts = [values[i : i + len(names)] for i in range(0, len(values), len(names))]
+        row: Row = {}
         if self.per_layer:
-            row = {keys.LAYER_NORM + name: n for name, n in zip(names, parts.pop(0), strict=True)}
+            norms = parts.pop(0)
+            row |= {keys.LAYER_NORM + name: n for name, n in zip(names, norms, strict=True)}
         if self._updates:
             updates, weights = parts
-            each = zip(names, updates, weights, strict=True) if self.per_layer else ()
-            row |= {keys.LAYER_UPDATE + name: math.sqrt(u / w) for name, u, w in each if w > 0}
-            if (size := math.fsum(weights)) > 0:
-                row[keys.UPDATE_RATIO] = math.sqrt(math.fsum(updates) / size)
+            if self.per_layer:
+                for name, update, weight in zip(names, updates, weights, strict=True):
+                    if weight > 0:
+                        row[keys.LAYER_UPDATE + name] = math.sqrt(update / weight)
+            whole = math.fsum(weights)
+            if whole > 0:
+                row[keys.UPDATE_RATIO] = math.sqrt(math.fsum(updates) / whole)
         return row
 
     def _squares(self, shards: Sequence[ParamShard], tensors: Sequence[Tensor]) -> Tensor:
         powers = powers_of(shards, tensors, 2.0, each=True)[1]
         assert powers is not None
         return powers.of_parameters(self.layout)
+
+
+class HostStep(NamedTuple):
+    """Metrics of one step on the host."""
+
+    metrics: StepMetrics
+    values: StepValues
+    inner: Row  # metrics of inner modes
+    gauges: Sequence[float] | None  # values of :class:`Gauges`
+    loss: float | None = None  # mean over data-parallel ranks
+    noise: tuple[float, float] | None = None  # mean of the estimates over these ranks
 
 
 @dataclass
@@ -161,11 +206,11 @@ class Sums:
     seconds: float = 0.0  # of the window alone
 
     def add(self, values: StepValues) -> None:
-        norm, clipped = values.norm, values.clipped
+        norm = values.norm
         self.steps += 1
         self.nonfinite += not math.isfinite(norm)
         self.skipped += bool(values.spike)
-        self.clipped += clipped
+        self.clipped += values.clipped
         self.fraction += values.fraction
         self.norm += norm
         self.norm_max = norm if math.isnan(norm) else max(self.norm_max, norm)  # NaN stays
@@ -195,7 +240,7 @@ class Meter:
     _above: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._above = dict.fromkeys(map(float, self.what_if), 0)
+        self._above = {float(threshold): 0 for threshold in self.what_if}
 
     def row_due(self, step: int) -> bool:
         return step % self.interval == 0
@@ -213,38 +258,62 @@ class Meter:
         pending = self._pending
         if not pending:
             return
-        shares = [step.layers for step in pending if step.layers is not None]
-        gauged = None
-        if self.layers is not None and shares and (together or self.layers.layout.group is None):
-            gauged = self.layers.over_ranks(shares)
-        rows, layers = _to_host([step.numbers() for step in pending], gauged)
-        found = [step.on_host(row) for step, row in zip(pending, rows, strict=True)]
-        means: list[Any] = [values.local_loss for values, _ in found]
-        if self.noise is not None:
-            pairs = zip(pending, found, strict=True)
-            means += chain.from_iterable(step.estimates(values) for step, (values, _) in pairs)
-        if self.mean_over_data is not None:
-            means = self.mean_over_data(means) if together else [None] * len(means)
-        losses, noise = means[: len(pending)], iter(means[len(pending) :])
+        numbers = [metrics.numbers() for metrics in pending]
+        rows, gauged = _to_host(numbers, self._gauges_over_ranks(pending, together))
+        gauges = iter(gauged)
+        steps = []
+        for metrics, row in zip(pending, rows, strict=True):
+            values, inner = StepValues.of_numbers(row)
+            of_gauges = None if metrics.layers is None else next(gauges, None)
+            steps.append(HostStep(metrics, values, inner, of_gauges))
+        steps = self._with_means(steps, together)
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
-        for step, (values, inner), mean in zip(pending, found, losses, strict=True):
-            loss = None if step.local_loss is None else mean
-            self._count(step, values, loss)
-            if self.noise is not None and (pair := [next(noise), next(noise)])[0] is not None:
-                self.noise.extend([pair] if math.isfinite(sum(pair)) else [])
-            measured = next(layers, None) if step.layers is not None else None
-            further = last if step is pending[-1] else None
-            if further is not None or self.row_due(step.step):
-                row = self._row(step, loss, values)
-                if self.layers is not None and measured is not None:
-                    row |= self.layers.row(measured)
-                self.write(row | inner, further or {})
+        for step in steps:
+            self._count(step)
+            further = last if step is steps[-1] else None
+            if further is not None or self.row_due(step.metrics.step):
+                self.write(self._row(step) | step.inner, further or {})
                 self._window = Sums()
         if together and self.follow is not None:
-            self.follow([(s.step, values) for s, (values, _) in zip(pending, found, strict=True)])
+            self.follow([(step.metrics.step, step.values) for step in steps])
+
+    def _gauges_over_ranks(self, pending: Sequence[StepMetrics], together: bool) -> Tensor | None:
+        """Return the values of all gauges, [steps, values]; None without gauges."""
+        shares = [step.layers for step in pending if step.layers is not None]
+        if self.layers is None or not shares:
+            return None
+        if not together and self.layers.layout.group is not None:
+            return None
+        return self.layers.over_ranks(shares)
+
+    def _with_means(self, steps: Sequence[HostStep], together: bool) -> list[HostStep]:
+        """Fill in losses and estimates of the noise, as means over data-parallel ranks.
+
+        A rank that breaks off cannot know them.
+        """
+        losses: list[float] = [step.values.local_loss for step in steps]
+        estimates: list[tuple[float, float]] = []
+        if self.noise is not None:
+            estimates = [step.metrics.estimates(step.values) for step in steps]
+        if self.mean_over_data is not None:
+            if not together:
+                return list(steps)
+            # All values travel together: losses, then trace and square of each estimate.
+            numbers = [number for pair in estimates for number in pair]
+            means = self.mean_over_data([*losses, *numbers])
+            losses = means[: len(steps)]
+            numbers = means[len(steps) :]
+            estimates = list(zip(numbers[::2], numbers[1::2], strict=True))
+        filled = []
+        for number, step in enumerate(steps):
+            loss = None if step.metrics.local_loss is None else losses[number]
+            noise = estimates[number] if estimates else None
+            filled.append(step._replace(loss=loss, noise=noise))
+        return filled
 
     def summary(self) -> dict[str, Any]:
-        total, steps = self._total, max(self._total.steps, 1)
+        total = self._total
+        steps = max(total.steps, 1)
         return {
             "final": {key: value for key, value in self.last.items() if key != keys.TRAIN_STEP},
             "best": dict(self.best),
@@ -271,8 +340,10 @@ class Meter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pending = []  # of steps that are left
-        self.last, self.best = dict(state["last"]), dict(state["best"])
-        self._window, self._total = Sums(**state["window"]), Sums(**state["total"])
+        self.last = dict(state["last"])
+        self.best = dict(state["best"])
+        self._window = Sums(**state["window"])
+        self._total = Sums(**state["total"])
         self.norms = array("d", state["norms"].tolist())
         self.max_stats = array("d", state["max_stats"].tolist())
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
@@ -280,22 +351,28 @@ class Meter:
             self.noise.extend(state.get("noise", ()))
 
     def _so_far(self) -> dict[str, float]:
-        total, steps = self._total, max(self._total.steps, 1)
-        found: dict[str, float] = {keys.GRAD_NONFINITE: total.nonfinite}
+        total = self._total
+        steps = max(total.steps, 1)
+        counts: dict[str, float] = {keys.GRAD_NONFINITE: total.nonfinite}
         if self.skips or total.skipped:
-            found[keys.CLIP_SKIPPED] = total.skipped
-        return found | {f"{keys.WHAT_IF}{t}": above / steps for t, above in self._above.items()}
+            counts[keys.CLIP_SKIPPED] = total.skipped
+        for threshold, above in self._above.items():
+            counts[f"{keys.WHAT_IF}{threshold}"] = above / steps
+        return counts
 
-    def _count(self, step: StepMetrics, values: StepValues, loss: float | None) -> None:
+    def _count(self, step: HostStep) -> None:
+        values = step.values
         self.norms.append(values.norm)
         self.max_stats.append(values.max_stat)
-        for sums in (self._window, self._total):
-            sums.add(values)
-        self._window.seconds += step.seconds
+        self._window.add(values)
+        self._total.add(values)
+        self._window.seconds += step.metrics.seconds
         for threshold in self._above:
             self._above[threshold] += values.max_stat > threshold
-        if loss is not None:
-            self._note_best({keys.TRAIN_LOSS: loss})
+        if step.loss is not None:
+            self._note_best({keys.TRAIN_LOSS: step.loss})
+        if self.noise is not None and step.noise is not None and math.isfinite(sum(step.noise)):
+            self.noise.append([*step.noise])
 
     def write(self, row: Row, further: Mapping[str, float]) -> None:
         row |= further
@@ -304,17 +381,20 @@ class Meter:
         for sink in self.sinks:
             sink.write(row)
 
-    def _row(self, step: StepMetrics, loss: float | None, values: StepValues) -> Row:
-        window, total, samples = self._window, self._total, step.samples
+    def _row(self, step: HostStep) -> Row:
+        metrics = step.metrics
+        values = step.values
+        window = self._window
+        total = self._total
+        samples = metrics.samples
         since = 0 if samples is None else samples - int(self.last.get(keys.TRAIN_SAMPLES, 0))
-        scaled, noise = values.norm_scaled, self.noise or ()
-        of_mean = math.fsum(square for _, square in noise)
+        scaled = values.norm_scaled
         row: dict[str, float | None] = {
-            keys.TRAIN_STEP: step.step,
-            keys.TRAIN_LOSS: loss,
-            keys.TRAIN_LR: step.lr,
+            keys.TRAIN_STEP: metrics.step,
+            keys.TRAIN_LOSS: step.loss,
+            keys.TRAIN_LR: metrics.lr,
             keys.TRAIN_SAMPLES: samples,
-            keys.TRAIN_TOKENS: step.tokens or None,
+            keys.TRAIN_TOKENS: metrics.tokens or None,
             keys.THROUGHPUT: None if samples is None else since / max(window.seconds, 1e-9),
             keys.GRAD_NORM: values.norm,
             keys.GRAD_NORM_CLIPPED: values.norm_clipped,
@@ -328,12 +408,21 @@ class Meter:
             keys.TIME_STEP: window.seconds / window.steps,
             keys.CLIP_THRESHOLD: None if math.isnan(values.threshold) else values.threshold,
             keys.GRAD_NORM_SCALED: None if math.isnan(scaled) else scaled,
-            keys.NOISE_SCALE: math.fsum(one for one, _ in noise) / of_mean if of_mean > 0 else None,
+            keys.NOISE_SCALE: self._noise_scale(),
         }
-        return {key: value for key, value in row.items() if value is not None} | self._so_far()
+        full = {key: value for key, value in row.items() if value is not None} | self._so_far()
+        if self.layers is not None and step.gauges is not None:
+            full |= self.layers.row(step.gauges)
+        return full
 
-    def _note_best(self, found: Mapping[str, float]) -> None:
-        for key, value in found.items():
+    def _noise_scale(self) -> float | None:
+        """Return tr(Σ) ÷ |G|² over the last rows; None without a positive estimate of |G|²."""
+        estimates = self.noise or ()
+        square = math.fsum(square for _, square in estimates)
+        return math.fsum(trace for trace, _ in estimates) / square if square > 0 else None
+
+    def _note_best(self, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
             if not math.isnan(value):
                 better = max if higher_is_better(key) else min
                 self.best[key] = better(self.best.get(key, value), value)
@@ -351,21 +440,31 @@ def _spread(values: array[float]) -> dict[str, float]:
 def _inner(
     decision: Decision, path: tuple[tuple[str, str], ...] = ()
 ) -> Iterator[tuple[tuple[tuple[str, str], ...], Decision]]:
-    for kind, name, each in decision.inner:
-        yield (*path, (kind, name)), each
-        yield from _inner(each, (*path, (kind, name)))
+    """Yield the decisions of inner modes at any depth, each with its path of kinds and names."""
+    for kind, name, inner in decision.inner:
+        yield (*path, (kind, name)), inner
+        yield from _inner(inner, (*path, (kind, name)))
 
 
 def _to_host(
-    rows: list[tuple[Number, ...]], gauged: Tensor | None
-) -> tuple[list[list[float]], Iterator[list[float]]]:
+    rows: Sequence[Mapping[str, Number]], gauged: Tensor | None
+) -> tuple[list[dict[str, float]], list[list[float]]]:
     """Return rows of numbers, and the steps of ``gauged``, as floats, in one transfer."""
-    if gauged is None and Tensor not in {*map(type, chain.from_iterable(rows))}:
-        return [list(map(float, row)) for row in rows], iter([])
-    away = [value for row in rows for value in row if isinstance(value, Tensor)]
-    parts = [transfer.on_device(away, away[0].device)] if away else []
-    parts += [] if gauged is None else [gauged.flatten()]
-    values = iter(torch.cat(parts).tolist())
-    numbers = [[next(values) if isinstance(f, Tensor) else float(f) for f in row] for row in rows]
-    measured = [] if gauged is None else [list(islice(values, len(row))) for row in gauged]
-    return numbers, iter(measured)
+    tensors = [value for row in rows for value in row.values() if isinstance(value, Tensor)]
+    if not tensors and gauged is None:
+        return [{name: float(value) for name, value in row.items()} for row in rows], []
+    parts = []
+    if tensors:
+        parts.append(transfer.on_device(tensors, tensors[0].device))
+    if gauged is not None:
+        parts.append(gauged.flatten())
+    values = torch.cat(parts).tolist()
+    on_host = iter(values[: len(tensors)])
+    numbers = []
+    for row in rows:
+        numbers.append(
+            {k: next(on_host) if isinstance(v, Tensor) else float(v) for k, v in row.items()}
+        )
+    of_gauges = values[len(tensors) :]
+    size = gauged.shape[1] if gauged is not None else 1
+    return numbers, [of_gauges[i : i + size] for i in range(0, len(of_gauges), size)]

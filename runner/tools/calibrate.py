@@ -58,27 +58,32 @@ class Histogram:
         return edges, np.append(np.cumsum(np.asarray(self.counts)[::-1])[::-1], 0.0)
 
 
-def warm_up(steps: int, asked: int | None) -> int:
-    return steps // 10 if asked is None else min(asked, steps - 1)
+def warm_up(steps: int, configured: int | None) -> int:
+    return steps // 10 if configured is None else min(configured, steps - 1)
 
 
 def distribution(values: Iterable[float]) -> dict[str, float]:
     """Return the distribution of a value over steps; NaN if no value is finite."""
     every = np.asarray(list(values), dtype=np.float64)
     finite = every[np.isfinite(every)]
-    found = {"steps": len(every), "nonfinite": len(every) - len(finite)}
+    nonfinite = len(every) - len(finite)
     if not finite.size:
         finite = np.array([math.nan])
-    points = {f"p{point}": float(np.percentile(finite, point)) for point in POINTS}
-    return {**found, "mean": float(finite.mean()), **points, "max": float(finite.max())}
+    return {
+        "steps": len(every),
+        "nonfinite": nonfinite,
+        "mean": float(finite.mean()),
+        **{f"p{point}": float(np.percentile(finite, point)) for point in POINTS},
+        "max": float(finite.max()),
+    }
 
 
 def suggest(start: float, low: float, high: float) -> dict[str, float] | None:
     """Return thresholds with three digits; None if no gradient was finite and above 0."""
     if not all(math.isfinite(x) and x > 0 for x in (start, low, high)):
         return None
-    found = {"start": start, "low": low, "high": high}
-    return {name: float(f"{x:.3g}") for name, x in found.items()}
+    thresholds = {"start": start, "low": low, "high": high}
+    return {name: float(f"{threshold:.3g}") for name, threshold in thresholds.items()}
 
 
 def would_clip(peaks: Sequence[float], threshold: float) -> float:
@@ -87,7 +92,8 @@ def would_clip(peaks: Sequence[float], threshold: float) -> float:
 
 def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     """Train without clipping for ``calibrate.steps``, or to the end of a shorter run."""
-    clip, end = config.clip, end_of(config)
+    clip = config.clip
+    end = end_of(config)
     threshold = None if clip.threshold is None else NEVER
     options = {**clip.options, **clip.described.unclipped, "threshold": threshold}
     mode = build_mode(clip.kind, **options)
@@ -105,7 +111,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
 
 
 def end_of(config: RunConfig) -> Duration:
-    """Return the duration of a calibration: ``calibrate.steps``, or that of a shorter run."""
+    """Return the duration of a calibration: ``calibrate.steps``, or a shorter run's duration."""
     whole = build.steps_of(config, build.make_data(config.data))
     steps = config.calibrate.steps
     return Duration(steps if whole is None else min(steps, whole), "ba")
@@ -117,18 +123,18 @@ def describe(
     """Return the content of ``calibrate.json``; ``measured`` is the result of ``execute``."""
     clip = config.clip
     mode, info = (clip.mode, clip.info) if clip.info.clips else ("norm", MODES["norm"].info)
-    norms, peaks = measured["norms"], measured["peaks"]
+    norms = measured["norms"]
+    peaks = measured["peaks"]
     first = warm_up(len(norms), config.calibrate.warmup_steps)
     parts = None if info.parts is None else Histogram(**measured["parts"])
     if parts is None:
         of_peaks = distribution(peaks[first:])
         suggested = suggest(of_peaks["p90"], of_peaks["mean"] / 2, of_peaks["mean"] * 10)
     else:
-        suggested = suggest(*map(parts.largest, info.shares))
-    studied = {*(value for value, _ in info.published), *info.grid, *clip.what_if}
-    own = () if clip.threshold is None else (clip.threshold,)
-    listed = sorted({*studied, *own, *(suggested or {}).values()})
-    found: dict[str, Any] = {
+        start, low, high = (parts.largest(share) for share in info.shares)
+        suggested = suggest(start, low, high)
+    thresholds = _thresholds_to_list(config, info, suggested)
+    described: dict[str, Any] = {
         "words": list(words),
         "mode": mode,
         "mode_info": asdict(info),
@@ -140,25 +146,42 @@ def describe(
         "norm": _apart(norms, first),
     }
     if info.unit != "‖G‖":
-        found["peak"] = _apart(peaks, first)
+        described["peak"] = _apart(peaks, first)
     elif any(peak < norm for peak, norm in zip(peaks, norms, strict=True)):
-        found["norm_scaled"] = _apart(peaks, first)  # clip.scales=auto leaves some gradients out
+        # clip.scales=auto leaves some gradients out.
+        described["norm_scaled"] = _apart(peaks, first)
     if parts is not None:
         points = {f"p{point}": parts.largest(1 - point / 100) for point in POINTS}
-        found["parts"] = {"total": parts.total, "nonzero": math.fsum(parts.counts), **points}
-        found["would_clip_parts"] = {str(one): parts.share_above(one) for one in listed}
-    return found | {
+        described["parts"] = {"total": parts.total, "nonzero": math.fsum(parts.counts), **points}
+        described["would_clip_parts"] = {str(t): parts.share_above(t) for t in thresholds}
+    return described | {
         "suggested": suggested,
-        "would_clip": {str(one): would_clip(peaks, one) for one in listed},
+        "would_clip": {str(t): would_clip(peaks, t) for t in thresholds},
         "next": commands(words, mode, suggested["start"]) if suggested else {},
         "norms": norms,
         "peaks": peaks,
     }
 
 
+def _thresholds_to_list(
+    config: RunConfig, info: ModeInfo, suggested: Mapping[str, float] | None
+) -> list[float]:
+    """Return published, configured and suggested thresholds, rising."""
+    thresholds = {value for value, _ in info.published}
+    thresholds |= {*info.grid, *config.clip.what_if}
+    if config.clip.threshold is not None:
+        thresholds.add(config.clip.threshold)
+    if suggested is not None:
+        thresholds |= {*suggested.values()}
+    return sorted(thresholds)
+
+
 def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
-    parts = {"warm_up": values[:first], "after_warm_up": values[first:]}
-    return {name: distribution(each) for name, each in parts.items()}
+    """Return the distributions of the steps of the warm-up, and of all later steps."""
+    return {
+        "warm_up": distribution(values[:first]),
+        "after_warm_up": distribution(values[first:]),
+    }
 
 
 def commands(words: Sequence[str], mode: str, start: float) -> dict[str, str]:
@@ -169,18 +192,19 @@ def commands(words: Sequence[str], mode: str, start: float) -> dict[str, str]:
     if "clip._target_" not in named.values():
         base.append(f"clip={mode}")
     grid = [float(f"{start * factor:.3g}") for factor in (0.25, 0.5, 1, 2, 4)]
-    others = ",".join(f"{x:g}" for x in grid if x != start)
-    each = ",".join(f"{x:g}" for x in grid)
+    what_if = ",".join(f"{threshold:g}" for threshold in grid if threshold != start)
+    swept = ",".join(f"{threshold:g}" for threshold in grid)
     runner = ["python", "-m", "runner"]
-    run = [*runner, *base, f"clip.threshold={start:g}", f"clip.what_if=[{others}]"]
-    sweep = [*runner, "-m", *base, f"clip.threshold={each}"]
+    run = [*runner, *base, f"clip.threshold={start:g}", f"clip.what_if=[{what_if}]"]
+    sweep = [*runner, "-m", *base, f"clip.threshold={swept}"]
     return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the text of a calibration, given the content of its file."""
     info = info_of(found["mode"], found["mode_info"])
-    steps, first = found["steps"], found["warmup_steps"]
+    steps = found["steps"]
+    first = found["warmup_steps"]
     yield f"{plural(steps, 'step')} without clipping, the first {first} as warm-up"
     if found["nonfinite"]:
         yield f"{found['nonfinite']} of them had a gradient of NaN or inf, and are left out below"
@@ -194,8 +218,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     head = "threshold   share of the steps it would have clipped"
     yield head + (f", and of their {info.parts}" if parts else "")
     for threshold, share in found["would_clip"].items():
-        own = f"   {percent(parts[threshold]):>12}" if parts else ""
-        yield f"{threshold:>9}   {percent(share):>12}{own}"
+        of_parts = f"   {percent(parts[threshold]):>12}" if parts else ""
+        yield f"{threshold:>9}   {percent(share):>12}{of_parts}"
     if found["next"]:
         yield from ("\nNext", *(f"  {command}" for command in found["next"].values()))
 
@@ -212,8 +236,8 @@ def _distributions(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
     ]
     width = max(len(label) for label, _ in rows)
     yield " " * width + "".join(f"{column:>10}" for column in COLUMNS)
-    for label, one in rows:
-        yield f"{label:<{width}}" + "".join(f"{rounded(one[column]):>10}" for column in COLUMNS)
+    for label, values in rows:
+        yield f"{label:<{width}}" + "".join(f"{rounded(values[column]):>10}" for column in COLUMNS)
     if "parts" in found:
         parts = found["parts"]
         points = "  ".join(f"p{point} {rounded(parts[f'p{point}'])}" for point in POINTS)

@@ -20,7 +20,7 @@ Side = Mapping[str, float]  # what is compared of a Decision
 Naive = dict[str, Any]  # torch.nn.utils.get_total_norm of one rank: the norm, or what it raised
 
 # Errors of a tensor are relative to at least this share of the largest element of all tensors,
-# because some gradients, such as that of a key's bias, are zero up to rounding.
+# because some gradients, such as the gradient of a key's bias, are zero up to rounding.
 FLOOR = 1e-3
 WORST = 5  # parameters that a message names
 
@@ -33,7 +33,8 @@ _COMPARED = {
 
 
 def side_of(decision: Decision) -> dict[str, float]:
-    return dict(zip(_METRICS, map(float, decision.metrics), strict=False))
+    metrics = zip(_METRICS, decision.metrics, strict=False)
+    return {name: float(value) for name, value in metrics}
 
 
 def compare_step(
@@ -41,41 +42,55 @@ def compare_step(
     ranks: Sequence[Side],
     gradients: Mapping[str, Tensor],
     reference: Side,
-    wanted: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
     bound: float,
     *,
     history: bool = False,
 ) -> dict[str, Any]:
-    """Compare one step of the plugin's ``ranks`` with that of one process.
+    """Compare one step of the plugin's ``ranks`` with the same step of one process.
 
-    ``history``: the mode compares gradients with earlier ones. One that is zero up to rounding may
-    be above its limit on one side alone: counts may differ where the clipped gradients do not.
+    ``history``: the mode compares gradients with earlier ones. A gradient that is zero up to
+    rounding may be above its limit on one side alone: counts may differ where the clipped gradients
+    do not.
     """
-    ours, errors = ranks[0], tensor_errors(gradients, wanted)
-    found = {
+    ours = ranks[0]
+    errors = tensor_errors(gradients, expected)
+    largest_errors = {
         "norm_error": relative(ours["norm"], reference["norm"]),
         "norm_clipped_error": relative(ours["norm_clipped"], reference["norm_clipped"]),
         "gradient_error": max(errors.values(), default=0.0),
     }
     failures = [
         f"{_COMPARED[key]} of step {step} is off by {error:.2g}"
-        for key, error in found.items()
+        for key, error in largest_errors.items()
         if not error <= bound
     ]
-    share, other = ours["fraction"], reference["fraction"]
-    if share != other and (failures or not history):
-        counts = f"is {share!r} instead of {other!r}: the counts differ"
+    fraction = ours["fraction"]
+    expected_fraction = reference["fraction"]
+    if fraction != expected_fraction and (failures or not history):
+        counts = f"is {fraction!r} instead of {expected_fraction!r}: the counts differ"
         failures.append(f"{keys.CLIP_FRACTION} of step {step} {counts}")
     failures += disagreements(step, ranks)
-    for names, where in (
-        (gradients.keys() - wanted.keys(), "under the plugin, but none in one process"),
-        (wanted.keys() - gradients.keys(), "in one process, but none under the plugin"),
-    ):
-        if names:
-            who = first_few(sorted(names), WORST)
-            failures.append(f"in step {step}, {who}: a gradient {where}")
-    sides = {"plugin": dict(ours), "reference": dict(reference)}
-    return {"step": step, **found, **sides, "failures": failures, "errors": errors}
+    surplus = sorted(gradients.keys() - expected.keys())
+    if surplus:
+        names = first_few(surplus, WORST)
+        failures.append(
+            f"in step {step}, {names}: a gradient under the plugin, but none in one process"
+        )
+    missing = sorted(expected.keys() - gradients.keys())
+    if missing:
+        names = first_few(missing, WORST)
+        failures.append(
+            f"in step {step}, {names}: a gradient in one process, but none under the plugin"
+        )
+    return {
+        "step": step,
+        **largest_errors,
+        "plugin": dict(ours),
+        "reference": dict(reference),
+        "failures": failures,
+        "errors": errors,
+    }
 
 
 def compare_mode(
@@ -91,16 +106,20 @@ def compare_mode(
         failures.append(f"the weights after the last step are off by {weight_error:.2g}")
     if drifted:
         failures.append(f"replicas no longer hold the same bits: {first_few(drifted, WORST)}")
-    every = [(error, name, "weight") for name, error in weights.items()]
+    errors: list[dict[str, Any]] = []
+    for name, error in weights.items():
+        errors.append({"name": name, "error": error, "of": "weight"})
     for step in steps:
-        of = f"gradient of step {step['step']}"
-        every += [(error, name, of) for name, error in step.pop("errors").items()]
+        tensor = f"gradient of step {step['step']}"
+        for name, error in step.pop("errors").items():
+            errors.append({"name": name, "error": error, "of": tensor})
+    errors.sort(key=lambda record: record["error"], reverse=True)
     worst: dict[str, dict[str, Any]] = {}
-    for error, name, of in sorted(every, key=lambda one: -one[0]):
-        worst.setdefault(name, {"name": name, "error": error, "of": of})
+    for record in errors:
+        worst.setdefault(str(record["name"]), record)
     return {
         "binds": any(step["reference"]["clipped"] for step in steps),
-        "max_rel_error": max([weight_error, *map(_largest, steps)]),
+        "max_rel_error": max([weight_error, *(_largest(step) for step in steps)]),
         "weight_error": weight_error,
         "failures": failures,
         "worst": [*worst.values()][:WORST],
@@ -123,12 +142,13 @@ def outcome(
             if not _largest(step) <= bound:
                 break  # from here on both sides have other weights
     ok = not any(mode["failures"] for mode in modes)
-    raised = next((each["raised"] for each in naive if each["raised"]), None)
+    raised = next((result["raised"] for result in naive if result["raised"]), None)
     return {
-        **dict.fromkeys(("error", "rank")),
+        "error": None,
+        "rank": None,
         "ok": ok,
         "max_rel_error": max(mode["max_rel_error"] for mode in modes),
-        "naive": raised or max((each["error"] for each in naive), default=None),
+        "naive": raised or max((result["error"] for result in naive), default=None),
         "tolerance": bound,
         "notes": notes,
         "causes": [] if ok else list(dict.fromkeys(causes)),
@@ -148,10 +168,11 @@ def _share(off: float, size: float) -> float:
 
 def tensor_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
     """Return max|a - b| ÷ max(max|b|, 1e-3 · max over all b) for each tensor b of ``reference``."""
-    largest = max(map(_size, reference.values()), default=0.0)
+    largest = max((_size(tensor) for tensor in reference.values()), default=0.0)
     errors = {}
     for name in {**reference, **ours}:
-        a, b = ours.get(name), reference.get(name)
+        a = ours.get(name)
+        b = reference.get(name)
         size = max(_size(b), FLOOR * largest)
         if a is None or b is None:
             off = _size(a if b is None else b)
@@ -169,9 +190,9 @@ def _size(tensor: Tensor | None) -> float:
 def disagreements(step: int, ranks: Sequence[Side]) -> Iterator[str]:
     """Yield messages about metrics of ``ranks`` that are not equal bit for bit."""
     for name, first in ranks[0].items():
-        others = {repr(side[name]): rank for rank, side in enumerate(ranks)}
-        others.pop(repr(first))
-        for value, rank in others.items():
+        rank_of_value = {repr(side[name]): rank for rank, side in enumerate(ranks)}
+        rank_of_value.pop(repr(first))
+        for value, rank in rank_of_value.items():
             yield f"{name} of step {step} is {value} on rank {rank}, {first!r} on rank 0"
 
 
@@ -191,23 +212,24 @@ def naive_norm(layout: Layout, norm_type: float) -> Naive | None:
     everywhere = from_all(meshes)
     if len(meshes) == 1 and not all(everywhere[rank] == meshes for rank in next(iter(meshes))):
         return None
-    found: Naive = {"norm": None, "raised": None, "message": "", "rank": dist.get_rank()}
+    result: Naive = {"norm": None, "raised": None, "message": "", "rank": dist.get_rank()}
     try:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        found["norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        result["norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     except Exception as error:
-        found |= {"raised": type(error).__name__, "message": str(error).strip().partition("\n")[0]}
-    return found
+        result["raised"] = type(error).__name__
+        result["message"] = str(error).strip().partition("\n")[0]
+    return result
 
 
 def worst_naive(outcomes: Sequence[Naive | None], norm: float) -> Naive | None:
-    """Return the result with the largest error; one that raised has the largest of all."""
-    made = [
-        one | {"error": math.inf if one["norm"] is None else relative(one["norm"], norm)}
-        for one in outcomes
-        if one is not None
-    ]
-    return max(made, key=lambda one: (one["raised"] is not None, one["error"]), default=None)
+    """Return the result with the largest error; a rank that raised an error comes first."""
+    results = []
+    for result in outcomes:
+        if result is not None:
+            error = math.inf if result["norm"] is None else relative(result["norm"], norm)
+            results.append(result | {"error": error})
+    return max(results, key=lambda r: (r["raised"] is not None, r["error"]), default=None)
 
 
 HEAD = (
@@ -220,7 +242,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for mode in found["modes"]:
         limit = "" if mode["threshold"] is None else f" clip.threshold={mode['threshold']:.6g}"
         yield from ("", f"clip={mode['mode']}{limit}", HEAD)
-        yield from map(_line_of, mode["steps"])
+        for step in mode["steps"]:
+            yield _line_of(step)
         yield from _verdict(mode)
     for kind, sentences in (("note", found["notes"]), ("possible cause", found["causes"])):
         if sentences:
@@ -236,21 +259,25 @@ def last_line(found: Mapping[str, Any]) -> str:
 
 
 def _line_of(step: Mapping[str, Any]) -> str:
-    plugin, reference, naive = step["plugin"], step["reference"], step["naive"]
-    share, other = plugin["fraction"], reference["fraction"]
-    fraction = f"{share:.6g}" if share == other else f"{share:.6g} not {other:.6g}"
-    alone = "-" if naive is None else "raises"
+    plugin = step["plugin"]
+    reference = step["reference"]
+    fraction = f"{plugin['fraction']:.6g}"
+    if plugin["fraction"] != reference["fraction"]:
+        fraction += f" not {reference['fraction']:.6g}"
+    naive = step["naive"]
+    torch_alone = "-" if naive is None else "raises"
     if naive is not None and naive["norm"] is not None:
-        alone = f"{naive['norm']:.6g}, off by {naive['error']:.1e}"
+        torch_alone = f"{naive['norm']:.6g}, off by {naive['error']:.1e}"
     return (
         f"{step['step']:>4}  {reference['norm']:>22.15g}  {plugin['norm']:>22.15g}  "
-        f"{step['norm_error']:>8.1e}  {step['gradient_error']:>8.1e}  {fraction:>22}  {alone}"
+        f"{step['norm_error']:>8.1e}  {step['gradient_error']:>8.1e}  {fraction:>22}  "
+        f"{torch_alone}"
     )
 
 
 def _verdict(mode: Mapping[str, Any]) -> Iterator[str]:
-    steps, failures, worst = mode["steps"], mode["failures"], mode["worst"]
-    sides = [(step["plugin"], step["reference"]) for step in steps]
+    steps = mode["steps"]
+    failures = mode["failures"]
     yield (
         f"clip={mode['mode']}: weights after {plural(len(steps), 'step')} off by "
         f"{mode['weight_error']:.1e}, largest error {mode['max_rel_error']:.1e}"
@@ -259,13 +286,20 @@ def _verdict(mode: Mapping[str, Any]) -> Iterator[str]:
         yield "  clip.threshold is a tenth of the largest value of step 1, so that it binds"
     elif mode["threshold"] is not None and not mode["binds"]:
         yield "  no step was clipped: a lower clip.threshold compares clipping too"
-    if not failures and any(p["fraction"] != r["fraction"] for p, r in sides):
+    if not failures and any(s["plugin"]["fraction"] != s["reference"]["fraction"] for s in steps):
         yield "  counts differ by gradients that are 0 up to rounding, and so is their limit"
-    raising = (one["naive"] for one in steps if one["naive"] and one["naive"]["raised"])
-    for one in list(raising)[:1]:
-        yield f"  torch.nn.utils alone, on rank {one['rank']}: {one['raised']}: {one['message']}"
-    yield from (f"  {failure}" for failure in failures)
+    naive = next((s["naive"] for s in steps if s["naive"] and s["naive"]["raised"]), None)
+    if naive is not None:
+        what = f"{naive['raised']}: {naive['message']}"
+        yield f"  torch.nn.utils alone, on rank {naive['rank']}: {what}"
     if failures:
-        yield "  furthest off:"
-        width = max((len(one["name"]) for one in worst), default=0)
-        yield from (f"    {one['name']:<{width}}  {one['error']:.1e}  {one['of']}" for one in worst)
+        yield from _failures(failures, mode["worst"])
+
+
+def _failures(failures: Sequence[str], worst: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for failure in failures:
+        yield f"  {failure}"
+    yield "  furthest off:"
+    width = max((len(tensor["name"]) for tensor in worst), default=0)
+    for tensor in worst:
+        yield f"    {tensor['name']:<{width}}  {tensor['error']:.1e}  {tensor['of']}"

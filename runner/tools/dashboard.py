@@ -16,10 +16,12 @@ import wandb_workspaces.workspaces as ws
 from runner.run_folder import keys
 
 STEP = keys.TRAIN_STEP  # the axis of every curve, set at each level: wandb's own step counts rows
-MODE, THRESHOLD, RATE, ACCUMULATION = map(
-    wr.Config, ("clip.mode", "clip.threshold", "optimizer.lr", "accumulation.steps")
-)
-BEST_LOSS, BEST_ACCURACY = f"best/{keys.EVAL_LOSS}", f"best/{keys.EVAL_ACCURACY}"
+MODE = wr.Config("clip.mode")
+THRESHOLD = wr.Config("clip.threshold")
+RATE = wr.Config("optimizer.lr")
+ACCUMULATION = wr.Config("accumulation.steps")
+BEST_LOSS = f"best/{keys.EVAL_LOSS}"
+BEST_ACCURACY = f"best/{keys.EVAL_ACCURACY}"
 CLIPPED = keys.CLIP_RATIO_TOTAL
 SHARE = (0.0, 1.0)
 # Unicode categories of characters that wandb refuses in a name as emoji, such as = and <.
@@ -46,7 +48,8 @@ def save(project: str, entity: str, group: str, name: str) -> str:
 
 def _sections() -> list[ws.Section]:
     summary = wr.SummaryMetric
-    others, layers = (f"^{prefix}.*$" for prefix in (keys.WHAT_IF, keys.LAYER_NORM))
+    what_if = f"^{keys.WHAT_IF}.*$"
+    layers = f"^{keys.LAYER_NORM}.*$"
     percentiles: list[Any] = [f"{keys.GRAD_NORM}/{name}" for name in ("p50", "p90", "p99", "max")]
     panels: dict[str, list[wr.PanelTypes]] = {
         "Metric": [
@@ -69,7 +72,9 @@ def _sections() -> list[ws.Section]:
         ],
         "Choosing a threshold": [
             wr.BarPlot(title="‖G‖ before clipping: p50, p90, p99, max", metrics=percentiles),
-            _curve("Share of steps that other thresholds clip (clip.what_if)", metric_regex=others),
+            _curve(
+                "Share of steps that other thresholds clip (clip.what_if)", metric_regex=what_if
+            ),
             wr.BarPlot(title="Share of steps clipped", metrics=[CLIPPED], range_x=SHARE),
             _curve("‖G‖ by parameter (telemetry.per_layer)", metric_regex=layers, log_y=True),
         ],
@@ -81,7 +86,12 @@ def _sections() -> list[ws.Section]:
 
 def _runs(group: str) -> ws.RunsetSettings:
     """Show runs by sweep, mode and threshold."""
-    order = [ws.Metric("Group"), *map(_stored, (MODE, THRESHOLD)), ws.Metric("CreatedTimestamp")]
+    order = [
+        ws.Metric("Group"),
+        _stored(MODE),
+        _stored(THRESHOLD),
+        ws.Metric("CreatedTimestamp"),
+    ]
     columns = [
         "run:displayName",
         "run:state",
@@ -95,8 +105,8 @@ def _runs(group: str) -> ws.RunsetSettings:
 
 def _stored(key: wr.Config) -> ws.Config:
     """Return the key as a server stores it, with ``value`` after the name of the section."""
-    section, _, rest = key.name.partition(".")
-    return ws.Config(f"{section}.value.{rest}")
+    section, _, inner_key = key.name.partition(".")
+    return ws.Config(f"{section}.value.{inner_key}")
 
 
 def _quoted(text: str) -> str:

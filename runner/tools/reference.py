@@ -43,8 +43,10 @@ def make_samples(config: RunConfig, parts: int) -> Dataset[Any]:
     """Return the training data of both sides, the first samples of a stream; a collective."""
     data: Any = make_data(config.data).train
     if length_of(data) is None:
-        stream, microbatches = data, config.verify.steps * config.accumulation.steps * parts
-        data = on_first(lambda: list(islice(stream, microbatches * config.data.batch_size)))
+        stream = data
+        microbatches = config.verify.steps * config.accumulation.steps * parts
+        samples = microbatches * config.data.batch_size
+        data = on_first(lambda: list(islice(stream, samples)))  # the stream may have no end
     return data  # type: ignore[no-any-return]
 
 
@@ -56,8 +58,8 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     described = MODES[name]
     info = described.info
     # A mode that needs the optimizer has nothing to compare with in the first step.
-    known = info.needs_optimizer or "threshold" in described.at_once
-    derived = info.takes_threshold and not known
+    has_threshold = info.needs_optimizer or "threshold" in described.at_once
+    derived = info.takes_threshold and not has_threshold
     threshold = NEVER if derived else info.published[0][0] if info.needs_optimizer else None
     options = {"threshold": threshold, "norm_type": chosen.norm_type}
     return build(name, **{**options, **described.at_once}), derived
@@ -71,7 +73,8 @@ def make_parts(
     That is plain SGD, because the steps of Adam and similar optimizers hide a wrong scale.
     """
     torch.manual_seed(config.seed)
-    device, dtype = device_of(config.device), getattr(torch, config.verify.dtype)
+    device = device_of(config.device)
+    dtype = getattr(torch, config.verify.dtype)
     model = maker(config.model)().to(device, dtype)
     switch_off_dropout(model)
     parameters = dict.fromkeys(model.parameters())
@@ -102,8 +105,8 @@ class Reference:
         self, config: RunConfig, mode: ClipMode, parts: int, data: Dataset[Any], chunks: int = 1
     ) -> None:
         self.model, criterion, optimizer = make_parts(config, mode)
-        stated = Loss(criterion, config.loss.items)
-        self.mode, self.loss = mode, WindowLoss(self.model.train(), stated)
+        self.mode = mode
+        self.loss = WindowLoss(self.model.train(), Loss(criterion, config.loss.items))
         self.optimizer: OptimizerWrapper
         _, self.optimizer, *_ = Booster(nonfinite="error").boost(self.model, optimizer, criterion)
         self.optimizer.bind(mode)
@@ -112,25 +115,35 @@ class Reference:
     @staticmethod
     def _windows(config: RunConfig, parts: int, data: Any, chunks: int) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step: the chunks of all parts of its microbatches."""
-        steps, own = config.accumulation.steps, config.data
-        options: Any = {"shuffle": True, "drop_last": own.drop_last, "seed": config.seed}
-        order = PartitionedBatches(len(data), own.batch_size, 0, parts, **options)
+        steps = config.accumulation.steps
+        order = PartitionedBatches(
+            len(data),
+            config.data.batch_size,
+            0,
+            parts,
+            shuffle=True,
+            drop_last=config.data.drop_last,
+            seed=config.seed,
+        )
         collate = collate_for(config)
         samples = SeededSamples(data, config.seed)
         for epoch in count():
             order.set_epoch(epoch)
             samples.set_epoch(epoch)
             for first in range(0, len(order), steps):
-                found = []
+                batches = []
                 for number in range(first, min(first + steps, len(order))):
                     for part in order.parts(number):
                         size = max(-(-len(part) // chunks), 1)  # as a pipeline splits a microbatch
-                        found += [part[at : at + size] for at in range(0, len(part), size)]
-                # The default generator of a loader draws its seed from the global one.
-                plain = torch.Generator()
-                yield [
-                    *DataLoader(samples, batch_sampler=found, collate_fn=collate, generator=plain)
-                ]
+                        batches += [part[i : i + size] for i in range(0, len(part), size)]
+                loader = DataLoader(
+                    samples,
+                    batch_sampler=batches,
+                    collate_fn=collate,
+                    # The default generator of a loader draws its seed from the global one.
+                    generator=torch.Generator(),
+                )
+                yield list(loader)
 
     def step(self) -> tuple[dict[str, float], float, dict[str, Tensor]]:
         """Take one step; return its metrics, its loss and the clipped gradients by name."""

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from runner import GradientMonitor, Loss, Measurements
 from runner.clip import Decision, build
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter, StepMetrics, StepValues
 from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.train.test_trainer import parts
@@ -225,4 +225,4 @@ def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
         trainer_of(nn.Linear(60, 1), loader, measurements=options["measurements"])
     decision = Decision(1e200, 1.0, 1e-200, 1.0, 1.0, max_stat=1e200, threshold=1.0)
     huge = step(1, decision)._replace(first=(1.0, 0.25, 32))
-    assert huge.estimates(huge.on_host(huge.numbers())[0]) == (-math.inf, math.inf)
+    assert huge.estimates(StepValues.of_numbers(huge.numbers())[0]) == (-math.inf, math.inf)

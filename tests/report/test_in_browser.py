@@ -83,7 +83,8 @@ def test_a_run_is_drawn_by_day_and_night_and_on_paper(browser, swept):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         page.send("Emulation.setEmulatedMedia", features=features)
         page.until(f"({back} - {text}) * {1 if scheme == 'light' else -1} > 400")
-    paper, closed = f"{PLOT.format('loss')}._fullLayout.paper_bgcolor", "details:not([open])"
+    paper = f"{PLOT.format('loss')}._fullLayout.paper_bgcolor"
+    closed = "details:not([open])"
     for event in ("beforeprint", "afterprint"):
         page.ask(f"dispatchEvent(new Event('{event}'))")
         assert (page.ask(paper) == "#ffffff") == (event == "beforeprint")
@@ -100,7 +101,8 @@ def test_the_table_sorts_and_selects_and_keys_read_and_smooth_the_charts(browser
     pairs = LOSSES - LOSSES[0]
     expected = np.column_stack([pairs.mean(1), pairs]).ravel()
     expected[:4] = np.nan
-    assert [float(one or "nan") for one in page.ask(column)] == pytest.approx(expected, nan_ok=True)
+    differences = [float(text or "nan") for text in page.ask(column)]
+    assert differences == pytest.approx(expected, nan_ok=True)
     for order in (["0", "1", "2"], ["2", "1", "0"]):  # the seeds of a setting stay together
         press(page, '#runs th[data-key="best/eval/loss"] button')
         assert page.ask(SETTINGS) == order
@@ -119,7 +121,8 @@ def test_the_table_sorts_and_selects_and_keys_read_and_smooth_the_charts(browser
     page.until(f"{names}.length < {every}")
     assert page.ask("document.querySelectorAll('tbody.dim').length") == 1
     press(page, "#key button[data-group='1']")
-    plot, reading = PLOT.format("eval-loss"), READING.format("eval-loss")
+    plot = PLOT.format("eval-loss")
+    reading = READING.format("eval-loss")
     page.ask(f"{plot}.focus()")
     page.press("ArrowRight", 39)
     page.until(f"{reading}.endsWith(' at 50')")
@@ -137,29 +140,38 @@ def test_the_table_sorts_and_selects_and_keys_read_and_smooth_the_charts(browser
     log = page.ask(f"{PLOT.format('loss')}._fullLayout.yaxis.type") == "log"
     smooth = float(np.exp(np.log(near).mean()) if log else near.mean())
     page.until(f"Math.abs({mean}[50] / {smooth} - 1) < 1e-5")
-    reached, at = set(), "document.activeElement"
+    reached = set()
+    active = "document.activeElement"
     for _ in range(page.ask("document.querySelectorAll('button, a, summary, [tabindex]').length")):
         page.press("Tab", 9)
-        reached.add(page.ask(f"{at}.ariaLabel || {at}.className || {at}.id || {at}.tagName"))
+        name = f"{active}.ariaLabel || {active}.className || {active}.id || {active}.tagName"
+        reached.add(page.ask(name))
     assert {"BUTTON", "A", "SUMMARY", "log", "Download as PNG", "Zoom"} <= reached
     assert_quiet(page)
 
 
-def test_text_of_configurations_is_inert_and_lost_runs_sort_last(browser, tmp_path):
-    file = write(troubled(tmp_path / HOSTILE.replace("/", "_")))
-    page = Page(browser, file)
+@pytest.fixture
+def troubled_page(tmp_path):
+    return write(troubled(tmp_path / HOSTILE.replace("/", "_")))
+
+
+def test_text_of_configurations_is_inert(browser, troubled_page):
+    page = Page(browser, troubled_page)
     assert page.draw()
     assert_quiet(page)
     assert page.ask("window.broken") is None
     assert page.ask("document.querySelectorAll('img, foreignObject').length") == 0
     assert HOSTILE in page.ask("[...document.querySelectorAll('#runs td')].map(c => c.textContent)")
+    # Lost runs sort last, in both orders.
     for _ in range(2):
         press(page, '#runs th[data-key="final/eval/loss"] button')
         assert page.ask(RUNS)[-2:] in (["6", "9"], ["9", "6"])
-    # A foreign script would not run even in the page, and the browser tells of it.
+
+
+def test_a_foreign_script_does_not_run_in_the_page(browser, troubled_page, tmp_path):
     planted = "<script>window.broken=1</script><img src='https://example.invalid/a.png'></body>"
     tampered = tmp_path / "tampered.html"
-    tampered.write_text(file.read_text().replace("</body>", planted))
+    tampered.write_text(troubled_page.read_text().replace("</body>", planted))
     page = Page(browser, tampered)
     assert page.ask("[window.broken, document.documentElement.dataset.ready]") == [None, "true"]
     assert len(page.complaints) == 2

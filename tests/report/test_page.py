@@ -19,10 +19,20 @@ from tests.process import python
 from tests.report.examples import HOSTILE, NORM, config, rows, sweep, troubled, write_run
 
 
-def test_lost_killed_and_planned_runs_show_as_such_and_links_lead_to_files(tmp_path):
-    folder = troubled(tmp_path / "s")
-    page = write(folder, 1).read_text()
+@pytest.fixture(scope="module")
+def troubled_sweep(tmp_path_factory):
+    """A sweep with runs that diverged, failed, were killed or never began, and its page."""
+    folder = troubled(tmp_path_factory.mktemp("page") / "s")
+    return folder, write(folder, 1).read_text()
+
+
+def test_the_page_tells_how_many_runs_are_left(troubled_sweep):
+    _, page = troubled_sweep
     assert "still running when this page was written, with 1 run left." in page
+
+
+def test_runs_that_did_not_finish_show_their_state(troubled_sweep):
+    _, page = troubled_sweep
     columns = re.findall(r'<th [^>]*data-key="([^"]*)"', page)[1:]
     shown = {
         run: dict(zip(columns, re.findall(r"<td[^>]*>(.*?)</td>", row), strict=True))
@@ -35,6 +45,10 @@ def test_lost_killed_and_planned_runs_show_as_such_and_links_lead_to_files(tmp_p
     assert 181 <= int(shown["6"]["diverged_at"]) <= 193
     for part in ("Run 7 failed at step 120: RuntimeError", "Run 8 was killed at step 77"):
         assert part in page
+
+
+def test_links_lead_to_files_of_runs(troubled_sweep):
+    folder, page = troubled_sweep
     html = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     links = [unescape(link) for link in re.findall(r'<a [^>]*href="([^"]*)"', html)]
     places = [f"#{place}" for place in re.findall(r' id="([^"]*)"', html)]
@@ -51,8 +65,8 @@ def test_the_page_is_one_file_that_names_no_other_host(tmp_path):
     for outward in ("http://", "https://", "//cdn", "@import", "url(http"):
         assert outward not in page.replace(script, "")
     (policy,) = re.findall(r'content="(default-src .*?)"', page)
-    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in scripts]
-    named = " ".join(f"'sha256-{one.decode()}'" for one in hashes)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts]
+    named = " ".join(f"'sha256-{digest.decode()}'" for digest in hashes)
     assert "default-src 'none'" in unescape(policy)
     assert f"script-src {named};" in unescape(policy)
     about = json.loads(folder.joinpath("about.json").read_text())
@@ -62,20 +76,28 @@ def test_the_page_is_one_file_that_names_no_other_host(tmp_path):
     assert "MIT License" in folder.joinpath("LICENSE").read_text()
 
 
-def test_the_same_page_is_written_again_and_is_small(tmp_path):
-    made = rows(steps=10_000, evaluations=50)
-    folder = write_run(tmp_path / "run", made, config(), state="running", torn=True)
-    page = write(folder)
-    assert read_run(folder).steps == 10_000
-    assert page.stat().st_size <= 2e6
-    assert page.read_text() == write(folder).read_text()
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    lines = rows(steps=10_000, evaluations=50)
+    folder = tmp_path_factory.mktemp("page") / "run"
+    return write_run(folder, lines, config(), state="running", torn=True)
 
 
-def test_reading_needs_no_torch_and_no_plotly():
+def test_the_page_of_a_long_run_is_small(long_run):
+    assert read_run(long_run).steps == 10_000
+    assert write(long_run).stat().st_size <= 2e6
+
+
+def test_the_same_page_is_written_again(long_run):
+    first = write(long_run).read_text()
+    assert write(long_run).read_text() == first
+
+
+def test_reading_imports_no_heavy_library():
     code = "import sys, runner.cli.pages; print(*{name.split('.')[0] for name in sys.modules})"
-    found = set(python("-c", code).stdout.split())
-    assert "runner" in found
-    assert not found & {"torch", "hydra", "wandb", "omegaconf", "plotly"}
+    imported = set(python("-c", code).stdout.split())
+    assert "runner" in imported
+    assert not imported & {"torch", "hydra", "wandb", "omegaconf", "plotly"}
 
 
 def test_the_command_prints_where_the_page_is(tmp_path, capsys):
@@ -94,9 +116,10 @@ def test_the_command_prints_where_the_page_is(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A sweep of four thresholds and no clipping with three seeds, and all that is exported."""
-    made = sweep(tmp_path_factory.mktemp("s") / "s", [*NORM, ("none", None)], (0, 1, 2), steps=60)
-    assert main(["report", str(made), "--csv", "--latex", "report.baseline=none", "--json"]) == 0
-    return made
+    settings = [*NORM, ("none", None)]
+    folder = sweep(tmp_path_factory.mktemp("s") / "s", settings, (0, 1, 2), steps=60)
+    assert main(["report", str(folder), "--csv", "--latex", "report.baseline=none", "--json"]) == 0
+    return folder
 
 
 def of_csv(folder):
@@ -104,26 +127,36 @@ def of_csv(folder):
         return list(csv.DictReader(stream))
 
 
-def test_csv_and_json_hold_all_digits_and_the_differences(folder):
-    table, whole = of_csv(folder), json.loads((folder / "report.json").read_text())
+def summaries_of(folder):
     files = [folder / str(number) / "summary.json" for number in range(15)]
-    summaries = [json.loads(file.read_text()) for file in files]
-    for row, summary in zip(table, summaries, strict=True):
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_csv_has_all_digits_of_the_summaries(folder):
+    for row, summary in zip(of_csv(folder), summaries_of(folder), strict=True):
         for part in ("best", "final"):
             assert float(row[f"{part}/eval/loss"]) == summary[part]["eval/loss"]
         assert float(row["clip/ratio_total"]) == summary["clip/ratio_total"]
         assert float(row["grad/norm/p90"]) == summary["grad/norm"]["p90"]
+
+
+def test_csv_has_the_keys_in_which_runs_differ(folder):
+    table = of_csv(folder)
     keys = {key for key in table[0] if "." in key} | {"seed"} & set(table[0])
     assert keys == {"clip.mode", "clip.threshold", "seed"}  # only what differs
     assert [row["clip.threshold"] for row in table[::3]] == ["0.1", "0.25", "1.0", "2.0", ""]
     assert [row["seed"] for row in table[:3]] == ["0", "1", "2"]
 
+
+def test_json_has_the_differences_to_the_baseline(folder):
+    whole = json.loads((folder / "report.json").read_text())
     assert (whole["compared_with"], whole["metric"]) == ("none", "eval/loss")
-    scores = np.array([one["best"]["eval/loss"] for one in summaries]).reshape(5, 3)
-    differences = [one["difference"] for one in whole["settings"]]
-    values = [one["value"] for one in differences[:4]]
+    losses = [summary["best"]["eval/loss"] for summary in summaries_of(folder)]
+    scores = np.array(losses).reshape(5, 3)
+    *of_thresholds, of_baseline = [setting["difference"] for setting in whole["settings"]]
+    values = [difference["value"] for difference in of_thresholds]
     assert values == pytest.approx((scores[:4] - scores[4]).mean(axis=1))
-    assert differences[4] is None
+    assert of_baseline is None
 
 
 def test_latex_has_one_row_a_setting(folder):
@@ -133,10 +166,10 @@ def test_latex_has_one_row_a_setting(folder):
     settings = json.loads((folder / "report.json").read_text())["settings"]
     names = ["clip.mode", "clip.threshold", "eval/loss best", r"$\Delta$ to none", "p", "seeds"]
     assert (table[0], len(table) - 1) == (names, len(settings))
-    for row, one in zip(table[1:], settings, strict=True):
+    for row, setting in zip(table[1:], settings, strict=True):
         assert (len(row), row[-1]) == (len(names), "3")
         mean, deviation = map(float, row[2].split(r" $\pm$ "))
-        assert (mean, deviation) == pytest.approx((one["mean"], one["sd"]), rel=0.05)
+        assert (mean, deviation) == pytest.approx((setting["mean"], setting["sd"]), rel=0.05)
 
 
 def test_text_of_a_configuration_stays_text(tmp_path):

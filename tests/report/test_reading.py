@@ -19,13 +19,27 @@ def changed(folder, **status):
     return folder
 
 
-def test_the_state_is_what_the_process_and_the_record_say(tmp_path):
-    running = write_run(tmp_path / "run", rows(steps=20), config(), state="running")
+@pytest.fixture
+def running(tmp_path):
+    """A run whose record says that it goes on, in a process that there is not."""
+    return write_run(tmp_path / "run", rows(steps=20), config(), state="running")
+
+
+def test_a_run_without_its_process_was_killed(running):
     assert read_run(running).state == "killed"
+
+
+def test_a_run_goes_on_while_its_process_lives(running):
     assert read_run(changed(running, pid=os.getpid())).state == "running"
+
+
+def test_a_run_on_another_host_is_taken_to_go_on(running):
     assert read_run(changed(running, pid=NO_SUCH_PROCESS, host="elsewhere")).state == "running"
-    for state in ("finished", "failed", "interrupted"):
-        assert read_run(changed(running, state=state)).state == state
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "interrupted"])
+def test_a_run_that_ended_has_the_state_of_its_record(state, running):
+    assert read_run(changed(running, state=state)).state == state
 
 
 @pytest.mark.parametrize("name", ["status.json", "summary.json", "config.yaml", "metrics.jsonl"])
@@ -39,38 +53,74 @@ def test_a_missing_or_damaged_file_is_done_without(tmp_path, name):
 
 
 def test_the_configuration_is_hydras_or_what_the_overrides_say(tmp_path):
-    one = read(write_run(tmp_path / "run", [], config(), overrides=("seed=3", "a=b c")))
-    assert (one.single, one.command) == (True, "python -m runner seed=3 'a=b c'")
+    single = read(write_run(tmp_path / "run", [], config(), overrides=("seed=3", "a=b c")))
+    assert (single.single, single.command) == (True, "python -m runner seed=3 'a=b c'")
     with pytest.raises(NoRunError, match="nowhere"):
         read(tmp_path / "nowhere")
     folder = write_run(tmp_path / "a", [], config(clip__threshold=0.25))
     (folder / "config.yaml").rename(folder / ".hydra" / "config.yaml")
     overrides = ("clip=adaptive", "clip.threshold=0.01")
     bare = write_run(tmp_path / "b", [], {}, overrides=overrides)
-    found = [(run.mode, run.threshold) for run in map(read_run, (folder, bare))]
-    assert found == [("norm", 0.25), ("adaptive", 0.01)]
+    clipping = [(run.mode, run.threshold) for run in (read_run(folder), read_run(bare))]
+    assert clipping == [("norm", 0.25), ("adaptive", 0.01)]
     assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
-def test_series_pass_over_torn_lines_and_rows_that_a_resume_replaced(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    assert read_series(file) == {}
-    lines = [
-        *(f'{{"train/step": {s}, "train/loss": {i}}}' for i, s in enumerate((1, 2, 3, 2, 3))),
-        *("not json", "[1, 2]", '{"train/loss": 9}', '{"train/step": 4, "train/loss": "high"}'),
-        *('{"train/step": 5, "train/loss": "NaN"}', '{"train/step": 6, "train/loss": "-Infinity"}'),
+def loss_of(folder, *lines):
+    file = folder / "metrics.jsonl"
+    file.write_text("\n".join(lines))
+    return read_series(file)["train/loss"]
+
+
+def test_without_a_file_there_is_no_series(tmp_path):
+    assert read_series(tmp_path / "metrics.jsonl") == {}
+
+
+def test_a_row_that_a_resume_wrote_replaces_the_row_of_the_same_step(tmp_path):
+    steps = (1, 2, 3, 2, 3)
+    lines = [f'{{"train/step": {step}, "train/loss": {i}}}' for i, step in enumerate(steps)]
+    loss = loss_of(tmp_path, *lines)
+    assert loss.steps.tolist() == [1, 2, 3]
+    assert loss.values.tolist() == [0, 3, 4]
+
+
+def test_lines_that_are_no_rows_of_a_step_are_passed_over(tmp_path):
+    loss = loss_of(
+        tmp_path,
+        '{"train/step": 3, "train/loss": 4}',
+        "not json",
+        "[1, 2]",
+        '{"train/loss": 9}',
+        '{"train/step": 4, "train/loss": "high"}',
         '{"train/step": 7, "train/loss": 6, "eval/loss": 7, "mine": 3, "other": 4}',
         '{"train/step": 8, "train/lo',
-    ]
-    file.write_text("\n".join(lines))
-    series = read_series(file)
-    assert series["train/loss"].steps.tolist() == [1, 2, 3, 5, 6, 7]
-    expected = [0, 3, 4, math.nan, -math.inf, 6]
-    assert series["train/loss"].values == pytest.approx(expected, nan_ok=True)
-    assert series["train/loss"].finite.tolist() == [0, 3, 4, 6]
-    assert (series["eval/loss"].steps.tolist(), series["mine"].values.tolist()) == ([7], [3])
+    )
+    assert loss.steps.tolist() == [3, 7]
+    assert loss.values.tolist() == [4, 6]
+
+
+def test_values_that_json_has_no_number_for_are_read(tmp_path):
+    loss = loss_of(
+        tmp_path,
+        '{"train/step": 4, "train/loss": 6}',
+        '{"train/step": 5, "train/loss": "NaN"}',
+        '{"train/step": 6, "train/loss": "-Infinity"}',
+    )
+    assert loss.values == pytest.approx([6, math.nan, -math.inf], nan_ok=True)
+    assert loss.finite.tolist() == [6]
+
+
+def test_each_key_of_the_rows_is_a_series(tmp_path):
+    line = '{"train/step": 7, "eval/loss": 7, "mine": 3}'
+    (tmp_path / "metrics.jsonl").write_text(line)
+    series = read_series(tmp_path / "metrics.jsonl")
+    assert series["eval/loss"].steps.tolist() == [7]
+    assert series["mine"].values.tolist() == [3]
+
+
+def test_keys_of_parameters_are_read_without_their_prefix(tmp_path):
     line = '{"train/step": 1, "grad/norm": 2, "grad/norm/a.weight": 4, "clip/what_if/2.0": 0.1, '
-    file.write_text(line + '"clip/what_if/0.25": 0.8}')
+    (tmp_path / "metrics.jsonl").write_text(line + '"clip/what_if/0.25": 0.8}')
     run = read_run(tmp_path)
     assert list(run.layers) == ["a.weight"]
     assert list(run.what_if.items()) == [(0.25, 0.8), (2.0, 0.1)]
@@ -104,7 +154,7 @@ def test_divergence_is_a_loss_that_never_comes_back(tmp_path, losses, state, ste
     folder = write_run(tmp_path / "run", lines, config(), state=state)
     [measured] = find(read(folder)).measured.values()
     assert measured["diverged_at"] == step
-    assert math.isnan(measured["best/train/loss"]) == all(map(math.isnan, losses))
+    assert math.isnan(measured["best/train/loss"]) == all(math.isnan(loss) for loss in losses)
 
 
 def test_run_folders_are_the_truth_where_the_record_is_stale(tmp_path):
@@ -116,11 +166,12 @@ def test_run_folders_are_the_truth_where_the_record_is_stale(tmp_path):
     (folder / "1").mkdir()  # a run that recorded nothing has its cause from the sweep
     record["runs"][1] |= {"state": "failed", "error": "out of memory"}
     (folder / "sweep.json").write_text(json.dumps(record))
-    found = read(folder)
-    assert [run.state for run in found.runs] == ["finished", "failed", "finished", "finished"]
-    assert [run.error for run in found.runs] == [None, "out of memory", None, None]
-    assert found.runs[1].overrides == ("clip=norm", "clip.threshold=0.25")
-    assert found.command == "python -m runner -m clip=norm clip.threshold=0.1,0.25,1.0,2.0"
+    read_sweep = read(folder)
+    runs = read_sweep.runs
+    assert [run.state for run in runs] == ["finished", "failed", "finished", "finished"]
+    assert [run.error for run in runs] == [None, "out of memory", None, None]
+    assert runs[1].overrides == ("clip=norm", "clip.threshold=0.25")
+    assert read_sweep.command == "python -m runner -m clip=norm clip.threshold=0.1,0.25,1.0,2.0"
     (folder / "sweep.json").write_text("{torn")
     (folder / "2").rename(folder / "10")
     torn = read(folder)
@@ -130,13 +181,13 @@ def test_run_folders_are_the_truth_where_the_record_is_stale(tmp_path):
 
 def test_rows_of_somebody_elses_loop_tell_how_it_clipped(tmp_path):
     for mode, threshold in (("norm", 0.5), ("value", 0.1), ("none", None)):
-        made = rows(mode, threshold, 20)
-        made[9] |= {"grad/norm": math.inf, "grad/norm_clipped": math.nan}
-        folder = write_run(tmp_path / f"with {mode}", made, {})
+        lines = rows(mode, threshold, 20)
+        lines[9] |= {"grad/norm": math.inf, "grad/norm_clipped": math.nan}
+        folder = write_run(tmp_path / f"with {mode}", lines, {})
         for name in ("status.json", "summary.json", ".hydra/overrides.yaml"):
             (folder / name).unlink()
-    found = find(read(tmp_path))
-    assert [group.label for group in found.groups] == ["norm 0.5", "own 0.1", "none"]
-    assert found.best is not None
+    findings = find(read(tmp_path))
+    assert [group.label for group in findings.groups] == ["norm 0.5", "own 0.1", "none"]
+    assert findings.best is not None
     (folder / "config.yaml").write_text("{seed: 7, clip: {mode: mine}}")
     assert (read_run(folder).mode, read_run(folder).seed) == ("mine", "7")

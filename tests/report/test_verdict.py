@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 from typing import Any
 
@@ -25,7 +24,7 @@ CLEAR = {0.5: [0.100, 0.200, 0.300], 1.0: [0.151, 0.250, 0.349], None: [0.199, 0
 OPEN = {0.5: [0.10, 0.21, 0.28], 1.0: [0.12, 0.20, 0.30], None: [0.50, 0.62, 0.69]}
 
 
-def made(*arguments, **changes):
+def findings_of(*arguments, **changes):
     return find(read(trained(*arguments, **changes)))
 
 
@@ -56,9 +55,12 @@ def case(losses, *said, winner=None, **changes):
     ],
 )
 def test_the_verdict(losses, said, winner, changes, tmp_path):
-    found = made(tmp_path, losses, **changes)
-    assert (found.winner.label if found.winner else None) == winner
-    text = " ".join([verdict(found), *(part for one in remarks(found) for part in one)])
+    findings = findings_of(tmp_path, losses, **changes)
+    assert (findings.winner.label if findings.winner else None) == winner
+    sentences = [verdict(findings)]
+    for remark in remarks(findings):
+        sentences += [remark.text, remark.command]
+    text = " ".join(sentences)
     assert [part for part in said if part not in text] == [], text
     assert not (winner and "Undecided" in text)
 
@@ -89,61 +91,77 @@ RATES = {(0.1, 0.02): [0.3], (0.1, 0.1): [0.2], (0.1, 0.5): [0.1]}
     ],
 )
 def test_the_best_value_at_an_end_of_those_tried(losses, said, tmp_path):
-    texts = [one.text for one in remarks(made(tmp_path, losses))]
+    texts = [remark.text for remark in remarks(findings_of(tmp_path, losses))]
     assert [text for text in texts if "may do better" in text] == said
 
 
-def test_what_runs_remark_is_said_once_and_few_steps_tell_no_end(tmp_path):
-    made(tmp_path, {0.1: [0.1], 0.5: [0.2], 2.0: [0.3]})
+@pytest.fixture
+def texts_of_short_runs(tmp_path):
+    """The remarks on three runs whose summaries all say that they had too few steps."""
+    trained(tmp_path, {0.1: [0.1], 0.5: [0.2], 2.0: [0.3]})
+    few = {"topic": "few", "text": "20 steps are too few"}
+    swept = {"topic": "x", "text": "swept"}  # not in the guidance, because the sweep answers it
     for file in tmp_path.glob("*/summary.json"):
-        own = [{"topic": "few", "text": "20 steps are too few"}, {"topic": "x", "text": "swept"}]
-        summary = {**json.loads(file.read_text()), "remarks": own, "guidance": [own[0]["text"]]}
-        summary |= {"remarks": [1, *own], "clip/mode": {"clips": "bogus"}}  # a damaged file
+        summary = json.loads(file.read_text())
+        summary["guidance"] = [few["text"]]
+        summary |= {"remarks": [1, few, swept], "clip/mode": {"clips": "bogus"}}  # a damaged file
         file.write_text(json.dumps(summary))
-    texts = [one.text for one in remarks(find(read(tmp_path)))]
-    assert texts[0] == "norm 0.1 and 2 more settings: 20 steps are too few"
-    assert not re.search("may do better|swept", " ".join(texts))
+    return [remark.text for remark in remarks(find(read(tmp_path)))]
+
+
+def test_a_remark_of_several_runs_is_given_once(texts_of_short_runs):
+    assert texts_of_short_runs[0] == "norm 0.1 and 2 more settings: 20 steps are too few"
+    assert "swept" not in " ".join(texts_of_short_runs)
+
+
+def test_runs_of_few_steps_do_not_tell_where_to_look_next(texts_of_short_runs):
+    assert "may do better" not in " ".join(texts_of_short_runs)
 
 
 def test_a_run_cut_short_is_not_judged_beside_whole_ones(tmp_path):
-    found = made(tmp_path, {1.0: [0.3], 2.0: [0.4]})
-    before = found.ratio(found.groups[0])
+    findings = findings_of(tmp_path, {1.0: [0.3], 2.0: [0.4]})
+    before = findings.ratio(findings.groups[0])
     ahead = rows("norm", 4.0, 10, evaluations=0)
     ahead[-1]["eval/loss"] = 0.01
     write_run(tmp_path / "2", ahead, config(clip__threshold=4.0), state="running")
     write_run(tmp_path / "3", rows("norm", 1e-9, 5), config(seed=1), state="killed")
-    found = find(read(tmp_path))
-    assert verdict(found).startswith("clip=norm 1 ")
-    assert found.ratio(found.groups[0]) == before
-    # A threshold without a result closes no range.
-    made(tmp_path / "edge", {0.1: [0.2], 1.0: [0.1]})
-    ended = rows("norm", 4.0, 5, evaluations=0)
-    write_run(tmp_path / "edge" / "2", ended, config(clip__threshold=4.0), state="interrupted")
-    page = write(tmp_path / "edge").read_text()
-    assert "highest with a result" in page
+    findings = find(read(tmp_path))
+    assert verdict(findings).startswith("clip=norm 1 ")
+    assert findings.ratio(findings.groups[0]) == before
 
 
-def test_no_runs_and_runs_without_rows_have_a_page(tmp_path):
+def test_a_threshold_without_a_result_closes_no_range(tmp_path):
+    trained(tmp_path, {0.1: [0.2], 1.0: [0.1]})
+    lines = rows("norm", 4.0, 5, evaluations=0)
+    write_run(tmp_path / "2", lines, config(clip__threshold=4.0), state="interrupted")
+    assert "highest with a result" in write(tmp_path).read_text()
+
+
+def test_a_sweep_without_runs_has_a_page(tmp_path):
     (tmp_path / "sweep.json").write_text('{"name": "s", "runs": []}')
     assert "holds no run" in write(tmp_path).read_text()
+
+
+def test_runs_without_rows_have_a_page(tmp_path):
+    (tmp_path / "sweep.json").write_text('{"name": "s", "runs": []}')
     for number in range(2):
-        of = config(seed=number)
-        write_run(tmp_path / str(number), [], of, state="failed", error="no data")
+        seeded = config(seed=number)
+        write_run(tmp_path / str(number), [], seeded, state="failed", error="no data")
     assert "no data" in write(tmp_path).read_text()
     assert "no data" in write(tmp_path / "0").read_text()
 
 
 def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
     folder = sweep(tmp_path / "sweep", NORM[1:3], seeds=(0, 1), steps=40)
-    found = find(read(folder))
-    [note] = [one for one in remarks(found) if one.command]
-    command = shlex.split(note.command)
+    findings = find(read(folder))
+    [remark] = [remark for remark in remarks(findings) if remark.command]
+    command = shlex.split(remark.command)
     assert command[:4] == ["python", "-m", "runner", "-m"]
-    asked = request(command[4:], multirun=True)
-    assert asked.sweep == json.loads((folder / "sweep.json").read_text())["name"]
-    needed = min(one.needed or 99 for one in found.rivals.values())
-    assert sorted({job.config.seed for job in asked.jobs}) == list(range(needed))
-    many = request(shlex.split(found.sweep.command_with(range(12)))[4:], multirun=True)
+    proposed = request(command[4:], multirun=True)
+    assert proposed.sweep == json.loads((folder / "sweep.json").read_text())["name"]
+    needed = min(difference.needed or 99 for difference in findings.rivals.values())
+    assert sorted({job.config.seed for job in proposed.jobs}) == list(range(needed))
+    many = request(shlex.split(findings.sweep.command_with(range(12)))[4:], multirun=True)
     assert (many.lists["seed"], len(many.jobs)) == ("seed=range(12)", 4 * 12)
 
 
@@ -162,44 +180,68 @@ def scored(means, seeds, random):
 def test_pairs_agree_with_scipy(seeds, chosen):
     """Against the best, the level of an interval rises with the number of settings."""
     settings = scored([0.0, 0.1, 0.5, 3.0], seeds, np.random.default_rng(seeds))
-    first = int(np.argmin([np.mean(list(one.values())) for one in settings])) if chosen else 0
-    found = compare(settings, first, chosen=chosen)
-    for position, one in found.items():
-        pair = [list(settings[i].values()) for i in (position, first)]
-        expected: Any = stats.ttest_rel(*pair)
+    means = [np.mean(list(scores.values())) for scores in settings]
+    reference = int(np.argmin(means)) if chosen else 0
+    for position, difference in compare(settings, reference, chosen=chosen).items():
+        scores = list(settings[position].values())
+        expected: Any = stats.ttest_rel(scores, list(settings[reference].values()))
         low, high = expected.confidence_interval(1 - 0.05 * 2 / 4 if chosen else LEVEL)
-        assert (one.low, one.high) == pytest.approx((low, high), rel=1e-9)
-        assert one.seeds == seeds
+        assert (difference.low, difference.high) == pytest.approx((low, high), rel=1e-9)
+        assert difference.seeds == seeds
         if not chosen:
-            assert one.p == pytest.approx(expected.pvalue, rel=1e-9)
-    # A textbook's example: 0.005 x 4, 0.01 x 3, 0.03 x 2, and no value below one before it.
+            assert difference.p == pytest.approx(expected.pvalue, rel=1e-9)
+
+
+def test_holms_correction_is_that_of_a_textbook():
+    # 0.005 x 4, 0.01 x 3, 0.03 x 2, and no value below one before it
     values = {0: 0.01, 1: 0.04, 2: 0.03, 3: 0.005}
     assert holm(values, 4) == pytest.approx({3: 0.02, 0: 0.03, 2: 0.06, 1: 0.06})
 
 
 def test_the_seeds_that_are_needed_are_the_fewest_with_a_power_of_four_in_five():
     settings = scored([0.0, 2.0], 4, np.random.default_rng(0))
-    one = compare(settings, 0, chosen=False)[1]
-    assert not one.seen
+    difference = compare(settings, 0, chosen=False)[1]
+    assert not difference.seen
     pairs = np.subtract(*(list(setting.values()) for setting in settings[::-1]))
 
     def power(shift, seeds):
         size = abs(shift) / pairs.std(ddof=1) * math.sqrt(seeds)
         return float(stats.nct.sf(stats.t.ppf(0.975, seeds - 1), seeds - 1, size))
 
-    assert power(pairs.mean(), one.needed) >= 0.8 > power(pairs.mean(), one.needed - 1)
-    assert power(one.visible, 4) == pytest.approx(0.8, abs=0.001)
+    needed = difference.needed
+    assert power(pairs.mean(), needed) >= 0.8 > power(pairs.mean(), needed - 1)
+    assert power(difference.visible, 4) == pytest.approx(0.8, abs=0.001)
 
 
-def test_missing_seeds_ties_and_certain_differences():
-    one, other = {"0": 1.0, "1": 2.0, "2": 4.0}, {"0": 2.0, "1": 3.5, "2": 4.5}
-    for lost in (one | {"3": math.nan}, {"0": math.inf}, {}):
-        assert compare([one, lost], 0, chosen=False) == compare([lost, one], 0, chosen=False) == {}
+SCORES = {"0": 1.0, "1": 2.0, "2": 4.0}
+HIGHER = {"0": 2.0, "1": 3.5, "2": 4.5}
+
+
+@pytest.mark.parametrize("lost", [SCORES | {"3": NAN}, {"0": math.inf}, {}])
+def test_a_setting_with_a_lost_run_is_not_compared(lost):
+    assert compare([SCORES, lost], 0, chosen=False) == {}
+    assert compare([lost, SCORES], 0, chosen=False) == {}
+
+
+def test_one_common_seed_gives_no_interval():
     assert compare([{"0": 1.0}, {"0": 2.0}], 0, chosen=False) == {1: Difference(1.0, 1)}
-    whole = compare([one, other], 0, chosen=False)
-    assert compare([one | {"3": 9.0}, other | {"4": -9.0}], 0, chosen=False) == whole
+
+
+def test_seeds_that_only_one_setting_has_do_not_count():
+    common = compare([SCORES, HIGHER], 0, chosen=False)
+    assert compare([SCORES | {"3": 9.0}, HIGHER | {"4": -9.0}], 0, chosen=False) == common
+
+
+def test_a_large_difference_of_two_seeds_needs_one_more():
     assert compare([{"0": 0.0, "1": 0.0}, {"0": 1.0, "1": 1.2}], 0, chosen=False)[1].needed == 3
-    same = compare([one, dict(one)], 0, chosen=False)[1]
+
+
+def test_equal_scores_are_no_question_of_seeds():
+    same = compare([SCORES, dict(SCORES)], 0, chosen=False)[1]
     assert (same.p, same.corrected, same.seen, same.visible, same.needed) == (1, 1, False, 0, None)
-    shifted = compare([one, {seed: score + 1 for seed, score in one.items()}], 0, chosen=False)[1]
+
+
+def test_a_difference_that_is_the_same_for_all_seeds_is_certain():
+    higher = {seed: score + 1 for seed, score in SCORES.items()}
+    shifted = compare([SCORES, higher], 0, chosen=False)[1]
     assert (shifted.low, shifted.high, shifted.p, shifted.seen) == (1.0, 1.0, 0.0, True)

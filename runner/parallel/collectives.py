@@ -8,7 +8,6 @@ the sequence, of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Shar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -46,14 +45,21 @@ def gather(
     tensor: Tensor, dim: int, length: int, group: dist.ProcessGroup, *, sums: bool
 ) -> Tensor:
     """Return all shards, concatenated. Backward: this rank's shard of the gradient."""
-    back = partial(_shard, dim=dim, group=group, sums=sums)
-    return _apply(tensor, partial(_all_gather, dim=dim, length=length, group=group), back)
+    return _apply(
+        tensor,
+        forward=lambda shard: _all_gather(shard, dim, length, group),
+        backward=lambda gradient: _shard(gradient, dim, group, sums=sums),
+    )
 
 
 def split(tensor: Tensor, dim: int, group: dist.ProcessGroup, *, sums: bool = False) -> Tensor:
     """Return this rank's shard of ``tensor``. Backward: all shards of the gradient."""
-    back = partial(_all_gather, dim=dim, length=tensor.shape[dim], group=group)
-    return _apply(tensor, partial(_shard, dim=dim, group=group, sums=sums), back)
+    length = tensor.shape[dim]
+    return _apply(
+        tensor,
+        forward=lambda whole: _shard(whole, dim, group, sums=sums),
+        backward=lambda gradient: _all_gather(gradient, dim, length, group),
+    )
 
 
 class _Collective(torch.autograd.Function):
@@ -97,7 +103,10 @@ def _all_gather(shard: Tensor, dim: int, length: int, group: dist.ProcessGroup) 
         padded = torch.cat([shard, shard.new_zeros(shape)], dim=dim)
     shards = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(shards, padded, group=group)
-    parts = [each.narrow(dim, 0, span(length, ranks, i)[1]) for i, each in enumerate(shards)]
+    parts = []
+    for index, padded_shard in enumerate(shards):
+        _, size = span(length, ranks, index)
+        parts.append(padded_shard.narrow(dim, 0, size))
     return torch.cat(parts, dim=dim)
 
 
@@ -129,8 +138,9 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[
     if group is None or group.size() == 1:
         return list(flags)
     # On the host, so that no accelerator is waited for.
-    found: list[bool] = start_gather(torch.tensor(flags), group)().any(0).tolist()
-    return found
+    wait = start_gather(torch.tensor(flags), group)
+    of_any: list[bool] = wait().any(0).tolist()
+    return of_any
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -140,7 +150,8 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         if bucket and (size >= BUCKET or tensor.dtype != bucket[0].dtype):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(tensor)
         size += tensor.numel() * tensor.element_size()
     if bucket:
@@ -154,10 +165,12 @@ def flat_of(bucket: Sequence[Tensor]) -> Tensor:
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the elements of ``flat`` to ``tensors``, one after the other."""
-    sizes = list(map(Tensor.numel, tensors))
-    parts = map(Tensor.view_as, torch.split(flat[: sum(sizes)], sizes), tensors)
-    if tensors:
-        torch._foreach_copy_(list(tensors), list(parts))
+    if not tensors:
+        return
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = torch.split(flat[: sum(sizes)], sizes)
+    views = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+    torch._foreach_copy_(list(tensors), views)
 
 
 @torch.no_grad()
@@ -191,8 +204,10 @@ def from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def raise_first(problem: str, alone: bool = False) -> None:
     """Raise the first problem of any rank as a ValueError; every rank calls this unless alone."""
-    if first := next(filter(None, [problem] if alone else from_all(problem)), ""):
-        raise ValueError(first)
+    problems = [problem] if alone else from_all(problem)
+    for of_rank in problems:
+        if of_rank:
+            raise ValueError(of_rank)
 
 
 def on_first(work: Callable[[], T]) -> T:

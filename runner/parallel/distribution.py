@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class ParallelModel:
     hold: Callable[[bool], None] = lambda held: None
     # Called by zero_grad, which may drop a window before its step.
     forget: Callable[[bool], None] = lambda set_to_none: None
-    # Whether making gradients final twice is wrong: it would sum those of tied copies twice.
+    # Whether making gradients final twice is wrong: it would sum gradients of tied copies twice.
     once: bool = False
     # Calls a function with each parameter whose gradient has become final in a backward pass; None
     # if they are final only after it.
@@ -51,12 +50,13 @@ class ParallelModel:
     def rebind(
         self, optimizers: Sequence[Optimizer], given: Mapping[str, nn.Parameter], model: nn.Module
     ) -> None:
-        """Replace the parameters ``given`` to optimizers by those that this rank steps."""
-        now: dict[str, list[nn.Parameter]] = {}
-        for own, parameter in model.named_parameters():
+        """Replace the parameters ``given`` to optimizers by the parameters that this rank steps."""
+        stepped: dict[str, list[nn.Parameter]] = {}
+        for local_name, parameter in model.named_parameters():
             if self.steps is None or id(parameter) in self.steps:
-                now.setdefault(self.renamed.get(own, own), []).append(parameter)
-        replaced = {id(old): now.get(name, []) for name, old in given.items()}
+                name = self.renamed.get(local_name, local_name)
+                stepped.setdefault(name, []).append(parameter)
+        replaced = {id(old): stepped.get(name, []) for name, old in given.items()}
         if all([id(p) for p in new] == [old] for old, new in replaced.items()):
             return
         if any(optimizer.state for optimizer in optimizers):
@@ -64,9 +64,16 @@ class ParallelModel:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [new for p in group["params"] for new in replaced[id(p)]]
-                sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
-                if sharded and not isinstance(optimizer, Adam):
+                if not isinstance(optimizer, Adam) and _any_sharded(group["params"]):
                     group["fused"] = None  # Only fused Adam, and AdamW, accept DTensors.
+
+
+def _any_sharded(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def _resharding(roots: Sequence[nn.Module]) -> Callable[[], None]:
+    return lambda: reshard(roots)
 
 
 @dataclass
@@ -95,7 +102,8 @@ class Distribution:
             raise ValueError(
                 f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {self.zero_stage}"
             )
-        pp, schedule = self.sizes.pp, SCHEDULES[self.schedule]
+        pp = self.sizes.pp
+        schedule = SCHEDULES[self.schedule]
         self.stage_count = pp * schedule.stages_per_rank
         self.microbatches = self.num_microbatches or self.stage_count
         refused = stages.refused_microbatches(self.schedule, pp, self.microbatches)
@@ -105,116 +113,185 @@ class Distribution:
         # A schedule that splits the backward pass looks for the weights of a stage before it
         # computes gradients, and would not find weights that are unsharded only then.
         self.splits_backward = pp > 1 and schedule.splits_backward
-        reshards = self.reshard_after_forward and self.zero_stage == 3 and not self.splits_backward
-        self.fsdp: dict[str, Any] = {"reshard_after_forward": reshards}
-        if self.param_dtype is not None:
-            self.fsdp["mp_policy"] = MixedPrecisionPolicy(self.param_dtype, torch.float32)
-        if self.cpu_offload:
-            self.fsdp["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        self.fsdp = self._fsdp_options()
         self.pp_rank, self.data_rank, tp_rank = mesh.position(dist.get_rank(), self.sizes)
         last = stages.stages_on(self.pp_rank, pp, self.schedule)[-1] == self.stage_count - 1
         # Ranks of a tensor group or a pipeline read the same samples.
         self.has_loss = tp_rank == 0 and last
 
+    def _fsdp_options(self) -> dict[str, Any]:
+        reshards = self.reshard_after_forward and self.zero_stage == 3 and not self.splits_backward
+        options: dict[str, Any] = {"reshard_after_forward": reshards}
+        if self.param_dtype is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(self.param_dtype, torch.float32)
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return options
+
     def distribute(self, model: nn.Module) -> ParallelModel:
         """Split into stages, distribute experts, shard weights, then shard over data ranks."""
-        sizes, world, device = self.sizes, dist.group.WORLD, next(model.parameters()).device
+        sizes = self.sizes
+        world = dist.group.WORLD
         assert world is not None
+        device = next(model.parameters()).device
         axes = Axes.of(device.type, sizes)
-        data = axes.dp.get_group()
         if self.sync_batchnorm:
+            data = axes.dp.get_group()
             nn.SyncBatchNorm.convert_sync_batchnorm(model, data)  # type: ignore[no-untyped-call]
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = mesh.of_experts(model) if sizes.ep > 1 else frozenset()
-        styles, sequence = {}, self.sequence_parallel
+        styles: Mapping[str, str] = {}
         if sizes.tp > 1:
-            styles = tensor_styles.checked_plan(model, self.tp_plan, sizes.tp, sequence)
+            styles = tensor_styles.checked_plan(
+                model, self.tp_plan, sizes.tp, self.sequence_parallel
+            )
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
-        self._require_hooks_that_run(model)
+        self._require_no_post_accumulate(model)
         if self.sharded and (problem := mixed_dtypes(model, experts_apart=sizes.ep > 1)):
             raise ValueError(problem)
         # Ranks may have drawn different weights.
-        broadcast([each.detach() for each in (*model.parameters(), *model.buffers())], world)
-        own = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
+        broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], world)
+        own_stages = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
         if sizes.ep > 1:
             mesh.spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
-            parallelize(model, styles, axes.tp, sequence=sequence)
-        modules = {number: stages.Stage(model, parts[number]) for number in own.numbers}
+            parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
+        modules = {number: stages.Stage(model, parts[number]) for number in own_stages.numbers}
         roots = list(modules.values()) if parts else [model]
         usage = Usage()
         if self.sharded:
-            self._shard(roots, axes, usage, device.type, ends=not parts)
-
-        def ranks(name: str) -> int:
-            replicas = sizes.dp // (sizes.ep if name in experts else 1)
-            return replicas * sizes.tp * len(own.copies.get(own.renamed.get(name, name), [0]))
-
+            self._shard_over_data(roots, axes, usage, ends=not parts)
         if max(sizes.tp, sizes.pp, sizes.ep, self.zero_stage + 1) == 1:
             # All ranks have bitwise equal gradients, so that clipping needs no collective.
             layout = Layout.of_model(model)
         else:
-            layout = Layout.of_sharded(model, world, whole, ranks, own.renamed, heads)
+            num_replicas = self._num_replicas(own_stages, experts)
+            layout = Layout.of_sharded(model, world, whole, num_replicas, own_stages.renamed, heads)
         replicas = sync.replicas_of(model, axes, experts, sharded=self.sharded)
-        broadcast_params = partial(reshard, roots) if self.sharded else sync.nothing
         steps = None
-        if self.zero_stage == 1:
-            partition = sync.Partition(replicas)
-            steps, broadcast_params = partition.mine, partition.broadcast_params
-        tied = sync.tied_copies(model, own.copies, own.renamed, axes)
-        staged = [p for stage in modules.values() for p in stage.parameters()]
-        backwards = {id(p): self.microbatches for p in staged}
-        after_batch = AfterBatch(model.parameters() if parts else ())
-        waiting = partial_parameters(model)
-        if parts and any(on_any_rank([after_batch.runs_hooks], world)):
-            # Hooks change gradients after the backward pass: no average may begin before.
-            waiting = frozenset(backwards)
-        averagings = [sync.Averaging(each, backwards, waiting) for each in replicas]
-        # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
-        waits = data if sizes.ep > 1 or self.sharded else None
-        ways = (self.stage_count, self.schedule, self.microbatches)
-        pipeline = None
-        if parts:
-            group = axes.pp.get_group()
-            pipeline = Pipeline(modules, *ways, group, device, waits, after_batch)
-        tensor, both = axes.tp.get_group(), (data, axes.edp.get_group())
-        held = zip(mesh.split_parameters(model, experts), both, strict=True) if self.sharded else ()
-        split = [p for p in model.parameters() if isinstance(p, DTensor) and sizes.tp > 1]
-        calls: list[Callable[[], None]] = [
-            *([] if pipeline is None else [pipeline.require_unchanged]),
-            *(partial(usage.drop_unused, *each) for each in held),
-            partial(sync.sum_partial, split, tensor),
-            *(each.finish for each in averagings),
-            *tied,
-            sync.broadcast_buffers(model, axes, experts),
-            tensor_styles.ReplicaCheck(tensor_styles.replicated(model), tensor),
-        ]
-        made = (steps, pipeline, own.renamed, partial(hold, model, averagings), usage.forget)
-        finish, once = partial(sync.in_turn, calls), bool(own.copies or experts)
-        return ParallelModel(layout, finish, broadcast_params, *made, once=once)
-
-    def _require_hooks_that_run(self, model: nn.Module) -> None:
-        """Refuse hooks after accumulation where autograd accumulates into other parameters."""
-        named = list(model.named_parameters())
-        if self.sizes.tp > 1:
-            why = "tensor parallelism replaces parameters by the parts on each rank"
-            require_no_post_accumulate(named, why)
+        broadcast_params: Callable[[], None] = sync.nothing
         if self.sharded:
-            why = f"zero_stage={self.zero_stage} computes with copies of parameters"
-            require_no_post_accumulate(named, why)
-        if self.splits_backward:
-            why = f"schedule={self.schedule} computes gradients of weights apart"
-            require_no_post_accumulate(named, why)
+            broadcast_params = _resharding(roots)
+        elif self.zero_stage == 1:
+            partition = sync.Partition(replicas)
+            steps = partition.mine
+            broadcast_params = partition.broadcast_params
+        tied = sync.tied_copies(model, own_stages.copies, own_stages.renamed, axes)
+        after_batch = AfterBatch(model.parameters() if parts else ())
+        averagings = self._averagings(model, modules, replicas, after_batch)
+        pipeline = self._pipeline(modules, axes, device, after_batch) if parts else None
+        calls: list[Callable[[], None]] = []
+        if pipeline is not None:
+            calls.append(pipeline.require_unchanged)
+        calls += self._drop_unused(model, axes, experts, usage)
+        calls.append(self._sum_partial(model, axes))
+        calls += [averaging.finish for averaging in averagings]
+        calls += tied
+        calls.append(sync.broadcast_buffers(model, axes, experts))
+        replicated = tensor_styles.replicated(model)
+        calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
+        return ParallelModel(
+            layout=layout,
+            sync_grads=lambda: sync.in_turn(calls),
+            broadcast_params=broadcast_params,
+            steps=steps,
+            pipeline=pipeline,
+            renamed=own_stages.renamed,
+            hold=lambda held: hold(model, averagings, held),
+            forget=usage.forget,
+            once=bool(own_stages.copies or experts),
+        )
 
-    def _shard(
-        self, roots: Sequence[nn.Module], axes: Axes, usage: Usage, device: str, *, ends: bool
+    def _require_no_post_accumulate(self, model: nn.Module) -> None:
+        """Refuse hooks that would not be called, or not with the gradient of the parameter."""
+        reasons = []
+        if self.sizes.tp > 1:
+            reasons.append("tensor parallelism replaces parameters by the parts on each rank")
+        if self.sharded:
+            reasons.append(f"zero_stage={self.zero_stage} computes with copies of parameters")
+        if self.splits_backward:
+            reasons.append(f"schedule={self.schedule} computes gradients of weights apart")
+        for reason in reasons:
+            require_no_post_accumulate(model.named_parameters(), reason)
+
+    def _shard_over_data(
+        self, roots: Iterable[nn.Module], axes: Axes, usage: Usage, ends: bool
     ) -> None:
-        """Shard the parameters of ``roots`` over data-parallel ranks, experts over their own."""
-        experts = axes.edp if self.sizes.ep > 1 else None
         over = axes.dp
         if self.dp_replicate > 1:
-            shape = self.dp_replicate, self.sizes.dp // self.dp_replicate
-            over = grid(device, shape, ("dp_replicate", "dp_shard"))
+            shape = (self.dp_replicate, self.sizes.dp // self.dp_replicate)
+            over = grid(over.device_type, shape, ("dp_replicate", "dp_shard"))
+        experts = axes.edp if self.sizes.ep > 1 else None
         for root in roots:
             shard_model(root, over, self.fsdp, usage, experts, ends=ends)
+
+    def _num_replicas(
+        self, own_stages: stages.OwnStages, experts: frozenset[str]
+    ) -> Callable[[str], int]:
+        """Return a function that gives the number of ranks with a parameter, or a shard of it."""
+        sizes = self.sizes
+
+        def num_replicas(name: str) -> int:
+            data_ranks = sizes.dp // (sizes.ep if name in experts else 1)
+            copies = own_stages.copies.get(own_stages.renamed.get(name, name), [0])
+            return data_ranks * sizes.tp * len(copies)
+
+        return num_replicas
+
+    def _averagings(
+        self,
+        model: nn.Module,
+        modules: Mapping[int, nn.Module],
+        replicas: Iterable[sync.Replicas],
+        after_batch: AfterBatch,
+    ) -> list[sync.Averaging]:
+        staged = [parameter for stage in modules.values() for parameter in stage.parameters()]
+        backwards = {id(parameter): self.microbatches for parameter in staged}
+        waiting = partial_parameters(model)
+        if self.sizes.pp > 1 and any(on_any_rank([after_batch.runs_hooks], dist.group.WORLD)):
+            # Hooks change gradients after the backward pass: no average may begin before.
+            waiting = frozenset(backwards)
+        return [sync.Averaging(group, backwards, waiting) for group in replicas]
+
+    def _pipeline(
+        self,
+        modules: dict[int, stages.Stage],
+        axes: Axes,
+        device: torch.device,
+        after_batch: AfterBatch,
+    ) -> Pipeline:
+        # Data-parallel ranks exchange tokens for experts, and gather sharded weights.
+        waits = axes.dp.get_group() if self.sizes.ep > 1 or self.sharded else None
+        return Pipeline(
+            modules,
+            self.stage_count,
+            self.schedule,
+            self.microbatches,
+            axes.pp.get_group(),
+            device,
+            waits,
+            after_batch,
+        )
+
+    def _drop_unused(
+        self, model: nn.Module, axes: Axes, experts: frozenset[str], usage: Usage
+    ) -> list[Callable[[], None]]:
+        """Return what drops gradients of sharded parameters that no rank has used."""
+        if not self.sharded:
+            return []
+        shared, expert = mesh.split_parameters(model, experts)
+        data = axes.dp.get_group()
+        expert_data = axes.edp.get_group()
+        return [
+            lambda: usage.drop_unused(shared, data),
+            lambda: usage.drop_unused(expert, expert_data),
+        ]
+
+    def _sum_partial(self, model: nn.Module, axes: Axes) -> Callable[[], None]:
+        """Return what sums gradients of which each tensor-parallel rank has a part."""
+        split: list[Any] = []
+        if self.sizes.tp > 1:
+            split = [p for p in model.parameters() if isinstance(p, DTensor)]
+        group = axes.tp.get_group()
+        return lambda: sync.sum_partial(split, group)

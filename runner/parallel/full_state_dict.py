@@ -39,27 +39,38 @@ def gathered(
 ) -> dict[str, Tensor]:
     """Gather tensors of the whole model on the host of the first rank, by their names in it.
 
-    ``of``: what to gather of each parameter; by default the parameters and the buffers. One copy of
-    each tensor is sent; all ranks call this.
+    ``of`` returns the tensor to gather for each parameter; without it, parameters and buffers are
+    gathered. One copy of each tensor is sent; all ranks call this.
     """
-    here: dict[str, Tensor] = {}
-    for own, parameter in model.named_parameters():
-        tensor = parameter if of is None else of(parameter)
-        if tensor is not None:
-            here[renamed.get(own, own)] = tensor
-    here |= model.named_buffers() if of is None else {}
-    names, rank = from_all(list(here)), dist.get_rank() if several_ranks() else 0
-    lower = {name for others in names[:rank] for name in others}
+    tensors = _named_tensors(model, renamed, of)
+    names = from_all(list(tensors))
+    rank = dist.get_rank() if several_ranks() else 0
+    of_lower_ranks = {name for names_of_rank in names[:rank] for name in names_of_rank}
     mine = {}
-    for name, tensor in here.items():
+    for name, tensor in tensors.items():
         whole = full(tensor)  # a collective, also for a tensor that a lower rank sends
-        if name not in lower:
+        if name not in of_lower_ranks:
             mine[name] = whole.detach().cpu().clone()
     if not several_ranks():
         return mine
     parts: list[dict[str, Tensor]] | None = [{} for _ in names] if rank == 0 else None
     dist.gather_object(mine, parts, dst=0)
     return {name: tensor for part in parts or () for name, tensor in part.items()}
+
+
+def _named_tensors(
+    model: nn.Module,
+    renamed: Mapping[str, str],
+    of: Callable[[nn.Parameter], Tensor | None] | None,
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for local_name, parameter in model.named_parameters():
+        tensor = parameter if of is None else of(parameter)
+        if tensor is not None:
+            tensors[renamed.get(local_name, local_name)] = tensor
+    if of is None:
+        tensors |= model.named_buffers()
+    return tensors
 
 
 @torch.no_grad()
@@ -74,32 +85,39 @@ def load(
     ``here``: by name, the copies of each tensor on this rank. ``names``: each name of the model,
     with the first name of its tensor. Every rank calls this. One tensor is sent at a time.
     """
-    listed = from_all({name: (held[0].shape, held[0].dtype) for name, held in here.items()})
-    kinds = {name: kind for part in listed for name, kind in part.items()}
-    given: dict[str, Tensor] = {}
+    of_ranks = from_all({name: (t[0].shape, t[0].dtype) for name, t in here.items()})
+    kinds = {name: kind for of_rank in of_ranks for name, kind in of_rank.items()}
+    renamed: dict[str, Tensor] = {}  # the state, without the prefix of a compiled model
 
     def check() -> list[str]:
-        given.update((name.replace("_orig_mod.", ""), t) for name, t in state.items())
+        for name, tensor in state.items():
+            renamed[name.replace("_orig_mod.", "")] = tensor
         shapes = {name: shape for name, (shape, _) in kinds.items()}
-        if problems := "; ".join(_problems(given, names, shapes, strict)):
+        problems = "; ".join(_problems(renamed, names, shapes, strict))
+        if problems:
             raise ValueError(f"this state does not fit the model: {problems}")
-        return [name for name in dict.fromkeys(names.values()) if name in given]
+        return [name for name in dict.fromkeys(names.values()) if name in renamed]
 
-    wanted = on_first(check)
-    device = next((held[0].device for held in here.values()), torch.device("cpu"))
-    for name in wanted:
+    to_load = on_first(check)
+    device = next((tensors[0].device for tensors in here.values()), torch.device("cpu"))
+    for name in to_load:
         shape, dtype = kinds[name]
         if is_first():
-            whole = given[name].detach().to(device, dtype).contiguous()
+            whole = renamed[name].detach().to(device, dtype).contiguous()
         else:
             whole = torch.empty(shape, dtype=dtype, device=device)
         if several_ranks():
             dist.broadcast(whole, src=0)
         for tensor in here.get(name, ()):
-            part = whole
-            if isinstance(tensor, DTensor):
-                part = sharded(whole, tensor.device_mesh, tensor.placements)
-            local(tensor).copy_(local(part))
+            _copy_part(whole, tensor)
+
+
+def _copy_part(whole: Tensor, tensor: Tensor) -> None:
+    """Copy to a tensor its elements of the whole one."""
+    part = whole
+    if isinstance(tensor, DTensor):
+        part = sharded(whole, tensor.device_mesh, tensor.placements)
+    local(tensor).copy_(local(part))
 
 
 def _problems(
@@ -117,7 +135,8 @@ def _problems(
     for name, tensor in state.items():
         if name not in names:
             continue
-        first, shape = names[name], shapes[names[name]]
+        first = names[name]
+        shape = shapes[first]
         if not isinstance(tensor, Tensor):
             yield f"{name} is no tensor, but of class {type(tensor).__name__}"
         elif tensor.shape != shape:
@@ -150,7 +169,7 @@ def write_later(
     content, writer = _content(tensors, folder)
     # The thread reads host memory: a stream of its own would be one of the first GPU.
     writer.per_thread_copy_ahead = 0
-    # For the thread: catch_warnings of one thread would change those of all.
+    # For the thread: catch_warnings in one thread would change the warnings of all threads.
     warnings.filterwarnings("ignore", _ADVICE)
     options: dict[str, Any] = {"process_group": group, "no_dist": not several_ranks()}
     written = state_dict_saver.async_save(content, storage_writer=writer, **options)
@@ -177,28 +196,29 @@ class Folder:
             raise ValueError(
                 f"{self._path} holds no safetensors that can be read ({kind})"
             ) from error
-        held: dict[str, Any] = metadata.state_dict_metadata
-        return {name: Stored(tuple(one.size), one.properties.dtype) for name, one in held.items()}
+        tensors: dict[str, Any] = metadata.state_dict_metadata
+        return {name: Stored(tuple(t.size), t.properties.dtype) for name, t in tensors.items()}
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         """Fill copies of tensors; ValueError if one is not there in this shape; a collective."""
-        held = self.stored
-        if missing := [name for name in tensors if name not in held]:
+        stored = self.stored
+        missing = [name for name in tensors if name not in stored]
+        if missing:
             raise ValueError(f"what is loaded does not hold {first_few(missing)}")
         for name, (tensor, *_) in tensors.items():
-            if held[name].shape != tuple(tensor.shape):
+            if stored[name].shape != tuple(tensor.shape):
                 raise ValueError(
-                    f"{name} has shape {list(held[name].shape)} where it is stored, but "
+                    f"{name} has shape {list(stored[name].shape)} where it is stored, but "
                     f"{list(tensor.shape)} here"
                 )
         content = {name: first.detach() for name, (first, *_) in tensors.items()}
         reader = hf_storage.HuggingFaceStorageReader(self._path)
         with one_error():
             state_dict_loader.load(content, storage_reader=reader, no_dist=not several_ranks())
-        for first, *others in tensors.values():
-            for other in others:
-                local(other).copy_(local(first))
+        for first, *copies in tensors.values():
+            for copy in copies:
+                local(copy).copy_(local(first))
 
 
 @contextmanager

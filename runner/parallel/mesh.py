@@ -42,23 +42,24 @@ class MeshSizes(NamedTuple):
         pp_size: int | None = 1,
         ep_size: int | None = 1,
     ) -> MeshSizes:
-        """Divide ``ranks``; the first of tp, pp and dp that is None takes those that are left."""
-        asked = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
-        found = {name: 1 if size is None else size for name, size in asked.items()}
-        rest = next((name for name, size in asked.items() if size is None), None)
-        product = prod(found.values())
-        if ranks % product or (rest is None and ranks != product):
-            factors = [f"{name} {size}" for name, size in found.items() if size > 1]
+        """Divide ``ranks``; the first of tp, pp and dp that is None takes the remaining ranks."""
+        configured = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
+        sizes = {name: 1 if size is None else size for name, size in configured.items()}
+        open_axis = next((name for name, size in configured.items() if size is None), None)
+        product = prod(sizes.values())
+        if ranks % product or (open_axis is None and ranks != product):
+            factors = [f"{name} {size}" for name, size in sizes.items() if size > 1]
             text = f"{' x '.join(factors)} = {product}" if factors else "one: plugin=ddp takes more"
-            many = "" if rest is None else "a multiple of "
+            many = "" if open_axis is None else "a multiple of "
             raise SizeError("nproc", f"{plural(ranks, 'rank')} cannot be {many}{text}")
-        if rest is not None:
-            found[rest] = ranks // product
-        dp = found["dp_size"]
-        if dp % (ep := ep_size or dp):
+        if open_axis is not None:
+            sizes[open_axis] = ranks // product
+        dp = sizes["dp_size"]
+        ep = ep_size or dp
+        if dp % ep:
             message = f"{ep} ranks cannot share the experts of {dp} data-parallel ranks evenly"
             raise SizeError("ep_size", message)
-        return cls(dp, found["tp_size"], found["pp_size"], ep)
+        return cls(dp=dp, tp=sizes["tp_size"], pp=sizes["pp_size"], ep=ep)
 
 
 # Meshes by what they were made of, each with the world that it was made in.
@@ -102,12 +103,13 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def of_experts(model: nn.Module) -> frozenset[str]:
-    return frozenset(
-        f"{name}.experts.{own}"
-        for name, module in mixtures(model)
-        for experts in [module.get_submodule("experts")]
-        for own, _ in (*experts.named_parameters(), *experts.named_buffers())
-    )
+    """Return the names of the parameters and buffers of all experts."""
+    names = []
+    for mixture, module in mixtures(model):
+        experts = module.get_submodule("experts")
+        for name, _ in (*experts.named_parameters(), *experts.named_buffers()):
+            names.append(f"{mixture}.experts.{name}")
+    return frozenset(names)
 
 
 def split_parameters(
@@ -122,9 +124,9 @@ def spread_experts(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Keep on each rank of ``group`` only its experts of every mixture."""
     for _, module in list(mixtures(model)):
         experts = list(module.get_submodule("experts").children())
-        held = [expert for expert in experts if next(expert.parameters(), None) is not None]
+        with_parameters = [e for e in experts if next(e.parameters(), None) is not None]
         module.spread(group)  # type: ignore[operator]
-        for expert in held:
+        for expert in with_parameters:
             if next(expert.parameters(), None) is None:  # it lives on another rank
                 for part in expert.modules():
                     part._buffers.update(dict.fromkeys(part._buffers))

@@ -1,11 +1,10 @@
-"""Split a model into pipeline stages, assign stages to ranks, and keep those of this rank."""
+"""Split a model into pipeline stages, assign stages to ranks, and keep this rank's stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -76,8 +75,8 @@ def parts_of(model: nn.Module) -> list[Part]:
         return [Part(tuple(modules), run) for modules, run in listed()]
     if type(model).forward is nn.Sequential.forward:
         # named_children() would list a module that is there twice only once.
-        held = model._modules.items()
-        return [Part((name,), module) for name, module in held if module is not None]
+        children = model._modules.items()
+        return [Part((name,), module) for name, module in children if module is not None]
     raise CutError(
         f"{type(model).__name__} cannot be cut into stages: give it a method pipeline() that lists "
         "its parts"
@@ -86,9 +85,11 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> list[list[Part]]:
     """Return the parts of each stage, in order."""
-    parts, kind = parts_of(model), type(model).__name__
-    held = {id(parameter) for _, parameter in _parameters(model, parts)}
-    if loose := [name for name, p in model.named_parameters() if id(p) not in held]:
+    parts = parts_of(model)
+    kind = type(model).__name__
+    in_parts = {id(parameter) for _, parameter in _parameters(model, parts)}
+    loose = [name for name, p in model.named_parameters() if id(p) not in in_parts]
+    if loose:
         raise CutError(
             f"{kind} cannot be cut into stages: {first_few(loose, 3)} is in no module of a part: "
             "move it into a module that the part of pipeline() that uses it names"
@@ -99,9 +100,9 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
             "smaller pp_size, or a schedule with one stage a rank"
         )
     bounds = _balanced(model, parts, stages) if starts is None else _named(parts, stages, starts)
-    made = [parts[a:b] for a, b in zip([0, *bounds], [*bounds, len(parts)], strict=True)]
+    by_stage = [parts[a:b] for a, b in zip([0, *bounds], [*bounds, len(parts)], strict=True)]
     homes: dict[nn.Module, int] = {}
-    for number, stage in enumerate(made):
+    for number, stage in enumerate(by_stage):
         for name, module in _inside(model, stage):
             named = next(module.named_parameters(recurse=False), None)
             if named and homes.setdefault(module, number) != number:
@@ -109,7 +110,7 @@ def cut(model: nn.Module, stages: int, starts: Sequence[str] | None = None) -> l
                     f"{name} has parameters, and stages {homes[module]} and {number} both use it: "
                     "let one stage use it, or share parameters of several modules"
                 )
-    return made
+    return by_stage
 
 
 def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[int]:
@@ -126,7 +127,9 @@ def _named(parts: Sequence[Part], stages: int, starts: Sequence[str]) -> list[in
 def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]:
     """Return the starts of the stages that minimise the parameters of the largest stage."""
     costs = [1 + sum(p.numel() for _, p in _parameters(model, [part])) for part in parts]
-    sums = [0, *accumulate(costs)]
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
 
     @cache
     def best(count: int, end: int) -> tuple[int, list[int]]:
@@ -174,14 +177,14 @@ def keep_own(
 ) -> OwnStages:
     """Reduce ``model`` to the stages of this rank, in place."""
     renamed, users = untie(model, stages)
-    own = stages_on(rank, ranks, schedule) if stages else []
-    keep(model, stages, own)
+    numbers_here = stages_on(rank, ranks, schedule) if stages else []
+    keep(model, stages, numbers_here)
     copies = {
         name: sorted(stage_to_rank(number, ranks, schedule) for number in numbers)
         for name, numbers in users.items()
         if len(numbers) > 1
     }
-    return OwnStages(own, renamed, copies)
+    return OwnStages(numbers_here, renamed, copies)
 
 
 def untie(
@@ -190,14 +193,14 @@ def untie(
     """Give each stage its own copy of a parameter; return new names, and the stages of each."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     renamed: dict[str, str] = {}
-    held: dict[str, dict[int, nn.Parameter]] = {}
+    copies_of: dict[str, dict[int, nn.Parameter]] = {}  # by name and stage
     for number, parts in enumerate(stages):
         for path, module in _inside(model, parts):
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 name = names[parameter]
-                copies = held.setdefault(name, {})
+                copies = copies_of.setdefault(name, {})
                 if not copies:
                     copies[number] = parameter
                 elif number not in copies:
@@ -205,24 +208,26 @@ def untie(
                     require_no_post_accumulate([(name, parameter)], why)
                     copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                     carry_over(parameter._backward_hooks, copy)
-                    copies[number], names[copy] = copy, name
+                    copies[number] = copy
+                    names[copy] = name
                 module._parameters[key] = copies[number]
                 if name != f"{path}.{key}":
                     renamed[f"{path}.{key}"] = name
-    return renamed, {name: [*copies] for name, copies in held.items()}
+    return renamed, {name: [*copies] for name, copies in copies_of.items()}
 
 
-def keep(model: nn.Module, stages: Sequence[Sequence[Part]], own: Sequence[int]) -> None:
-    """Drop the parameters and buffers of ``model`` that only stages other than ``own`` use."""
-    mine: set[int] = set()
-    others: set[int] = set()
+def keep(model: nn.Module, stages: Sequence[Sequence[Part]], kept: Sequence[int]) -> None:
+    """Drop the parameters and buffers of ``model`` that no stage of ``kept`` uses."""
+    used_here: set[int] = set()
+    used_elsewhere: set[int] = set()
     for number, parts in enumerate(stages):
+        used = used_here if number in kept else used_elsewhere
         for _, module in _inside(model, parts):
-            held = (*module._parameters.values(), *module._buffers.values())
-            (mine if number in own else others).update(map(id, held))
-    others -= mine
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                used.add(id(tensor))
+    dropped = used_elsewhere - used_here
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is not None and id(tensor) in others:
+                if tensor is not None and id(tensor) in dropped:
                     tensors[key] = None

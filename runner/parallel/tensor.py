@@ -29,17 +29,19 @@ class Entrance:
     """Lets several layers (query, key, value) share the collective by which one input enters."""
 
     def __init__(self, layers: int) -> None:
-        self._layers, self._served = layers, 0
-        self._given: tuple[Any, ...] = (None,)
+        self._layers = layers
+        self._served = 0
+        self._last: tuple[Any, ...] = (None,)  # input, its version and mode, and the entered input
 
     def __call__(self, hidden: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
-        how = hidden._version, torch.is_grad_enabled()
-        if self._given[0] is not hidden or self._given[1] != how:
-            self._given, self._served = (hidden, how, enter(hidden)), 0
-        entered: Tensor = self._given[2]
+        state = hidden._version, torch.is_grad_enabled()
+        if self._last[0] is not hidden or self._last[1] != state:
+            self._last = (hidden, state, enter(hidden))
+            self._served = 0
+        entered: Tensor = self._last[2]
         self._served += 1
         if self._served == self._layers:  # Activations are not kept longer than they are used.
-            self._given = (None,)
+            self._last = (None,)
         return entered
 
 
@@ -75,7 +77,8 @@ class Region:
         return sum_of(partial_sums, self.group)
 
     def split(self, hidden: Tensor, sums: bool = False) -> Tensor:
-        if (length := hidden.shape[SEQUENCE]) % self.group.size():
+        length = hidden.shape[SEQUENCE]
+        if length % self.group.size():
             raise ValueError(
                 f"a sequence of {length} cannot be split evenly over tp_size "
                 f"{self.group.size()}: choose a length that it divides, or sequence_parallel=false"
@@ -113,14 +116,14 @@ def _embedding(region: Region, module: nn.Embedding, forward: Run, tokens: Tenso
     if length == 0:
         zeros = tokens.new_zeros((*tokens.shape, module.embedding_dim), dtype=module.weight.dtype)
         return sum_of(zeros + module.weight.sum(), region.group)
-    here = (tokens >= start) & (tokens < start + length)
+    in_shard = (tokens >= start) & (tokens < start + length)
     # Tokens outside the vocabulary stay outside every shard, so that torch raises an IndexError.
-    elsewhere = ~here & (tokens >= 0) & (tokens < module.num_embeddings)
+    elsewhere = ~in_shard & (tokens >= 0) & (tokens < module.num_embeddings)
     padding = module.padding_idx
     if padding is not None:
         padding = padding - start if start <= padding < start + length else None
     rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), module.weight, padding)
-    return sum_of(rows * here.unsqueeze(-1), region.group)
+    return sum_of(rows * in_shard.unsqueeze(-1), region.group)
 
 
 def _split_sequence(region: Region, module: nn.Module, forward: Run, *args: Any, **kw: Any) -> Any:
@@ -162,16 +165,16 @@ class _Forward:
 @contextmanager
 def _local_parameters(module: nn.Module, partial: frozenset[str]) -> Iterator[None]:
     """Replace a module's own DTensor parameters by their differentiable local tensors."""
-    own: dict[str, Any] = module._parameters
-    held = dict(own)
+    parameters: dict[str, Any] = module._parameters
+    before = dict(parameters)
     try:
-        for name, parameter in held.items():
+        for name, parameter in before.items():
             if isinstance(parameter, DTensor):
                 gradient = [Partial()] if name in partial else None
-                own[name] = parameter.to_local(grad_placements=gradient)
+                parameters[name] = parameter.to_local(grad_placements=gradient)
         yield
     finally:
-        own.update(held)
+        parameters.update(before)
 
 
 def parallelize(
@@ -180,11 +183,7 @@ def parallelize(
     """Shard the parameters of planned modules in place, and replicate all others as DTensors."""
     # Modules inside these get whole sequences.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
-    siblings: dict[str, list[str]] = {}
-    for name, style_name in styles.items():
-        if style_name == "colwise":
-            siblings.setdefault(name.rpartition(".")[0], []).append(name)
-    entrances = {owner: Entrance(len(names)) for owner, names in siblings.items() if names[1:]}
+    entrances = _entrances(styles)
     # By its id each original parameter, held so that no other tensor gets this id, and its DTensor.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, module in model.named_modules():
@@ -201,6 +200,15 @@ def parallelize(
         partial = frozenset(key for key in keys if sums and style.placement(key) != Shard(1))
         run = RUNS.get(styles.get(name, ""), _own)
         module.forward = _Forward(run, region, module, module.forward, partial)
+
+
+def _entrances(styles: Mapping[str, str]) -> dict[str, Entrance]:
+    """Return an entrance for each module with several column-wise layers, by its name."""
+    siblings: dict[str, list[str]] = {}
+    for name, style_name in styles.items():
+        if style_name == "colwise":
+            siblings.setdefault(name.rpartition(".")[0], []).append(name)
+    return {owner: Entrance(len(names)) for owner, names in siblings.items() if len(names) > 1}
 
 
 def partial_parameters(model: nn.Module) -> frozenset[int]:
@@ -225,7 +233,7 @@ def _distribute(
     if id(parameter) not in replaced:
         # Ranks hold equal weights, so each takes its own shard and nothing is sent.
         sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-        made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        carry_over(parameter._backward_hooks, made)
-        replaced[id(parameter)] = parameter, made
+        new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        carry_over(parameter._backward_hooks, new_parameter)
+        replaced[id(parameter)] = parameter, new_parameter
     module._parameters[key] = replaced[id(parameter)][1]

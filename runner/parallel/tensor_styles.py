@@ -44,7 +44,7 @@ class Style:
 
 
 _ROWS = {"weight": Shard(0), "bias": Shard(0)}
-UNPLANNED = Style()  # replicated parameters, also those of modules that no pattern matches
+UNPLANNED = Style()  # replicated parameters, also of modules that no pattern matches
 
 PLACED = {
     "colwise": Style(nn.Linear, _ROWS),
@@ -92,8 +92,8 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[st
             raise PlanError(f"{pattern}: unknown style {style!r}; use {', '.join(STYLES)}{near}")
         hits = fnmatch.filter(modules, pattern)
         if not hits:
-            known = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules)
-            raise PlanError(f"{pattern} matches no module; there are {first_few([*known], 8)}")
+            patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules)
+            raise PlanError(f"{pattern} matches no module; there are {first_few([*patterns], 8)}")
         for name in hits:
             _check_kind(name, modules[name], style)
         styles.update(dict.fromkeys(hits, style))
@@ -119,18 +119,20 @@ def style_of(styles: Mapping[str, str], name: str) -> Style:
 
 
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
-    kind, made = PLACED.get(style, UNPLANNED).kind, type(module).__name__
+    kind = PLACED.get(style, UNPLANNED).kind
     if kind is nn.Module:
         return
-    fit = f"torch.nn.{kind.__name__}"
+    expected = f"torch.nn.{kind.__name__}"
+    actual = type(module).__name__
     if not isinstance(module, kind):
-        raise PlanError(f"{name}: {style} is for {fit}, not for {made}")
+        raise PlanError(f"{name}: {style} is for {expected}, not for {actual}")
     options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module).get(key)]
-    own = type(module).forward is not kind.forward or module._parameters.get("weight") is None
-    if own or options:
+    has_own_forward = type(module).forward is not kind.forward
+    if has_own_forward or module._parameters.get("weight") is None or options:
+        described = " ".join(["this", actual, *options])
         raise PlanError(
-            f"{name}: {style} computes as a plain {fit}, and {' '.join(['this', made, *options])} "
-            f"does not: leave it out of the plan, or plan a plain {fit} inside it"
+            f"{name}: {style} computes as a plain {expected}, and {described} "
+            f"does not: leave it out of the plan, or plan a plain {expected} inside it"
         )
 
 
@@ -141,12 +143,13 @@ def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            name, placement = f"{prefix}.{key}" if prefix else key, style.placement(key)
-            first, known = seen.setdefault(id(parameter), (name, placement))
-            if known != placement:
+            name = f"{prefix}.{key}" if prefix else key
+            placement = style.placement(key)
+            first, first_placement = seen.setdefault(id(parameter), (name, placement))
+            if first_placement != placement:
                 raise PlanError(
-                    f"{name} is tied to {first}, which is split another way ({known}, not "
-                    f"{placement}): give both the same split, or untie them"
+                    f"{name} is tied to {first}, which is split another way "
+                    f"({first_placement}, not {placement}): give both the same split, or untie them"
                 )
 
 
@@ -173,13 +176,13 @@ LEAST = 1e-3  # share of the largest norm below which a gradient may be rounding
 
 def replicated(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters that all tensor-parallel ranks hold, by name."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad:
             axes = parameter.device_mesh.mesh_dim_names or ()
             if "tp" in axes and parameter.placements[axes.index("tp")].is_replicate():
-                found[name] = parameter
-    return found
+                parameters[name] = parameter
+    return parameters
 
 
 class ReplicaCheck:
@@ -195,9 +198,9 @@ class ReplicaCheck:
         if not self.waiting:
             return
         # On the host, in float64.
-        own = torch.stack([_fingerprint(p) for p in self.waiting.values()])
-        rows = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(rows, own, group=self.group)
+        on_this_rank = torch.stack([_fingerprint(p) for p in self.waiting.values()])
+        rows = [torch.empty_like(on_this_rank) for _ in range(self.group.size())]
+        dist.all_gather(rows, on_this_rank, group=self.group)
         prints = torch.stack(rows)
         if not bool(prints.isfinite().all()):
             return  # An overflow: checked in the next step.
@@ -207,20 +210,22 @@ class ReplicaCheck:
         self._largest = max(self._largest, *sizes)
         if self._largest == 0:
             return
-        found = list(zip(self.waiting.items(), sizes, spread, strict=True))
-        if apart := [
-            name
-            for (name, parameter), size, off in found
-            if off > TOLERANCE[parameter.dtype.itemsize < 4] * max(size, LEAST * self._largest)
-        ]:
+        compared = list(zip(self.waiting.items(), sizes, spread, strict=True))
+        differing = []
+        for (name, parameter), size, difference in compared:
+            tolerance = TOLERANCE[parameter.dtype.itemsize < 4]
+            if difference > tolerance * max(size, LEAST * self._largest):
+                differing.append(name)
+        if differing:
+            names = first_few(differing, 8)
             raise PlanError(
-                f"{first_few(apart, 8)}: the gradient differs between tensor ranks, each of which "
+                f"{names}: the gradient differs between tensor ranks, each of which "
                 "sees a part of what this parameter works on: in the plan, give its module the "
                 "style replicated_with_grad_allreduce (if the ranks draw different random numbers, "
                 "seed them alike)"
             )
         # A later layer that starts at zero makes gradients zero, but only in the first step.
-        self.waiting = {name: p for (name, p), size, _ in found if first and size == 0}
+        self.waiting = {name: p for (name, p), size, _ in compared if first and size == 0}
 
 
 def _fingerprint(parameter: nn.Parameter) -> Tensor:

@@ -16,21 +16,21 @@ from tests.process import python
 
 
 @pytest.mark.parametrize("tables", [("clip",), pytest.param(tuple(TABLES), marks=pytest.mark.slow)])
-def test_tables_are_printed_and_recorded(tables, tmp_path):
+def test_tables_are_recorded_as_they_are_printed(tables, tmp_path):
     folder = tmp_path / "out"
     words = ["--quick", "--peers", "--pairs", "1", "--device", "cpu", "--output", str(folder)]
     printed = python("-m", "runner", "bench", *tables, *words).stdout
     text = (folder / "bench.txt").read_text()
     assert printed == f"{text}\n{folder / 'bench.json'}\n"
-    found = json.loads((folder / "bench.json").read_text())
-    assert tuple(found["tables"]) == tables
-    for name, table in found["tables"].items():
+    recorded = json.loads((folder / "bench.json").read_text())
+    assert tuple(recorded["tables"]) == tables
+    for name, table in recorded["tables"].items():
         assert f"\n{name}: " in text
-        assert all(math.isfinite(each["median"]) for each in table["rows"])
-    assert "cores" in found["machine"]
-    assert f"torch {torch.__version__.partition('+')[0]}" in found["versions"]
-    assert set(found["peers"]) == {"timm", "lightning", "accelerate"}
-    assert found["command"].startswith(f"python -m runner bench {tables[0]}")
+        assert all(math.isfinite(row["median"]) for row in table["rows"])
+    assert "cores" in recorded["machine"]
+    assert f"torch {torch.__version__.partition('+')[0]}" in recorded["versions"]
+    assert set(recorded["peers"]) == {"timm", "lightning", "accelerate"}
+    assert recorded["command"].startswith(f"python -m runner bench {tables[0]}")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_signal_during_a_training_ends_the_benchmark(tmp_path, monkeypatch, nu
     assert main(["bench", "loop", "--output", str(tmp_path / "out")]) == code
 
 
-def test_every_round_times_each_side_once_and_begins_with_another_one():
+def test_the_order_of_the_sides_rotates_from_round_to_round():
     calls = []
 
     def side(name):
@@ -87,8 +87,8 @@ def spread(row):
 @pytest.mark.parametrize("number", [1, 2, 5, 15])
 def test_a_spread_has_the_quartiles_of_numpy(number):
     values = np.random.default_rng(number).normal(size=number)
-    wanted = [*np.percentile(values, (25, 50, 75)), number]
-    assert spread(row("", values.tolist())) == pytest.approx(wanted)
+    expected = [*np.percentile(values, (25, 50, 75)), number]
+    assert spread(row("", values.tolist())) == pytest.approx(expected)
 
 
 def test_ratios_are_taken_within_a_round():
@@ -106,8 +106,8 @@ def test_ratios_are_taken_within_a_round():
 
 def test_a_row_reads_as_one_line():
     times = {"step": [1.0, 1.0], "torch": [3.0, 3.0], "ours": [2.0, 2.0]}
-    found = compared("resnet34", times, "ours", "torch", 0.5, bare="step", steps=100)
+    compared_row = compared("resnet34", times, "ours", "torch", 0.5, bare="step", steps=100)
     line = "resnet34 0.50 0.50 - 0.50 0.50 step 10.00 torch 30.00 ours 20.00"
-    assert " ".join(line_of(found).split()) == line
+    assert " ".join(line_of(compared_row).split()) == line
     assert "0.60 missed" in line_of(compared("", times, "ours", "torch", 0.6))
     assert " ".join(line_of(row("s", [3.5], 4.0, "s")).split()) == "s 3.50 s 3.50 - 3.50 4.00"

@@ -80,15 +80,19 @@ def test_logits_depend_on_their_own_sequence_up_to_their_position(make):
     torch.testing.assert_close(model(batch)[:1], model(batch[:1]))
 
 
-def test_a_step_reaches_every_parameter_and_evaluation_has_no_dropout(make):
-    model, batch = make(), tokens()
+def test_a_gradient_reaches_every_parameter(make):
+    model = make()
     loss = F.cross_entropy(model(tokens(50)).flatten(0, 1), tokens(50).flatten())
     assert abs(loss - torch.tensor(float(V)).log()) < 0.5
     loss.backward()
     for name, parameter in model.named_parameters():
         # A bias added to every key shifts all scores of a query alike: softmax takes no notice.
         assert parameter.grad.abs().sum() > 0 or name.endswith("key.bias"), name
+
+
+def test_evaluation_has_no_dropout(make):
     model = make(dropout=0.5)
+    batch = tokens()
     assert isinstance(model, RNNLanguageModel) or not torch.equal(model(batch), model(batch))
     model.eval()
     assert torch.equal(model(batch), model(batch))

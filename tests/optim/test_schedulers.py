@@ -26,18 +26,24 @@ def made(kind, steps, **options):
 def rates(kind, steps, taken=None, **options):
     """Return the share of the rate in each step, and after step ``taken`` also both objects."""
     optimizer, schedule = made(kind, steps, **options)
-    found = []
+    shares = []
     for _ in range(taken or steps):
-        found.append(optimizer.param_groups[0]["lr"] / RATE)
+        shares.append(optimizer.param_groups[0]["lr"] / RATE)
         optimizer.step()
         schedule.step()
-    return (found, optimizer, schedule) if taken else found
+    return (shares, optimizer, schedule) if taken else shares
 
 
-def test_a_warm_up_in_steps_and_a_line_to_zero():
-    found = rates(LinearWarmupLR, 10, warmup_steps=4)
-    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+def test_a_line_to_zero_follows_a_warm_up_in_steps():
+    shares = rates(LinearWarmupLR, 10, warmup_steps=4)
+    assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+def test_a_line_to_zero_needs_no_warm_up():
     assert rates(LinearWarmupLR, 4) == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused():
     refused(ValueError, "[0, 4), not 4", rates, LinearWarmupLR, 4, warmup_steps=4)
 
 
@@ -45,11 +51,12 @@ def test_a_warm_up_in_steps_and_a_line_to_zero():
 def test_after_a_line_to_the_optimizers_rate_it_is_a_cosine_or_a_power_of_what_is_left(power):
     kind = LinearWarmupCosineLR if power is None else LinearWarmupPolynomialLR
     options = {"warmup_fraction": 0.2} | ({} if power is None else {"power": power})
-    found = rates(kind, 50, **options)
-    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    left = [(50 - step) / 40 for step in range(10, 50)]
-    cosine = [0.5 * (1 - math.cos(math.pi * share)) for share in left]
-    assert found[10:] == pytest.approx(cosine if power is None else [x**power for x in left])
+    shares = rates(kind, 50, **options)
+    assert shares[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    remaining = [(50 - step) / 40 for step in range(10, 50)]
+    cosine = [0.5 * (1 - math.cos(math.pi * share)) for share in remaining]
+    powers = [share ** (power or 0.0) for share in remaining]
+    assert shares[10:] == pytest.approx(cosine if power is None else powers)
     if power is not None:
         after, *_ = rates(kind, 3, 5, warmup_fraction=0.0, power=power)
         assert after[4] == (power == 0)
@@ -57,8 +64,8 @@ def test_after_a_line_to_the_optimizers_rate_it_is_a_cosine_or_a_power_of_what_i
 
 @pytest.mark.parametrize("steps", [1, 7, 20, 300])
 def test_a_staircase_ends_on_its_last_stair_however_short_the_run(steps):
-    found = rates(StaircaseLR, steps, stairs=5, factor=0.5)
-    assert found == [0.5 ** math.floor(5 * step / steps) for step in range(steps)]
+    shares = rates(StaircaseLR, steps, stairs=5, factor=0.5)
+    assert shares == [0.5 ** math.floor(5 * step / steps) for step in range(steps)]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from tests.distributed.by_hand import Loop, batch_for, make
 from tests.ranks import run_ranks
 
 
-def loaded(asked):
+def loaded(pairs):
     """The norm of the next step's gradient after other weights were loaded."""
     results = []
     first = not dist.is_initialized() or dist.get_rank() == 0
-    for plugin, model in asked:
+    for plugin, model in pairs:
         loop = Loop(plugin, make(model))
         # What a forward pass has gathered must not outlive it.
         with torch.no_grad():
@@ -75,14 +75,16 @@ def what_is_left():
             loop.optimizer.step()
 
 
-def on_two(asked):
+def on_two(pairs):
     state = make("tied").state_dict()
-    # Not a mapping, and not a tensor: what fails on the first rank fails on all.
-    given = [state | {"extra": torch.ones(2)}, [1], state | {next(iter(state)): 1.0}]
-    messages = [refused(each if dist.get_rank() == 0 else None, "zero3") for each in given]
+    no_mapping = [1]
+    no_tensor = state | {next(iter(state)): 1.0}
+    messages = []
+    for wrong_state in (state | {"extra": torch.ones(2)}, no_mapping, no_tensor):
+        messages.append(refused(wrong_state if dist.get_rank() == 0 else None, "zero3"))
     shard_channels_last()
     what_is_left()
-    return loaded(asked), messages
+    return loaded(pairs), messages
 
 
 TWO = [("ddp", "conv"), ("fsdp", "tied"), ("zero1", "tied"), ("tensor", "tied")]
@@ -90,15 +92,31 @@ TWO += [("1f1b", "tied"), ("moe", "moe")]
 FOUR = [("hsdp", "gpt"), ("moe_zero3", "moe"), ("hybrid_fsdp_pp", "tied"), ("hybrid_zero1", "tied")]
 
 
-def test_over_two_and_four_ranks():
-    (norms, said), (others, told) = run_ranks(on_two, 2, TWO)
-    assert norms == others == pytest.approx(loaded([(None, model) for _, model in TWO]), rel=1e-9)
-    assert said == told
-    assert said[0] == "unexpected: extra"
-    assert "no attribute 'items'" in said[1]
-    assert "is no tensor, but of class float" in said[2]
-    wanted = pytest.approx(loaded([(None, model) for _, model in FOUR]), rel=1e-9)
-    assert run_ranks(loaded, 4, FOUR) == [wanted] * 4
+def in_one_process(pairs):
+    return pytest.approx(loaded([(None, model) for _, model in pairs]), rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_ranks(on_two, 2, TWO)
+
+
+def test_a_state_dict_is_loaded_over_two_ranks(two_ranks):
+    expected = in_one_process(TWO)
+    for norms, _ in two_ranks:
+        assert norms == expected
+
+
+def test_a_state_that_the_first_rank_refuses_fails_on_all_ranks(two_ranks):
+    for _, messages in two_ranks:
+        assert messages[0] == "unexpected: extra"
+        assert "no attribute 'items'" in messages[1]
+        assert "is no tensor, but of class float" in messages[2]
+
+
+def test_a_state_dict_is_loaded_over_four_ranks():
+    expected = in_one_process(FOUR)
+    assert run_ranks(loaded, 4, FOUR) == [expected] * 4
 
 
 def test_what_does_not_fit_is_listed():

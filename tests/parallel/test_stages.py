@@ -35,30 +35,34 @@ def names(stages):
         (lambda: DigitsCNN(3, 4), (2, 1, 8, 8), "features.0 features.1"),
     ],
 )
-def test_stages_have_the_bits_and_the_gradients_of_the_model(make, shape, starts):
+def test_stages_compute_as_the_whole_model(make, shape, starts):
     torch.manual_seed(0)
     model = make()
     assert " ".join(part.modules[0] for part in parts_of(model)).startswith(starts)
     inputs = torch.randint(16, shape) if shape == TOKENS else torch.randn(shape)
-    wanted = model(inputs)
-    wanted.square().sum().backward()
+    outputs = model(inputs)
+    outputs.square().sum().backward()
     for count in (1, 2, 5):
-        other = copy.deepcopy(model)
-        other.zero_grad()
-        hidden, cuts = inputs, []
-        for number, parts in enumerate(cut(other, count)):
+        split = copy.deepcopy(model)
+        split.zero_grad()
+        hidden = inputs
+        boundaries = []
+        for number, parts in enumerate(cut(split, count)):
             assert parts
             if number:  # What another rank sends is a leaf of the graph.
-                below, hidden = hidden, hidden.detach().requires_grad_()
-                cuts.append((below, hidden))
+                sent = hidden
+                hidden = sent.detach().requires_grad_()
+                boundaries.append((sent, hidden))
             for part in parts:
                 hidden = part.run(hidden)
-        assert torch.equal(hidden, wanted)
+        assert torch.equal(hidden, outputs)
         hidden.square().sum().backward()
-        for below, received in reversed(cuts):
-            below.backward(received.grad)
-        for (name, one), another in zip(model.named_parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, another.grad, rtol=1e-5, atol=1e-7, msg=name)
+        for sent, received in reversed(boundaries):
+            sent.backward(received.grad)
+        pairs = zip(model.named_parameters(), split.parameters(), strict=True)
+        for (name, parameter), copied in pairs:
+            assert_close = torch.testing.assert_close
+            assert_close(parameter.grad, copied.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_stages_have_about_as_many_parameters_each_or_begin_where_they_are_told():
@@ -69,9 +73,9 @@ def test_stages_have_about_as_many_parameters_each_or_begin_where_they_are_told(
     heavy_end = nn.Sequential(*layers[:1], nn.Linear(4, 4), nn.Linear(4, 400))
     assert names(cut(heavy_end, 2)) == [["0", "1"], ["2"]]
     for stages in (2, 3, 5, 7):
-        found = names(cut(gpt(), stages))
-        assert all(found)
-        assert [*chain(*found)] == [name for part in parts_of(gpt()) for name in part.modules]
+        by_stage = names(cut(gpt(), stages))
+        assert all(by_stage)
+        assert [*chain(*by_stage)] == [name for part in parts_of(gpt()) for name in part.modules]
     told = names(cut(gpt(), 3, ["blocks.1", "norm"]))
     assert [stage[0] for stage in told] == ["embed", "blocks.1", "norm"]
 
@@ -84,7 +88,8 @@ class Residual(nn.Sequential):
 class Loose(nn.Module):
     def __init__(self):
         super().__init__()
-        self.token, self.first = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4)
+        self.token = nn.Parameter(torch.zeros(4))
+        self.first = nn.Linear(4, 4)
 
     def pipeline(self):
         return [(("first",), lambda hidden: self.first(hidden + self.token))]
@@ -111,21 +116,22 @@ def test_a_cut_that_cannot_be(make, stages, starts, says):
 
 
 def test_a_tied_weight_has_a_copy_in_each_stage_that_uses_it():
-    first, again = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    first = nn.Linear(3, 3, bias=False)
+    again = nn.Linear(3, 3, bias=False)
     again.weight = first.weight
     model = nn.Sequential(first, first, nn.Tanh(), again, nn.Linear(3, 3), again, nn.Linear(3, 2))
     with pytest.raises(CutError, match="5 has parameters, and stages 1 and 2 both use it"):
         cut(model, 4, ["2", "4", "6"])
     before = first.weight
-    own = keep_own(model, cut(model, 3, ["2", "6"]), 1, 3, "1f1b")
-    assert (own.numbers, own.copies) == ([1], {"0.weight": [0, 1]})
-    assert own.renamed == {f"{number}.weight": "0.weight" for number in (1, 3, 5)}
+    stages = keep_own(model, cut(model, 3, ["2", "6"]), 1, 3, "1f1b")
+    assert (stages.numbers, stages.copies) == ([1], {"0.weight": [0, 1]})
+    assert stages.renamed == {f"{number}.weight": "0.weight" for number in (1, 3, 5)}
     assert again.weight is not before
     assert torch.equal(again.weight, before)
     assert [n for n, _ in model.named_parameters()] == ["3.weight", "4.weight", "4.bias"]
 
 
-def test_what_other_stages_use_is_dropped_and_names_stay():
+def test_parameters_that_only_other_stages_use_are_dropped():
     model = gpt()
     model.register_buffer("of_the_whole", torch.ones(1))
     before = {name for name, _ in model.named_parameters()}

@@ -27,20 +27,29 @@ class Scaled(nn.Embedding):
         return super().forward(tokens) * 3.0
 
 
-def test_a_model_brings_its_own_plan_and_a_given_one_counts_instead():
+def test_styles_that_place_nothing_work_on_sequences():
     assert RUNS.keys() - PLACED.keys() == {"split_sequence", "whole_sequence"}
+
+
+def test_a_model_brings_its_own_plan():
     styles = plan_of(gpt())
     assert styles["blocks.1.mlp.up"] == "colwise"
     assert styles["blocks.0.attention.out"] == "rowwise"
     assert styles["head"] == "colwise_rep"
-    given = {"blocks.*.mlp.*": "colwise", "blocks.1.mlp.down": "rowwise"}
+
+
+def test_the_last_pattern_of_a_configured_plan_wins():
+    plan = {"blocks.*.mlp.*": "colwise", "blocks.1.mlp.down": "rowwise"}
     colwise = dict.fromkeys(("blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.mlp.up"), "colwise")
-    assert plan_of(gpt(), given) == colwise | {"blocks.1.mlp.down": "rowwise"}, (
-        "the last match wins"
-    )
+    assert plan_of(gpt(), plan) == colwise | {"blocks.1.mlp.down": "rowwise"}
+
+
+def test_a_subclass_that_computes_as_a_linear_layer_may_be_split():
     renamed = type("Renamed", (nn.Linear,), {})  # and nothing else
     assert plan_of(nn.Sequential(renamed(2, 2)), {"0": "colwise"}) == {"0": "colwise"}
-    # These run the layer's own forward.
+
+
+def test_styles_that_split_no_weight_take_any_layer():
     plan = {"0": "sequence_parallel", "1": "replicated_with_grad_allreduce", "2": "split_sequence"}
     assert plan_of(nn.Sequential(Adapted(2, 2), Adapted(2, 2), Scaled(4, 2)), plan) == plan
 

@@ -166,25 +166,40 @@ def test_every_step_is_that_of_the_rule(name, options):
             assert changed == 0 or right <= norm
 
 
-@EACH
-def test_an_accelerator_decides_the_same_and_a_resume_changes_no_bit(name, options, tmp_path):
+def with_inner_history(name, options):
     if name == "schedule":
-        options = {**options, "of": {"mode": "percentile", "min_steps": 3}}
-    at, norms = 40, SEQUENCES["spikes"][:70]
-    host, device = (clipped(build(name, **options), norms, on_device=on) for on in (False, True))
-    for one, other in zip(host, device, strict=True):
-        assert other[1:] == pytest.approx(one[1:], rel=1e-12, nan_ok=True)
-    for before, whole in ((False, host), (True, device)):
-        mode, again = build(name, **options), build(name, **options)
-        clipped(mode, norms[:at], on_device=before)
-        torch.save(mode.state_dict(), tmp_path / "state")
-        again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-        rel = 1e-12 if before else 0  # they sum the squares of ‖G‖ and take roots in other ways
-        for one, other in zip(whole[at:], clipped(again, norms[at:]), strict=True):
-            assert other[1:] == pytest.approx(one[1:], rel=rel, abs=0, nan_ok=True)
+        return {**options, "of": {"mode": "percentile", "min_steps": 3}}
+    return options
 
 
-def test_mean_and_variance_keep_their_digits():
+@EACH
+def test_an_accelerator_decides_as_a_host(name, options):
+    options = with_inner_history(name, options)
+    norms = SEQUENCES["spikes"][:70]
+    on_host = clipped(build(name, **options), norms, on_device=False)
+    on_accelerator = clipped(build(name, **options), norms, on_device=True)
+    for host, accelerator in zip(on_host, on_accelerator, strict=True):
+        assert accelerator[1:] == pytest.approx(host[1:], rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("began_on_device", [False, True])
+@EACH
+def test_a_resumed_history_decides_as_one_that_went_on(name, options, began_on_device, tmp_path):
+    options = with_inner_history(name, options)
+    norms = SEQUENCES["spikes"][:70]
+    whole = clipped(build(name, **options), norms, on_device=began_on_device)
+    mode = build(name, **options)
+    clipped(mode, norms[:40], on_device=began_on_device)
+    torch.save(mode.state_dict(), tmp_path / "state")
+    resumed = build(name, **options)
+    resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    # A host and a device sum the squares of ‖G‖ and take roots in different ways.
+    rel = 1e-12 if began_on_device else 0
+    for expected, step in zip(whole[40:], clipped(resumed, norms[40:]), strict=True):
+        assert step[1:] == pytest.approx(expected[1:], rel=rel, abs=0, nan_ok=True)
+
+
+def test_moments_of_large_norms_keep_their_digits():
     norms = [1e9 + step % 2 for step in range(25)]
     mode = build("zscore", threshold=2.5)
     clipped(mode, norms)
@@ -195,11 +210,12 @@ def test_mean_and_variance_keep_their_digits():
 
 def test_norms_beyond_the_window_are_forgotten():
     usual = SEQUENCES["usual"]
-    mode, other = (build("percentile", threshold=10.0, window=n, min_steps=5) for n in (20, 5))
+    mode = build("percentile", threshold=10.0, window=20, min_steps=5)
     clipped(mode, [100.0] * 50 + usual[:20])
-    other.load_state_dict(mode.state_dict())
-    for norms, wanted in ((mode, usual[:20]), (other, usual[15:20])):
-        assert norms.state_dict()["history"]["norms"].tolist() == pytest.approx(wanted)
+    assert mode.state_dict()["history"]["norms"].tolist() == pytest.approx(usual[:20])
+    shorter = build("percentile", threshold=10.0, window=5, min_steps=5)
+    shorter.load_state_dict(mode.state_dict())
+    assert shorter.state_dict()["history"]["norms"].tolist() == pytest.approx(usual[15:20])
 
 
 # -- schedule
@@ -210,31 +226,34 @@ def test_a_threshold_that_is_changed_counts_from_the_next_step():
     mode = build("schedule", threshold=0.8, warmup_steps=0, **options)
     first = clipped(mode, [100.0, 100.0])
     mode.threshold = 8.0
-    found = [step[0] for step in first + clipped(mode, [100.0, 100.0])]
-    assert found == pytest.approx([0.8, 0.6, 4, 2], rel=1e-6)
+    after = [step[0] for step in first + clipped(mode, [100.0, 100.0])]
+    assert after == pytest.approx([0.8, 0.6, 4, 2], rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("of", "threshold", "total"),
     [("value", 0.02, 754), ({"mode": "adaptive", "eps": 0.5}, 0.05, 32)],
 )
-def test_modes_with_parts_clip_and_count_by_the_threshold_of_the_step(of, threshold, total):
+def test_modes_with_parts_clip_by_the_threshold_of_the_step(of, threshold, total):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 4))
-    layout, other = Layout.of_model(model), Layout.of_model(copy.deepcopy(model))
+    layout = Layout.of_model(model)
+    plain_layout = Layout.of_model(copy.deepcopy(model))
     name, options = (of, {}) if isinstance(of, str) else (of["mode"], {"eps": of["eps"]})
     warm = {"warmup_steps": 2, "warmup_factor": 3.0, "warmup": "linear"}
     mode = build("schedule", threshold=threshold, of=of, **warm)
     mode.bind(layout)
     mode.tally = Tally()
     for factor in (3, 2, 1):
-        for one, two in zip(layout.shards, other.shards, strict=True):
-            one.param.grad = torch.randn_like(one.param)
-            two.param.grad = one.param.grad.clone()
+        pairs = [*zip(layout.shards, plain_layout.shards, strict=True)]
+        for shard, plain_shard in pairs:
+            shard.param.grad = torch.randn_like(shard.param)
+            plain_shard.param.grad = shard.param.grad.clone()
         plain = build(name, threshold=factor * threshold, **options)
-        found, wanted = mode.clip(layout), plain.clip(other)
-        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-12)
-        assert wanted.clipped == 1
-        pairs = zip(layout.shards, other.shards, strict=True)
-        assert all(torch.equal(one.param.grad, two.param.grad) for one, two in pairs)
+        decision = mode.clip(layout)
+        expected = plain.clip(plain_layout)
+        assert decision.metrics == pytest.approx(expected.metrics, rel=1e-12)
+        assert expected.clipped == 1
+        for shard, plain_shard in pairs:
+            assert torch.equal(shard.param.grad, plain_shard.param.grad)
     assert mode.tally.gather(layout)[1] == 3 * total

@@ -119,63 +119,80 @@ def test_a_step_that_is_not_finite_is_left_alone(bad, p, kept):
 # -- the norm
 
 
+def assert_exact_norm(gradient, p, rel=1e-6):
+    parameter = nn.Parameter(torch.empty(len(gradient)))
+    parameter.grad = gradient
+    exact = torch.linalg.vector_norm(gradient.double(), p).item()
+    norm = total_norm(Layout.of_parameters([parameter]), p)
+    assert norm == pytest.approx(exact, rel=rel, abs=0), (len(gradient), gradient[0])
+
+
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
-def test_the_norm_of_every_length_and_size(p):
-    """Long gradients are summed in rows of 2,048; squares leave the range of float32."""
-
-    def check(gradient, rel=1e-6):
-        parameter = nn.Parameter(torch.empty(len(gradient)))
-        parameter.grad = gradient
-        exact = torch.linalg.vector_norm(gradient.double(), p).item()
-        norm = total_norm(Layout.of_parameters([parameter]), p)
-        assert norm == pytest.approx(exact, rel=rel, abs=0), len(gradient)
-
+def test_the_norm_is_exact_at_every_length(p):
+    """Long gradients are summed in rows of 2,048."""
     for n in (1, 2_048, 65_536, 65_537, 67_584, 131_072, 131_073, 2_100_001):
         gradient = torch.arange(n).remainder(7.0).add(1.0)
         gradient[-1] = 1000.0
-        check(gradient)
-    for n in (10, 100_000, 140_000):
-        spread = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.5
-        for exponent in range(-44, 38, 1 if n == 10 else 3):
-            check(spread * 10.0**exponent)
-        if p == 2.0:  # Each addition to a long float32 sum of equal terms rounds the same way.
-            check(torch.full((n,), 1.7), 2e-6)
+        assert_exact_norm(gradient, p)
+
+
+@pytest.mark.parametrize("n", [10, 100_000, 140_000])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_the_norm_is_exact_where_powers_leave_the_range_of_float32(p, n):
+    spread = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.5
+    for exponent in range(-44, 38, 1 if n == 10 else 3):
+        assert_exact_norm(spread * 10.0**exponent, p)
+
+
+@pytest.mark.parametrize("n", [10, 100_000, 140_000])
+def test_the_norm_of_equal_elements_is_exact(n):
+    """Each addition to a long float32 sum of equal terms rounds the same way."""
+    assert_exact_norm(torch.full((n,), 1.7), 2.0, rel=2e-6)
 
 
 # -- one call
 
 
-def test_a_parameter_given_twice_counts_once_and_sparse_and_complex_are_refused():
-    made = parameters([(3, 4)])
-    once = total_norm(Layout.of_parameters(made))
-    assert total_norm(Layout.of_parameters(made * 2)) == once
-    apply_gradient_clipping((q for q in made * 2), "norm", once / 2)
-    assert total_norm(Layout.of_parameters(made)) == pytest.approx(once / 2, rel=1e-6)
+def test_a_parameter_given_twice_counts_once():
+    params = parameters([(3, 4)])
+    norm = total_norm(Layout.of_parameters(params))
+    assert total_norm(Layout.of_parameters(params * 2)) == norm
+    apply_gradient_clipping((p for p in params * 2), "norm", norm / 2)
+    assert total_norm(Layout.of_parameters(params)) == pytest.approx(norm / 2, rel=1e-6)
+
+
+def test_a_sparse_gradient_is_refused():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     refused(TypeError, "weight|sparse", apply_gradient_clipping, table, "norm", 1.0)
-    half = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    refused(TypeError, "[0]|complex", Layout.of_parameters, [half])
+
+
+def test_a_complex_parameter_is_refused():
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    refused(TypeError, "[0]|complex", Layout.of_parameters, [parameter])
 
 
 # -- adaptive
 
 
-def test_the_head_is_left_out_by_default_and_globs_say_otherwise(caplog):
-    for exclude, changes in (("auto", ["0.weight", "0.bias", "2.bias"]), (("0.*",), ["2.*"])):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-        model(torch.ones(8, 4)).square().sum().backward()
-        before = copy.deepcopy({name: q.grad for name, q in model.named_parameters()})
-        with caplog.at_level(logging.INFO, "runner.clip"):
-            for _ in range(2):
-                outcome = apply_gradient_clipping(model, "adaptive", 1e-4, exclude=exclude)
-        assert outcome.max_stat <= 1e-4 * (1 + 1e-6)
-        left = {n for n, q in model.named_parameters() if torch.equal(q.grad, before[n])}
-        wanted = set(changes) if exclude == "auto" else {"2.weight", "2.bias"}
-        assert set(before) - left == wanted
-    # Said once in a process, in which another test may have been first.
-    assert len([r for r in caplog.records if "2.weight" in r.getMessage()]) <= 1
+@pytest.mark.parametrize(
+    ("exclude", "clipped"),
+    [("auto", {"0.weight", "0.bias", "2.bias"}), (("0.*",), {"2.weight", "2.bias"})],
+    ids=["the head by default", "what a pattern matches"],
+)
+def test_adaptive_clipping_leaves_out(exclude, clipped, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    model(torch.ones(8, 4)).square().sum().backward()
+    before = copy.deepcopy({name: p.grad for name, p in model.named_parameters()})
+    with caplog.at_level(logging.INFO, "runner.clip"):
+        for _ in range(2):
+            outcome = apply_gradient_clipping(model, "adaptive", 1e-4, exclude=exclude)
+    assert outcome.max_stat <= 1e-4 * (1 + 1e-6)
+    after = dict(model.named_parameters())
+    assert {n for n in before if not torch.equal(after[n].grad, before[n])} == clipped
+    # The message is logged once in a process, in which another test may have been first.
+    assert len([record for record in caplog.records if "2.weight" in record.getMessage()]) <= 1
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
@@ -183,14 +200,15 @@ def test_a_unit_of_a_transposed_convolution_is_an_output_channel(groups):
     torch.manual_seed(0)
     layer = nn.ConvTranspose2d(6, 12, 3, groups=groups)
     weight = layer.weight
-    weight.grad, layer.bias.grad = torch.randn_like(weight), torch.zeros_like(layer.bias)
+    weight.grad = torch.randn_like(weight)
+    layer.bias.grad = torch.zeros_like(layer.bias)
     # Output channel o of group g is fed by the inputs of its group alone.
     turned = nn.Parameter(torch.cat([w.transpose(0, 1) for w in weight.detach().chunk(groups)]))
     turned.grad = torch.cat([g.transpose(0, 1) for g in weight.grad.chunk(groups)])
-    [wanted], fraction, _ = REFERENCE["adaptive"]([turned], 0.5, 2.0)
+    [expected], fraction, _ = REFERENCE["adaptive"]([turned], 0.5, 2.0)
     outcome = apply_gradient_clipping(layer, "adaptive", 0.5)
-    found = torch.cat([g.transpose(0, 1) for g in weight.grad.chunk(groups)])
-    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=0)
+    clipped = torch.cat([g.transpose(0, 1) for g in weight.grad.chunk(groups)])
+    torch.testing.assert_close(clipped.double(), expected, rtol=2e-6, atol=0)
     assert outcome.fraction == pytest.approx(fraction * 12 / 13)
 
 
@@ -218,14 +236,23 @@ WRONG = {  # The message has the last key; sections of a request are checked in 
 }
 
 
-def test_wrong_options_are_refused_and_those_at_the_edge_of_their_range_taken():
-    for mode, wrong in WRONG.items():
-        for options in wrong:
-            word = {"chain": "link", "groups": "groups"}.get(mode, [mode, *options][-1])
-            word = "threshold" if options == {"links": [1.0]} else word
-            refused(ValueError, word, build, mode, **{"threshold": 1.0, **options})
+@pytest.mark.parametrize("mode", WRONG)
+def test_wrong_options_are_refused(mode):
+    for options in WRONG[mode]:
+        word = {"chain": "link", "groups": "groups"}.get(mode, [mode, *options][-1])
+        word = "threshold" if options == {"links": [1.0]} else word
+        refused(ValueError, word, build, mode, **{"threshold": 1.0, **options})
+
+
+def test_a_negative_threshold_of_a_class_is_refused():
     refused(ValueError, "above 0", type(build("norm", threshold=1.0)), threshold=-1.0)
+
+
+def test_an_unknown_mode_is_refused_with_the_names_of_all_modes():
     refused(ValueError, "unknown clipping mode|" + NAMES[0], build, "agc")
+
+
+def test_options_at_the_edge_of_their_range_are_taken():
     mode = build("adaptive", threshold=1e-300, norm_type=1.0, eps=1e-300, exclude=())
     assert (mode.limit, mode.norm_type, mode.eps) == (1e-300, 1.0, 1e-300)
     assert build("norm", threshold=math.inf, norm_type=math.inf).limit == math.inf
@@ -233,7 +260,8 @@ def test_wrong_options_are_refused_and_those_at_the_edge_of_their_range_taken():
 
 
 def test_the_threshold_survives_a_restart():
-    mode, other = build("norm", threshold=0.5), build("norm", threshold=1.0)
+    mode = build("norm", threshold=0.5)
+    other = build("norm", threshold=1.0)
     other.load_state_dict({})
     assert other.limit == 1.0
     other.load_state_dict(mode.state_dict())

@@ -204,19 +204,19 @@ def test_other_optimizers_move_by_a_part_of_their_own_update(name):
     assert 20 < limited < 160
 
 
-def test_one_call_limits_a_first_update_and_leaves_the_gradient():
+@pytest.mark.parametrize(("limit", "coef"), [(1.0, 1.0), (0.5, 0.5)])
+def test_clipping_an_update_leaves_the_gradient_as_it_is(limit, coef):
     """The first update of AdamW is the rate times the sign: its RMS is 1 but for rounding."""
-    for limit, coef in ((1.0, 1.0), (0.5, 0.5)):
-        model = model_of(torch.float32)
-        given, *_ = gradients(1, list(model.parameters()))
-        made, _, *_ = Booster().boost(model, adamw(model.parameters()))
-        give(model.parameters(), given)
-        decision = apply_gradient_clipping(made, "update", limit)
-        assert decision.max_stat == pytest.approx(1.0, rel=1e-6)
-        assert decision.clipped == decision.fraction == float(limit < 1)
-        assert decision.coef == pytest.approx(coef)
-        for parameter, gradient in zip(model.parameters(), given, strict=True):
-            assert torch.equal(parameter.grad, gradient.float())
+    model = model_of(torch.float32)
+    first_gradients, *_ = gradients(1, list(model.parameters()))
+    boosted, _, *_ = Booster().boost(model, adamw(model.parameters()))
+    give(model.parameters(), first_gradients)
+    decision = apply_gradient_clipping(boosted, "update", limit)
+    assert decision.max_stat == pytest.approx(1.0, rel=1e-6)
+    assert decision.clipped == decision.fraction == float(limit < 1)
+    assert decision.coef == pytest.approx(coef)
+    for parameter, gradient in zip(model.parameters(), first_gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -75,20 +75,20 @@ def clipped(model, mode, threshold, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("threshold", [0.02, 0.9, 1.08, 1e3])
-def test_units_of_every_size_and_format(dtype, threshold):
+def test_units_of_every_size_are_clipped_as_by_the_reference(dtype, threshold):
     """From thresholds that clip all units, over some units of each tensor, to none."""
     model = tensors(dtype)
     before = norm_of([p.grad for p in model.parameters()])
-    wanted, share, top = adaptive(model.parameters(), threshold, 2.0, dims=DIMS)
+    expected, share, top = adaptive(model.parameters(), threshold, 2.0, dims=DIMS)
     outcome = clipped(model, "adaptive", threshold, **OPTIONS)
     exact = dtype is not torch.bfloat16
     rel = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad.double(), gradient, rtol=rel, atol=0)
     assert outcome.fraction == pytest.approx(share, abs=0 if exact else 1e-4)
     assert outcome.max_stat == pytest.approx(top, rel=1e-6)
     assert outcome.norm == pytest.approx(before, rel=3e-7)
-    assert outcome.norm_clipped == pytest.approx(norm_of(wanted), rel=3e-7)
+    assert outcome.norm_clipped == pytest.approx(norm_of(expected), rel=3e-7)
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "value"])
@@ -164,21 +164,29 @@ def test_the_share_above_a_threshold_is_the_fraction_that_it_clips(mode):
         assert share == pytest.approx(observed, abs=0.01)
 
 
-def test_first_steps_and_steps_that_are_not_finite_are_left_out():
-    layout, nothing = Layout.of_model(tensors()), Layout([])
+def test_the_steps_of_a_warm_up_are_not_counted():
+    layout = Layout.of_model(tensors())
     assert tallied(layout, "value", steps=3, skip=2) == tallied(layout, "value")
     bins, total = tallied(layout, "value", steps=2, skip=2)
     assert total == 0
     assert math.isnan(Histogram(bins, total, LOWEST, HIGHEST).largest(0.5))
+
+
+def test_a_step_that_is_not_finite_is_not_counted():
     tally = Tally()
     tally.add(torch.tensor([1.0, math.nan, math.inf]), 1.0)
     tally.end_step(torch.tensor(math.nan))
-    assert tally.gather(nothing)[1] == 0.0
+    assert tally.gather(Layout([]))[1] == 0.0
     tally.add(torch.tensor([1.0, 0.0]), 0.5)
     tally.end_step(torch.tensor(1.0))
-    bins, total = tally.gather(nothing)
+    bins, total = tally.gather(Layout([]))
     assert (sum(bins), total) == (0.5, 1.0)
-    assert Tally().gather(nothing) == ([0.0] * len(bins), 0.0)
+
+
+def test_without_steps_all_counts_are_zero():
+    bins, total = Tally().gather(Layout([]))
+    assert not any(bins)
+    assert total == 0.0
 
 
 @pytest.mark.parametrize("mode", ["value", "adaptive", "per_parameter"])

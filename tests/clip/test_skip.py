@@ -82,20 +82,36 @@ def test_decisions_are_those_of_the_description_also_after_a_resume(options, kep
         assert [bool(one) for one in found] == wanted
 
 
-def test_a_history_of_zeros_limits_nothing_and_another_rule_or_window_begins_anew():
-    ema = SkipRule("ema", min_steps=1)
-    assert not any(ema.is_spike(norm) for norm in (0.0, 0.0, 5.0))
-    assert ema.is_spike(1e9)
-    accepting = SkipRule("ema", min_steps=1, accept_after=2)  # the row of skips goes on
-    for other, spike in ((SkipRule(min_steps=2), False), (accepting, True)):
-        other.load_state_dict(ema.state_dict())
-        assert other.is_spike(1e9) == spike
+@pytest.fixture
+def ema():
+    """A rule that has just skipped a spike."""
+    rule = SkipRule("ema", min_steps=1)
+    for norm in (0.0, 0.0, 5.0):
+        assert not rule.is_spike(norm), "a history of zeros limits nothing"
+    assert rule.is_spike(1e9)
+    return rule
+
+
+def test_another_rule_begins_anew(ema):
+    sigma = SkipRule(min_steps=2)
+    sigma.load_state_dict(ema.state_dict())
+    assert not sigma.is_spike(1e9)
+
+
+def test_a_row_of_skips_goes_on_after_a_resume(ema):
+    accepting = SkipRule("ema", min_steps=1, accept_after=2)
+    accepting.load_state_dict(ema.state_dict())
+    assert accepting.is_spike(1e9)
     assert not accepting.is_spike(1e9)
-    sigma, other = SkipRule(window=7, min_steps=2), SkipRule(window=9, min_steps=2)
-    assert not any(map(sigma.is_spike, (1.0, 1.1, 1.2)))
-    other.load_state_dict(sigma.state_dict())
-    assert not other.is_spike(1e9)
-    assert sigma.is_spike(1e9)
+
+
+def test_another_window_begins_anew():
+    rule = SkipRule(window=7, min_steps=2)
+    assert not any(rule.is_spike(norm) for norm in (1.0, 1.1, 1.2))
+    longer = SkipRule(window=9, min_steps=2)
+    longer.load_state_dict(rule.state_dict())
+    assert not longer.is_spike(1e9)
+    assert rule.is_spike(1e9)
 
 
 def test_equal_values_are_no_spikes():

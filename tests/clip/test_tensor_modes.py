@@ -188,12 +188,23 @@ def test_blocks_of_names():
         assert block_of(name) == block
 
 
-def test_what_per_parameter_counts_and_compares():
-    made = parameters()
+@pytest.fixture
+def layout_with_sizes():
+    """A layout whose tensors have gradients of norm 3, 4, 1 and 0, and one tensor without."""
+    params = parameters()
     sizes = {"blocks.0.a": 3.0, "blocks.0.b": 4.0, "blocks.1.a": 1.0, "head.weight": 0.0}
-    each = {name: [size] + [0.0] * (SIZES[name] - 1) for name, size in sizes.items()}
-    give(made, each | {"late.weight": None})
-    layout = layout_of(made)
-    tensor, block = (build("per_parameter", threshold=2.0, by=by) for by in ("tensor", "block"))
-    assert block.decide(layout, block.measure(layout)).metrics[4:] == (1 / 3, 5.0, 2.0)
-    assert tensor.clip(layout).metrics[3:] == (1.0, 0.5, 4.0, 2.0)
+    gradients = {name: [size] + [0.0] * (SIZES[name] - 1) for name, size in sizes.items()}
+    give(params, gradients | {"late.weight": None})
+    return layout_of(params)
+
+
+def test_per_parameter_counts_tensors_with_a_gradient(layout_with_sizes):
+    decision = build("per_parameter", threshold=2.0, by="tensor").clip(layout_with_sizes)
+    assert (decision.clipped, decision.fraction) == (1.0, 0.5)
+    assert (decision.max_stat, decision.threshold) == (4.0, 2.0)
+
+
+def test_per_parameter_by_block_counts_blocks(layout_with_sizes):
+    decision = build("per_parameter", threshold=2.0, by="block").clip(layout_with_sizes)
+    assert decision.fraction == 1 / 3
+    assert (decision.max_stat, decision.threshold) == (5.0, 2.0)

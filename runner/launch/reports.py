@@ -130,10 +130,10 @@ class Reports:
         summary = report["summary"]
         return Failure(report["error"], first, report.get("node"), summary=summary, others=others)
 
-    def _write(self, **told: Any) -> None:
+    def _write(self, **entries: Any) -> None:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        report = {"attempt": attempt, **told}
+        report = {"attempt": attempt, **entries}
         if (started_nodes() or 1) > 1:
             report["node"] = node
         with suppress(RuntimeError):

@@ -4,6 +4,7 @@ The model is made with the place of the fault and the ranks that raise it; ``PLA
 """
 
 import os
+import signal
 
 import torch
 from torch import nn
@@ -53,6 +54,8 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        if PLANTED["fault"] == "kill backward":
+            os.kill(os.getpid(), signal.SIGKILL)
         fail(ctx.out_of_memory)
 
 
@@ -66,7 +69,7 @@ class Planted(nn.Module):
     def __init__(self):
         super().__init__()
         names = ("forward", "forward memory", "function", "backward memory", "hook", "in-place")
-        self.counted = Counted(*names)
+        self.counted = Counted(*names, "kill", "kill backward")
         self.evaluated = Counted("evaluation")
 
     def forward(self, hidden):
@@ -75,6 +78,8 @@ class Planted(nn.Module):
         fault = PLANTED["fault"]
         if not self.training or not self.counted.fails():
             return hidden
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if fault in ("forward", "forward memory"):
             fail("memory" in fault)
         if fault == "hook":

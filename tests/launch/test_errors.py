@@ -13,6 +13,7 @@ PLUGINS = {
     "tensor": ["plugin=tensor", "plugin.nproc=2"],
     "pipeline": ["plugin=pipeline", "plugin.nproc=2"],
     "moe": ["plugin=moe", "plugin.nproc=2", "+model.mixture=true"],
+    "zero_bubble": ["plugin=pipeline", "plugin.nproc=2", "plugin.schedule=zero_bubble"],
     "hybrid": ["plugin=hybrid", "plugin.tp_size=2", "plugin.dp_size=2"],
 }
 PARTS = [
@@ -80,3 +81,14 @@ def test_an_exception_on_a_rank_arrives(outputs, capsys, fault, plugin, where):
     assert f"failed: rank {status['rank']}: " in printed
     assert "Traceback" not in printed
     assert "lost the connection" not in printed + status["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "kill backward"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(outputs, plugin, fault):
+    planted = [f"+model.fault={fault}", "+model.ranks=[1]"]
+    assert main([*SHORT, *PARTS, *PLUGINS[plugin], *planted]) == 1
+    status = read(only_run(outputs))
+    assert (status["state"], status["rank"]) == ("failed", 1)
+    assert status["error"].startswith("rank 1 was ended by SIGKILL")

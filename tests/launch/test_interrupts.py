@@ -31,6 +31,7 @@ def interrupted(environment, number):
         return run.process.wait(600), run.printed
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "numbers", [(0, 40, 90), pytest.param(range(200), marks=pytest.mark.slow)], ids=["few", "200"]
 )

@@ -444,7 +444,7 @@ CONDITIONS = {
         options=("bf16", "chunks"),
     ),
     "empty": Condition(
-        build=further(torch.ones(0)),
+        build=further(torch.ones(0, dtype=torch.float64)),
         mode="adaptive",
         refused={SHARDED: r"1\.further has no elements, and fully_shard cannot reduce"},
     ),

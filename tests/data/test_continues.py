@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from runner import Booster, Evaluate, Log, Trainer
 from runner.booster.plugin import SinglePlugin, TorchDDPPlugin
 from runner.data.order import RandomState
+from tests.data.test_stream import Stated
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 from tests.train.test_state import timeless
@@ -248,8 +249,8 @@ def test_two_ranks_continue_on_a_stream_with_a_shuffle_buffer():
 
 
 def test_one_stream_for_training_and_held_out_data_is_refused():
-    stream = table_of()
-    loaders = [SinglePlugin().prepare_dataloader(stream, 4, collate_fn=collate) for _ in range(2)]
+    stream = Stated()
+    loaders = [SinglePlugin().prepare_dataloader(stream, 4) for _ in range(2)]
     with pytest.raises(ValueError, match="make it twice"):
         trainer_on(*loaders)
 

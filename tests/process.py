@@ -49,6 +49,12 @@ def run_here(*words, env=None):
     return out.getvalue(), err.getvalue()
 
 
+def overriding(defaults, words):
+    """Return the overrides ``words`` after those of ``defaults`` whose keys they do not give."""
+    given = {word.partition("=")[0] for word in words}
+    return [*(word for word in defaults if word.partition("=")[0] not in given), *words]
+
+
 def environment_at(home):
     """Return environment variables of a command whose runs go to ``home / "outputs"``."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "RUNNER_"))}

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.launch.ends import read, rows_of
-from tests.process import run_here
+from tests.process import overriding, run_here
 
 OTHERS = "model._target_=tests.own_code.{} data._target_=tests.own_code.made data.kind={}"
 FLOW = (
@@ -35,7 +35,8 @@ def trained(folder, *words):
     ids=("dictionaries", "regression", "two inputs", "a stream"),
 )
 def test_own_code_trains(tmp_path, words, logged, least):
-    rows, summary = trained(tmp_path / "run", "train.max_duration=96ba", *words.split())
+    overrides = overriding(["train.max_duration=96ba"], words.split())
+    rows, summary = trained(tmp_path / "run", *overrides)
     assert (summary | summary["final"])[logged] >= least
     assert "ddp" not in words or (summary["steps"], summary["world_size"]) == (100, 2)
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] / 2

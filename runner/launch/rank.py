@@ -24,7 +24,7 @@ from runner.config.environment import started_rank, variable
 from runner.config.masking import remember
 from runner.config.schema import RunConfig
 from runner.launch import reports, signals
-from runner.launch.failure import is_lost_peer, stopped_by, summary_of
+from runner.launch.failure import described, is_lost_peer, stopped_by, summary_of
 from runner.launch.process_group import (
     LATER,
     abandon,
@@ -93,8 +93,9 @@ def local_main(job: Job) -> dict[str, Any]:
 
 def join(work: Work | None = None, timeout: float = 600.0) -> int:
     """Train as a rank that torchrun or Slurm started; the first rank sends what to do."""
+    reported = Reports()
     try:
-        train_as_rank(None, timeout, Reports())
+        train_as_rank(None, timeout, reported)
         return 0
     except stop.Stopped as stopped:
         leave()
@@ -104,7 +105,9 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
         if isinstance(error, Exception) and not is_lost_peer(error):
             started = started_rank()
             rank = "" if started is None else f"rank {started.rank}: "
-            print_line(f"clip-runner: {rank}{summary_of(error)}", sys.stderr)
+            # The record has the traceback, unless this rank failed before it met the others.
+            text = summary_of(error) if reported.has_failed else described(error)
+            print_line(f"clip-runner: {rank}{text}", sys.stderr)
         time.sleep(PATIENCE)  # torchrun ends all ranks then; the first one records this end
         if isinstance(error, Exception):
             return 1

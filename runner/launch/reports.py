@@ -40,7 +40,7 @@ class Reports:
     def __init__(self, store: TCPStore | None = None) -> None:
         self._store = store
         self._rank = 0
-        self._failed = False
+        self.has_failed = False  # whether this rank has reported how it failed
 
     @classmethod
     def served(cls) -> Reports:
@@ -68,12 +68,12 @@ class Reports:
 
     def fail(self, error: BaseException) -> None:
         """Report how this rank failed; only the first call counts. A stop is no failure."""
-        if self._failed:
+        if self.has_failed:
             return
         lost = is_lost_peer(error)
         if not lost and stopped_by(error):
             return
-        self._failed = True
+        self.has_failed = True
         with suppress(RuntimeError):  # the process that serves the store is gone
             number = self.store.add(f"{_PREFIX}/failures", 1)
             self._write(

@@ -16,7 +16,7 @@ from runner.clip.transfer import start_gather
 from runner.config.environment import join_slurm_step
 from runner.config.problem import RequestError
 from runner.launch import agreement
-from runner.launch.failure import may_be_lost_peer
+from runner.launch.failure import is_lost_peer
 from runner.launch.rank import join
 from tests.process import ROOT, python, wait_for
 from tests.ranks import run_ranks
@@ -30,8 +30,8 @@ def lose_the_other(begun):
     begun.touch()
     with pytest.raises(RuntimeError) as lost:
         wait()
-    assert may_be_lost_peer(lost.value)
-    assert not may_be_lost_peer(RuntimeError("in a model"))
+    assert is_lost_peer(lost.value)
+    assert not is_lost_peer(RuntimeError("in a model"))
 
 
 def test_a_rank_that_waits_for_an_exchange_knows_that_it_lost_another(tmp_path):

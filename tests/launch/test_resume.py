@@ -14,13 +14,14 @@ from runner.config.problem import RequestError
 from runner.config.request import request
 from runner.launch.resume import ANEW, decide
 from runner.run_folder.status import earlier_record
+from tests.process import overriding
 
 SMALL = ["tracker=none", "data.batch_size=8", "train.max_duration=60ba"]
 
 
 @cache
 def job(*words):
-    [made] = request([*SMALL, *words]).jobs
+    [made] = request(overriding(SMALL, words)).jobs
     return made
 
 

@@ -19,6 +19,7 @@ from runner.data import Data
 from runner.train import build
 from runner.train.build import make_trainer
 from runner.train.preflight import check
+from tests.process import overriding
 from tests.ranks import run_ranks
 
 STEPS, LR, MOMENTUM, LIMIT = 5, 0.005, 0.9, 0.25
@@ -71,7 +72,7 @@ def plain_of(name, plugin, *more):
     asked = [f"plugin={plugin}", "plugin.nproc=2", f"accumulation.steps={microbatches}"]
     asked += [f"data.batch_size={8 // parts // microbatches}", f"data._target_={__name__}.{data}"]
     asked += [f"model._target_={target}", *arguments]
-    [job] = request([*COMMON, *asked, *more]).jobs
+    [job] = request(overriding([*COMMON, *asked], more)).jobs
     return job.plain
 
 

@@ -6,6 +6,7 @@ from runner.cli.main import main
 from runner.run_folder.strict_json import read_rows
 from tests.kept import assert_same_checkpoint
 from tests.launch.ends import read
+from tests.process import overriding
 
 SHORT = ["device=cpu", "tracker=none", "data.batch_size=16", "train.max_duration=10ba"]
 SHORT += ["eval.interval=5ba", "model.width=8"]
@@ -23,7 +24,7 @@ class Later:
 
 
 def run(*words, code=0):
-    assert main([*SHORT, *words]) == code
+    assert main(overriding(SHORT, words)) == code
 
 
 def rows_of(folder):

@@ -11,6 +11,7 @@ from runner.run_folder.status import objective_of
 from runner.train import build, preflight
 from runner.train.build import execute
 from tests.distributed.training import Rows
+from tests.process import overriding
 
 ODD = f"data._target_={__name__}"
 STEP_LR = "scheduler._target_=torch.optim.lr_scheduler.StepLR"
@@ -80,10 +81,10 @@ WRONG = [
     ),
 ]
 WRONG_IN_SIX_RANKS = [
-    ("plugin=single", "plugin.nproc=6|6 ranks|plugin=ddp"),
+    ("plugin=single", "torchrun started 6|plugin=ddp"),
     (
         f"{TEXT} plugin=hybrid plugin.tp_size=2 plugin.pp_size=2",
-        "(1 problem)|plugin.nproc=6|tp_size 2 x pp_size 2 = 4",
+        "(1 problem)|plugin.tp_size=2|6 ranks|tp_size 2 x pp_size 2 = 4",
     ),
     ("plugin=moe plugin.ep_size=4 model=moe data=text", "plugin.ep_size=4"),
 ]
@@ -152,7 +153,7 @@ def test_a_wrong_request_is_refused_in_one_message_and_creates_nothing(
 
 def config(words=""):
     small = ["train.max_duration=1ba", "tracker=none", "device=cpu"]
-    (job,) = request([*small, *words.split()]).jobs
+    (job,) = request(overriding(small, words.split())).jobs
     return job.config
 
 

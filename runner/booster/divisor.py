@@ -31,11 +31,14 @@ _ALL = (*CLASSES, *_ELEMENTS, functional.ctc_loss)
 
 SAMPLES, NOTHING, LABELS = "samples", "nothing", "labels that are not ignored"
 COUNTED: Mapping[str, Callable[[Tensor, int], Tensor]] = {
-    LABELS: lambda targets, ignored: targets != ignored,
+    LABELS: lambda targets, ignored: (targets != ignored) & (targets >= 0),
     "targets that are not NaN": lambda targets, _: ~torch.isnan(targets),
     "targets of 0 or more": lambda targets, _: targets >= 0,
 }
-"""Returns which targets a mean may be over, given the label that is ignored."""
+"""Returns which targets a mean may be over, given the label that is ignored.
+
+A negative label is no class: whoever does not ignore it by ``ignore_index`` has selected others.
+"""
 
 
 class Divisor(NamedTuple):
@@ -108,7 +111,8 @@ class LossCall(NamedTuple):
     def divisor(self, batch: Any) -> Divisor | None:
         """Return what this call divides by in terms of the batch; None if that is not clear."""
         if self.reduction == "sum":
-            return Divisor(NOTHING)
+            # Of one sample, a sum that is divided by the samples or the labels may be the same.
+            return Divisor(NOTHING) if batch_size(batch) > 1 else None
         if self.function is functional.ctc_loss:
             return Divisor(SAMPLES)
         place = self.place(batch)

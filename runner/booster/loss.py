@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,12 +51,16 @@ class Loss:
     Args:
         criterion: loss of (outputs, targets); None for the model's own loss, or cross entropy.
         items: ``auto`` reads it off the loss, or measures it before the first step. ``samples``
-            and ``labels`` (class targets that are not ignored) state it. ``none`` takes the plain
-            mean over microbatches, whatever they hold, as other trainers do.
+            and ``labels`` (class targets that are neither negative nor ignored) state it. ``none``
+            takes the plain mean over microbatches, whatever they hold, as other trainers do.
     """
 
     criterion: Criterion | None = None
     items: Literal["auto", "samples", "labels", "none"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.items not in ("auto", "samples", "labels", "none"):
+            raise ValueError(f"items must be auto, samples, labels or none, not {self.items!r}")
 
 
 class Count(NamedTuple):
@@ -122,6 +127,8 @@ class WindowLoss:
         by_construction = self._given and (self._sums or _is_of_torch(criterion))
         self.unproved = not (stated_here or by_construction)
         self._found: Divisor | None = None
+        # Negative labels are no classes: what does not ignore them by a number selects the others.
+        self._counts_classes = self._classes or self.takes_batch or stated.items == "labels"
 
     @property
     def may_return(self) -> bool:
@@ -169,11 +176,8 @@ class WindowLoss:
                 raise not_readable(batch)
             samples = batch_size(batch)
             return Count(self._stated(batch, self._positions(batch, samples)), samples, 0)
-        numbers, graded = targets.is_floating_point(), 0
-        if not numbers and targets.numel() <= 128:  # a list costs less than an array
-            graded = targets.numel() - targets.flatten().tolist().count(self.ignored)
-        elif not numbers:
-            graded = int(np.count_nonzero(targets.cpu().numpy() != self.ignored))
+        numbers = targets.is_floating_point()
+        graded = 0 if numbers else self._graded(targets)
         items: float = graded
         if numbers:
             items = len(targets)
@@ -186,6 +190,15 @@ class WindowLoss:
             counted = targets[targets != self.ignored]
             items = float(self._weight[counted].sum(dtype=torch.float64))
         return Count(self._stated(batch, items), len(targets), graded if targets.ndim > 1 else 0)
+
+    def _graded(self, targets: Tensor) -> int:
+        """Count the targets that are not ignored; of classes those that are not negative too."""
+        least = 0 if self._counts_classes else -math.inf
+        if targets.numel() <= 128:  # a list costs less than an array
+            labels = targets.flatten().tolist()
+            return sum(label >= least and label != self.ignored for label in labels)
+        array = targets.cpu().numpy()
+        return int(np.count_nonzero((array != self.ignored) & (array >= least)))
 
     def _labels(self, batch: Any) -> Tensor | None:
         """Return the targets of a batch; without the first of each sequence if the model shifts."""
@@ -252,7 +265,7 @@ class WindowLoss:
         if own is not None:
             return own if is_sum else own * items
         loss = self._criterion(*self._compared(outputs, batch))
-        return loss if self._sums else loss * items
+        return loss if is_sum else loss * items
 
     def correct(self, outputs: Any, batch: Any) -> tuple[Number, Number] | None:
         """Count items whose largest logit is the target's, and all; None without classes."""

@@ -26,6 +26,7 @@ from runner.booster.batch import batch_size, mapped, named_parts, target_name, t
 from runner.booster.divisor import (
     COUNTED,
     LABELS,
+    NOTHING,
     SAMPLES,
     Divisor,
     LossCalls,
@@ -331,6 +332,12 @@ class Variation(NamedTuple):
         terms = [n * part.loss for n, part in zip(counts, self.parts, strict=True) if n]
         return sum(terms) / sum(counts)
 
+    def fits_divisor(self, divisor: Divisor, rounding: float) -> bool:
+        if divisor.counts != NOTHING:
+            return self.fits(divisor.items, rounding)
+        added = sum(part.loss for part in self.parts)
+        return abs(added - self.whole.loss) <= rounding * self.size()
+
     def size(self) -> float:
         return max(abs(self.whole.loss), *(abs(part.loss) for part in self.parts))
 
@@ -367,7 +374,7 @@ def _verdict(
             return Finding(done=True)
         for divisor in _candidates(loss, measured.whole.batch):
             every = [measured, *varied]
-            if all(variation.fits(divisor.items, rounding) for variation in every):
+            if all(variation.fits_divisor(divisor, rounding) for variation in every):
                 return Finding(done=True, divisor=divisor)
         # The data may never have the other values that were tried, but any data has zeros.
         for variation in varied:
@@ -392,6 +399,7 @@ def _verdict(
 
 
 def _candidates(loss: WindowLoss, batch: Any) -> Iterator[Divisor]:
+    yield Divisor(NOTHING)
     targets = targets_of(batch)
     for counts in COUNTED if targets is not None else ():
         yield Divisor(counts, loss.ignored)

@@ -234,3 +234,62 @@ def test_a_microbatch_without_labels_adds_zero_where_logits_are_infinite():
     model = made(Padded)
     require(row, model, F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
     assert np.isfinite(row["eval/loss"])
+
+
+class Summed(nn.Module):
+    """Returns a sum of torch that is divided by the samples: of one sample, it looks like a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x, labels=None):
+        return {"loss": F.mse_loss(self.head(x), labels, reduction="sum") / len(x)}
+
+
+def test_a_sum_that_the_model_divides_by_its_samples_is_a_mean_over_them():
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 3, dtype=torch.float64)
+    y = torch.randn(SAMPLES, 4, dtype=torch.float64)
+    parts = [{"x": x[:8], "labels": y[:8]}, {"x": x[8:], "labels": y[8:]}]
+    row = trained(made(Summed), parts)
+    model = made(Summed)
+    require(row, model, model(x, y)["loss"])
+
+
+class Selecting(Gpt):
+    """Selects the labels that are not -1 itself, as many models do."""
+
+    def forward(self, x, targets=None):
+        logits = self.head(x)
+        kept = targets != -1
+        return logits, F.cross_entropy(logits[kept], targets[kept])
+
+
+@pytest.mark.parametrize("kept", [(1, 9), (9, 1)])
+def test_labels_that_a_model_selects_are_its_items(kept):
+    x, y = tokens(*kept)
+    row = trained(made(Selecting), halves(x, y, named))
+    model = made(Selecting)
+    require(row, model, model(x, y)[1])
+
+
+class Line(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 4)
+
+
+def own_sum(outputs, targets):
+    return (outputs - targets).square().sum()
+
+
+def test_a_sum_of_ones_own_is_divided_by_nothing():
+    x, y = numbers(0.5)
+    row = trained(made(Line), halves(x, y), own_sum)
+    model = made(Line)
+    require(row, model, own_sum(model(x), y))
+
+
+def test_items_of_another_name_are_refused():
+    with pytest.raises(ValueError, match="auto, samples, labels or none, not 'sample'"):
+        Loss(items="sample")

@@ -26,7 +26,14 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config.composer import Composed, Composer, reason, refer_to
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import NOT_HASHED, config_hash
-from runner.config.masking import is_recorded, masked, masked_words, remember, secrets_in
+from runner.config.masking import (
+    is_recorded,
+    masked,
+    masked_words,
+    remember,
+    remembered,
+    secrets_in,
+)
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import SHORT, RunConfig, examine
@@ -141,7 +148,8 @@ def _from_environment(text: Any, value: Any) -> set[str]:
 def write_composition(home: Path, config: DictConfig) -> None:
     """Write the files of the run that Hydra has just begun to ``home``, but without secrets."""
     hydra = unresolved(HydraConfig.instance().cfg)["hydra"]
-    content = masked(OmegaConf.to_container(config, resolve=False, enum_to_str=True))
+    plain: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    content = masked(plain, known=remembered())
     home.mkdir(exist_ok=True)
     parts = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
     for name, part in parts.items():
@@ -156,7 +164,7 @@ def unresolved(config: Any) -> dict[str, Any]:
     job["env_set"] |= {name: f"${{oc.env:{name}}}" for name in job["env_copy"]}
     overrides |= {part: masked_words(words) for part, words in overrides.items()}
     job["override_dirname"] = ",".join(overrides["task"])
-    return dict(masked(content))
+    return dict(masked(content, known=remembered()))
 
 
 def write_yaml(file: Path, content: Any) -> None:

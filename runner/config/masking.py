@@ -61,12 +61,13 @@ _DEFAULT = re.compile(
     r"(\$\{\s*oc\.env\s*:\s*([^,{}\s]+)\s*,)"
     rf"((?:'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|{_INNER}|[^{{}}'\"])*)\}}"
 )
-_URL = re.compile(r"([A-Za-z][\w+.-]*)://((?:\$\{[^{}]*\}|[^\s/?#'\"<>])+)@")
+# No pattern starts anew inside of a long word: the time would grow with its square.
+_URL = re.compile(r"([\w+.-]{0,30})://((?:\$\{[^{}]*\}|(?!\$\{)[^\s/?#'\"<>])+)@")
 _SIGNED = re.compile(r"([?&](?:sig|signature|key|x-(?:amz|goog)-signature)=)[^\s&#'\"]+", re.I)
 _QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
 _VALUE = re.compile(rf"{_QUOTED}|{_REFERENCE.pattern}|[^\s,;&|)}}\]'\"]+")
-_PAIR = re.compile(r"([A-Za-z_][\w.-]*)(['\"]?\s*=\s*|['\"]?:)(\s*)")
-_FLAG = re.compile(rf"(--?[A-Za-z][\w-]*)(['\"]?(?:\s+|\s*,\s*))({_VALUE.pattern})")
+_PAIR = re.compile(r"(?<![\w.-])([\w.-]+)(['\"]?\s*=\s*|['\"]?:)(\s*)")
+_FLAG = re.compile(rf"(?<![\w-])(--?[A-Za-z][\w-]*)(['\"]?(?:\s+|\s*,\s*))({_VALUE.pattern})")
 _BEARER = re.compile(r"\b(Bearer|Basic)(\s+)(?=[\w.~+/=-]*[\d=])[\w.~+/=-]{6,}")
 _INSIDE = re.compile(r"[{,]\s*['\"]?([\w.@/-]+)['\"]?\s*:")  # a key of a mapping in an override
 
@@ -322,8 +323,10 @@ def _pairs_masked(text: str) -> str:
     parts, end = [], 0
     for found in _PAIR.finditer(text):
         key, sign, space = found.groups()
+        if found.start() < end or not is_secret(key):
+            continue
         value = _VALUE.match(text, found.end())
-        if found.start() < end or value is None or not hides(key, value[0]):
+        if value is None or not hides(key, value[0]):
             continue
         quotation = value[0][0] if value[0][0] in "'\"" else ""
         looks_random = len(value[0]) >= 8 and any(letter.isdigit() for letter in value[0])

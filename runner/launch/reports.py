@@ -45,7 +45,17 @@ class Reports:
     @classmethod
     def served(cls) -> Reports:
         """Return reports that other processes of this machine can reach by :attr:`port`."""
-        return cls(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        # Given a host alone, the store would listen on all interfaces.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return cls(store)
 
     @classmethod
     def at(cls, port: int) -> Reports:

@@ -47,7 +47,7 @@ def _may_be_called(one: Recorded) -> bool:
         return _is_known(made)
     if inspect.ismethod(made):
         return made.__name__ in _METHODS and _is_of_transformers(made.__self__)
-    return _is_factory(one.target, made)
+    return _is_factory(one, made)
 
 
 def _named(target: str) -> Any:
@@ -101,8 +101,9 @@ def _is_of_transformers(kind: Any) -> bool:
     return _is_known(kind) or (chooses and kind.__name__.startswith(("AutoModel", "AutoConfig")))
 
 
-def _is_factory(target: str, made: Any) -> bool:
+def _is_factory(recorded: Recorded, made: Any) -> bool:
     """Return whether a function is one that makes a part of a training, by its name."""
+    target = recorded.target
     if target in _project_factories() or target == "timm.create_model":
         return True
     module, name = str(getattr(made, "__module__", "")), target.rpartition(".")[2]
@@ -111,7 +112,9 @@ def _is_factory(target: str, made: Any) -> bool:
 
         return name == "get_model" or name in list_models()
     if target.startswith("torch.nn.functional."):
-        return module in ("torch.nn.functional", "torch._C._nn", "torch._jit_internal", "torch")
+        # Only a loss, by one name: all of torch can be reached through this module.
+        is_loss = name.endswith(("loss", "entropy", "entropy_with_logits", "kl_div"))
+        return recorded.key == "loss._target_" and target.count(".") == 3 and is_loss
     if target.startswith("transformers."):
         return module == "transformers.optimization" and "_schedule" in name
     return False

@@ -152,6 +152,8 @@ STRANGE = [
         "data._target_": "torch.utils.data.DataLoader",
         "scheduler._target_": "transformers.Trainer",
         "optimizer.hook._target_": "torch.utils.data.random_split",
+        "model.width._target_": "torch.nn.functional.torch.from_file",
+        "optimizer.other._target_": "torch.nn.functional.mse_loss",  # an argument is no loss
         "loss._target_": "timm.create_model",  # with arguments by which it loads pickles
     },
 ]
@@ -167,8 +169,8 @@ def test_a_record_calls_what_it_names_only_if_that_is_known_or_trusted(
     config = yaml.safe_load(file.read_text())
     config |= {"trust": True, "callbacks": [{}], "loss": {"checkpoint_path": "x"}}
     config["eval"]["metrics"] = [{"_target_": "torchmetrics.F1Score"}]
-    config["optimizer"] |= {"nested": [{"deep": {"file": "x"}}], "hook": {}}
-    config["model"] |= {"_target_": "runner.models.cnn.DigitsCNN"}
+    config["optimizer"] |= {"nested": [{"deep": {"file": "x"}}], "hook": {}, "other": {}}
+    config["model"] |= {"_target_": "runner.models.cnn.DigitsCNN", "width": {}}
     config["callbacks"][0] = {"_target_": "runner.train.callbacks.EarlyStopping"}
     for key, target in targets.items():
         section = config

@@ -190,3 +190,10 @@ def test_what_is_ordinary_is_shown():
     assert masked_words(words) == words
     text = "token: must be given, and a password: too; loss=0.25 at https://host/x, eos_token=</s>"
     assert hidden(text) == text
+
+
+@pytest.mark.parametrize("word", ["ab", "-a", "a.", "1a", "${a}", "a://"])
+def test_a_long_word_of_a_message_is_read_in_one_go(word):
+    """With a pattern that starts anew at each letter this takes hours, until the test times out."""
+    text = f"cannot decode {word * 100_000}, see https://host/page"
+    assert hidden(text) == text

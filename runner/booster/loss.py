@@ -169,6 +169,22 @@ class WindowLoss:
             self.ignored, self._shifts = divisor.ignored, divisor.shifts
         self.unproved = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found, so that a training that continues need not measure again."""
+        state: dict[str, Any] = {"unproved": self.unproved}
+        if self._found is not None:
+            divisor = self._found._asdict()
+            state["divisor"] = {name: value for name, value in divisor.items() if value is not None}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, unless what a mean divides by is known here."""
+        if not self.unproved:
+            return
+        if "divisor" in state:
+            self.use(Divisor(**state["divisor"]))
+        self.unproved = state["unproved"]
+
     def items(self, batch: Any) -> Count:
         targets, named = self._labels(batch), named_parts(batch) is not None
         if targets is None:

@@ -212,7 +212,7 @@ class Trainer:
             windows,
             [each for each in several if each is not None],
             self.plugin.rank,
-            {"skips": self.skipped_steps, "callbacks": self.callbacks},
+            {"skips": self.skipped_steps, "callbacks": self.callbacks, "loss": self.loss},
         )
 
     def _bind(self, given: Sequence[Algorithm] | Algorithm) -> ClipMode:

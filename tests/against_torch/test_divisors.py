@@ -293,3 +293,28 @@ def test_a_sum_of_ones_own_is_divided_by_nothing():
 def test_items_of_another_name_are_refused():
     with pytest.raises(ValueError, match="auto, samples, labels or none, not 'sample'"):
         Loss(items="sample")
+
+
+class Handmade(Gpt):
+    """Ignores -1 by hand, which only a batch with such labels shows."""
+
+    def forward(self, x, targets=None):
+        logits = self.head(x)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none"
+        )
+        kept = targets.flatten() >= 0
+        return logits, (losses * kept).sum() / kept.sum()
+
+
+def test_a_continued_training_counts_what_was_found_before():
+    x, y = tokens(1, 9)
+    first = Trainer(made(Handmade), halves(x, y, named), "1ba", accumulation_steps=2)
+    first.fit()
+    found = first.loss.state_dict()
+    assert not found["unproved"]
+    second = Trainer(made(Handmade), halves(x, y, named), "1ba", accumulation_steps=2)
+    second.state.load_state_dict(first.state.state_dict())
+    assert second.loss.state_dict() == found
+    batch = named(x, y)
+    assert second.loss.items(batch) == first.loss.items(batch)

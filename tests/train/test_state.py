@@ -192,7 +192,7 @@ def test_the_state_has_all_parts_and_is_read_between_steps_alone():
     state = made.state.state_dict()
     assert state["loss_scale"] == {"scale": 2.0**17, "finite_steps": 1}
     wanted = {"progress", "meter", "clip", "optimizer", "loss_scale", "schedulers", "random"}
-    assert state.keys() == wanted | {"skips", "microbatch", "callbacks"}
+    assert state.keys() == wanted | {"skips", "microbatch", "callbacks", "loss"}
     for keep, searches in (((), 5), ({"metrics"}, 0)):  # a branch counts its own steps alone
         other = trainer(Rows(), partitioned, precision="fp16", loss_scale=LossScale(2.0**10, 2))
         other.state.load_state_dict(state | {"skips": state["skips"] | {"searches": 5}}, keep)

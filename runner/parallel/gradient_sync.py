@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress, islice
+from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakMethod, ref
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.clip.shard import local
-from runner.parallel.collectives import all_reduce, broadcast, buckets, flat_of, on_any_rank, unpack
+from runner.parallel.bucket import Bucket, divided
+from runner.parallel.collectives import all_reduce, broadcast, on_any_rank
 from runner.parallel.hooks import register
 from runner.parallel.mesh import Axes, split_parameters
 
@@ -94,8 +95,13 @@ class Averaging:
 
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
     those of all buckets before it are complete, in a group of its own. :meth:`finish` sends the
-    others; on a CPU the last one carries what ranks agree on. By ids: how many ``backwards``
-    accumulate a gradient (1 if not given), and which are ``waiting`` for their end.
+    others; on a CPU the last one, which is small, carries what ranks agree on.
+
+    Args:
+        replicas: the parameters, and the ranks that hold copies of them.
+        backwards: by id of a parameter, how often a window accumulates its gradient in backward
+            passes that are not under ``no_sync``; once by default.
+        waiting: ids of parameters whose gradients are averaged in :meth:`finish` alone.
     """
 
     held = False  # whether backward passes run under ``no_sync`` now, and send nothing
@@ -107,31 +113,46 @@ class Averaging:
         alone = self._shared is None or self._shared.size() == 1
         self._late = [p for p in parameters if alone or id(p) in waiting]
         self._parameters = [p for p in parameters if not (alone or id(p) in waiting)]
-        self._sent: list[tuple[Tensor, Any]] = []
+        self._sent: list[Bucket] = []
         self._group = None if alone else own_group(self, self._sent, self._shared)
         self._backwards = backwards
         self._carries = any(p.device.type == "cpu" for p in self._parameters)
+        self._trained: list[bool] | None = None
         self._begin()
         noting = WeakMethod(self._note)  # A hook lives as long as its parameter.
 
         def note(parameter: Tensor) -> None:
-            if (found := noting()) is not None:
-                found(parameter)
+            averaging = noting()
+            if averaging is not None:
+                averaging(parameter)
 
         for parameter in self._parameters:
             register(note, parameter, after=True)
 
     def _begin(self) -> None:
-        """Begin a step: divide the trained parameters into buckets, none of which is sent."""
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
-        order = [p for p in reversed(self._parameters) if p.requires_grad]
-        self._open = [len(bucket) for bucket in buckets([local(p) for p in order])]
-        rest = iter(order)
-        self._buckets = [list(islice(rest, length)) for length in self._open or [0] * self._carries]
-        self._bucket_of = {id(p): at for at, bucket in enumerate(self._buckets) for p in bucket}
-        self._left = {id(p): self._backwards.get(id(p), 1) for p in order}
+        """Begin a step: no gradient is complete, and no bucket sent."""
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:
+            self._trained = trained
+            self._divide()
+        for bucket in self._buckets:
+            bucket.open = len(bucket.parameters)
+        self._left = dict(self._passes)
         self._sent.clear()
         self._then: dict[int, tuple[Tensor | None, int]] = {}  # what autograd wrote last
+
+    def _divide(self) -> None:
+        """Divide the trained parameters into buckets, in the order of the backward pass."""
+        order = [p for p in reversed(self._parameters) if p.requires_grad]
+        runs = divided(order)
+        if self._carries and not runs:
+            runs = [[]]
+        self._buckets = [Bucket(run) for run in runs]
+        if self._carries:
+            # changed in place, and written to after it was sent; which parameters have a gradient
+            self._buckets[-1] = Bucket(runs[-1], flags=2 + len(self._parameters))
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._passes = {id(p): self._backwards.get(id(p), 1) for p in order}
 
     def _note(self, parameter: Tensor) -> None:
         key = id(parameter)
@@ -140,56 +161,68 @@ class Averaging:
             return  # Or it was frozen when the step began.
         self._left[key] -= 1
         if self._left[key] == 0:
-            self._open[self._bucket_of[key]] -= 1
-            most = len(self._open) - self._carries
-            while len(self._sent) < most and self._open[len(self._sent)] == 0:
+            self._bucket_of[key].open -= 1
+            most = len(self._buckets) - self._carries
+            while len(self._sent) < most and self._buckets[len(self._sent)].open == 0:
                 self._send()
 
     @torch.no_grad()
     def _send(self, flags: Sequence[bool] = ()) -> None:
-        """Send the next bucket, and flags; a gradient that this rank does not have is zero."""
+        """Send the next bucket; the last one with ``flags``."""
         bucket = self._buckets[len(self._sent)]
-        parts = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
         last = self._carries and bucket is self._buckets[-1]
-        flat = flat_of([*parts, *[torch.tensor(flags, dtype=torch.float32)] * last])
         group = self._shared if last else self._group  # sent at the same place by all ranks
-        self._sent.append((flat, dist.all_reduce(flat, group=group, async_op=True)))
+        assert group is not None
+        bucket.send(group, self._divisor, flags if last else ())
+        self._sent.append(bucket)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Average all gradients over ranks, as :func:`average`; every rank calls it once a step."""
-        pairs = [(written(p), self._then[id(p)]) for p in self._parameters if id(p) in self._then]
-        again = [now[0] for now, then in pairs if now[0] is then[0] and now[1] != then[1]]
-        changed = [p.requires_grad for p in self._parameters] != self._trained or bool(again)
-        changed |= min(self._left.values(), default=0) < 0
-        changed |= any(now[0] is not then[0] for now, then in pairs)
-        # Only here an accelerator is waited for: zeros are what zero_grad has left of a window.
-        wrote = any(bool(g is not None and local(g).any()) for g in again)
+        changed, wrote = self._changes()
         flags = [changed, wrote, *(p.grad is not None for p in self._parameters)]
         if self._parameters and not self._carries:  # on the host: no accelerator is waited for
             flags = on_any_rank(flags, self._shared)
         while len(self._sent) < len(self._buckets):
             self._send(flags)
-        for _, work in reversed(self._sent):  # the last one has the time limit of the shared group
-            work.wait()
+        # The last one first: it has the time limit of the shared group.
+        carried = [bucket.wait() for bucket in reversed(self._sent)]
         if self._carries:
-            flags = [number > 0 for number in self._sent[-1][0][-len(flags) :].tolist()]
+            flags = carried[0]
         if flags[1]:
             raise ValueError(
                 "gradients were changed in place before they were averaged over ranks: call "
                 "optimizer.unscale() before that, and clip by optimizer.clip_grad_by_norm, say"
             )
-        used = {id(p) for p, by_any in zip(self._parameters, flags[2:], strict=True) if by_any}
-        for bucket, (flat, _) in () if flags[0] else zip(self._buckets, self._sent, strict=True):
-            for parameter in bucket:
-                if parameter.grad is None and id(parameter) in used:
-                    parameter.grad = torch.empty_like(parameter)
-            here = [local(torch.empty_like(p) if p.grad is None else p.grad) for p in bucket]
-            unpack(flat.mul_(1.0 / self._divisor), here)
+        if not flags[0]:
+            used = {id(p) for p, by_any in zip(self._parameters, flags[2:], strict=True) if by_any}
+            for bucket in self._buckets:
+                bucket.hand_out(used)
         self._begin()
         if flags[0]:
             average(self._parameters, self._shared, self._divisor)
         average(self._late, self._shared, self._divisor)
+
+    def _changes(self) -> tuple[bool, bool]:
+        """Return whether what was sent is no longer what there is, and whether it was written to.
+
+        Only the second answer waits for an accelerator, where a gradient was written to: zeros are
+        what ``zero_grad`` has left of a window.
+        """
+        changed = [p.requires_grad for p in self._parameters] != self._trained
+        changed |= min(self._left.values(), default=0) < 0
+        wrote = False
+        for parameter in self._parameters:
+            then = self._then.get(id(parameter))
+            if then is None:
+                continue
+            gradient, version = written(parameter)
+            if gradient is not then[0]:
+                changed = True
+            elif version != then[1]:
+                changed = True
+                wrote |= gradient is not None and bool(local(gradient).any())
+        return changed, wrote
 
 
 def written(parameter: Tensor) -> tuple[Tensor | None, int]:

@@ -236,14 +236,14 @@ def watch_parameters(model: nn.Module, final: Callable[[Tensor], None]) -> None:
     """
     usual: list[int] = []  # of a gradient that shares its memory with no other
     single = nn.Parameter(torch.ones(2))
-    register(lambda p: usual.append(_uses(p.grad)), single, after=True)
+    register(lambda p: usual.append(storage_uses(p.grad)), single, after=True)
     with torch.enable_grad():
         (single * 2.0).sum().backward()  # type: ignore[no-untyped-call]
 
     def note(parameter: Tensor) -> None:
         gradient = parameter.grad
         strided = gradient is not None and gradient.layout is torch.strided
-        if strided and _uses(gradient) > usual[0]:
+        if strided and storage_uses(gradient) > usual[0]:
             parameter.grad = gradient.clone()  # type: ignore[union-attr]
         del gradient
         final(parameter)
@@ -252,5 +252,6 @@ def watch_parameters(model: nn.Module, final: Callable[[Tensor], None]) -> None:
         register(note, parameter, after=True)
 
 
-def _uses(tensor: Any) -> int:
+def storage_uses(tensor: Any) -> int:
+    """Return how many tensors share the memory of ``tensor``, itself and passing ones included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -220,3 +220,27 @@ def several():
 
 def test_two_models_send_apart_and_a_dropped_window_leaves_nothing():
     assert run_ranks(several, 2) == [([], (True, True, True, 2), [[]] * 6)] * 2
+
+
+def gradients_that_are_held():
+    """Gradients of a step that somebody still holds, after further steps and as they were."""
+    torch.manual_seed(1)
+    model = Forked().double()
+    booster = Booster(plugin=Hybrid())
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    held, copies = [], []
+    for none in (True, False, True):
+        boosted(torch.randn(4, 5, generator=draw, dtype=torch.float64)).square().sum().backward()
+        optimizer.unscale()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        held += [gradient[:1] for gradient in gradients] if none else []
+        copies += [gradient[:1].clone() for gradient in gradients] if none else []
+        optimizer.zero_grad(set_to_none=none)
+    return [torch.equal(part, copy) for part, copy in zip(held, copies, strict=True)]
+
+
+def test_gradients_that_somebody_holds_are_not_written_by_later_steps():
+    for equal in run_ranks(gradients_that_are_held, 2):
+        assert len(equal) > 4
+        assert all(equal)

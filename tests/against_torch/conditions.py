@@ -513,9 +513,7 @@ CONDITIONS = {
         passes=penalized,
         refused={SHARDED: "storage of size 0", ("tensor",): "differentiate twice"} | IN_STAGES,
     ),
-    "divisor": Condition(
-        criterion=weighted, refused={STAGES: r"the mean loss of a batch .* loss_items\(targets\)"}
-    ),
+    "divisor": Condition(criterion=weighted),
     "divisor stated": Condition(criterion=STATED),
     "lamb": Condition(optimizer=by(Lamb, lr=0.05), refused=PARTS),
     "adafactor": Condition(optimizer=by(Adafactor, lr=0.05), refused=SHARDS),

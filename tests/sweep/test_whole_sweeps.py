@@ -55,7 +55,7 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
     assert (plain.folder / "report.html").stat().st_mtime_ns > page.st_mtime_ns
     assert plain.record()["runs"] == record["runs"]
     assert leaks(plain.planted, plain.sweeps) == {}
-    assert all("+model.api_key=***" in run["words"] for run in record["runs"])
+    assert all("+model.others.api_key=***" in run["words"] for run in record["runs"])
 
 
 def test_joblib_runs_what_is_left_two_at_once_with_the_same_results(plain, command, here):

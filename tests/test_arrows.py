@@ -10,22 +10,24 @@ import runner
 
 ROOT = Path(runner.__file__).parent
 ARROWS = {
-    "cli": "sweep tools bench report launch",
-    "sweep": "launch run_folder report",
+    "cli": "sweep verify calibrate bench report launch",
+    "sweep": "request launch run_folder report",
     "launch": "train telemetry run_folder",
-    "tools": "train telemetry",
-    "bench": "launch train",
+    "verify": "train telemetry",
+    "calibrate": "train telemetry",
+    "bench": "request launch train",
     "train": "checkpoint booster telemetry optim data models",
     "checkpoint": "booster run_folder",
     "telemetry": "clip run_folder optim",
     "booster": "parallel clip data",
     "parallel": "clip",
     "report": "run_folder",
-    **dict.fromkeys(("run_folder", "optim", "clip", "data", "models", "config"), ""),
+    **dict.fromkeys(("request", "run_folder", "optim", "clip", "data", "models", "config"), ""),
 }
 """What each folder is built on. It may also import what these are built on, and ``config``."""
 FOREIGN = {
-    "config": "torch wandb",
+    "config": "torch hydra wandb",
+    "request": "torch wandb",
     "clip": "hydra omegaconf wandb numpy",
     "parallel": "hydra omegaconf wandb",
     "booster": "hydra omegaconf wandb",

@@ -11,10 +11,10 @@ from torch.nn.functional import cross_entropy
 
 from runner.cli import pages
 from runner.cli.main import COMMANDS
-from runner.config import recipes
 from runner.config.folders import find, options
-from runner.config.request import request
 from runner.data.dataset import TensorPairs, collate_pairs
+from runner.request import recipes
+from runner.request.request import request
 from runner.run_folder import files, keys
 from tests.process import ROOT
 

@@ -22,8 +22,8 @@ from runner.bench.clip import SCALE, gpt
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
 from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
 from runner.clip import Layout, build, total_norm
-from runner.config.request import request
 from runner.launch.supervise import train
+from runner.request.request import request
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,

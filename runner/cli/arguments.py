@@ -15,13 +15,13 @@ from typing import Any
 from runner.cli import Parser, folder
 from runner.config.environment import joins, started_rank
 from runner.config.identity import digest
-from runner.config.jobs import Job, Where
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.request import Request, request
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
+from runner.request.jobs import Job, Where
+from runner.request.request import Request, request
 from runner.run_folder.status import earlier_record
 from runner.run_folder.strict_json import obstacle
 from runner.telemetry.sinks.console import announce, print_line

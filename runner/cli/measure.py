@@ -11,7 +11,6 @@ from runner.bench import TABLES
 from runner.cli import checkpoint_parser, chosen, command_parser, folder, new_folder
 from runner.cli.arguments import check_jobs, on_ranks, require_same, single
 from runner.config.environment import joins, started_rank
-from runner.config.jobs import recorded
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
@@ -20,6 +19,7 @@ from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
 from runner.launch.supervise import importing_torch
+from runner.request.jobs import recorded
 from runner.run_folder import files
 from runner.run_folder.status import provenance
 from runner.run_folder.strict_json import write_object
@@ -48,7 +48,7 @@ def calibrate(words: Sequence[str]) -> int:
         raise RequestError([Problem("clip", config.clip.mode, message)])
     given = Path(config.calibrate.output) if config.calibrate.output else None
     home = new_folder("calibration", "calibrate.json", "calibrate.output", given)
-    from runner.tools.calibrate import describe, end_of, execute, lines
+    from runner.calibrate.calibrate import describe, end_of, execute, lines
 
     steps = end_of(config).value
     sinks = [] if joins() else [TerminalSink(steps, config.log.flush, title="calibration")]
@@ -79,8 +79,8 @@ def verify(words: Sequence[str]) -> int:
     _require_two_sides(config)
     typed = wanted.folder if any("hydra.run.dir=" in word for word in words) else None
     home = new_folder("verification", FILE, "hydra.run.dir", typed)
-    from runner.tools.comparison import last_line, lines
-    from runner.tools.verify import execute
+    from runner.verify.comparison import last_line, lines
+    from runner.verify.verify import execute
 
     if not joins():
         print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")

@@ -14,8 +14,8 @@ from runner.cli import checkpoint_parser, chosen, command_parser
 from runner.config.folders import find, options, read_yaml
 from runner.config.notation import first_few, plural
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
-from runner.config.recipes import files_of
 from runner.launch.failure import Failure
+from runner.request.recipes import files_of
 from runner.run_folder.strict_json import obstacle, write_text
 from runner.telemetry.sinks.console import print_line
 
@@ -85,7 +85,7 @@ def dashboard(words: Sequence[str]) -> int:
         raise Failure("the workspace was not saved: wandb is told to be offline (WANDB_MODE)")
     # A process of its own asks the server: wandb's client waits for minutes, and ends with it.
     command = [sys.executable, "-W", "ignore", "-c"]
-    command += ["from runner.tools.dashboard import main; main()"]
+    command += ["from runner.telemetry.sinks.dashboard import main; main()"]
     command += [asked.project, asked.entity, asked.group, asked.name]
     # No reports to wandb's own servers, where nothing else is sent either; 6 seconds.
     quick = {"WANDB_ERROR_REPORTING": "false", "WANDB_HTTP_TIMEOUT": "6"}

@@ -5,12 +5,12 @@ from typing import Any
 
 from runner.cli.arguments import check_jobs, checked, composed, read, require_same
 from runner.config.environment import joins, started_rank
-from runner.config.jobs import write_composition
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.request import Request, answer, composed_text, help_text
 from runner.launch import resume, signals
+from runner.request.jobs import write_composition
+from runner.request.request import Request, answer, composed_text, help_text
 from runner.run_folder import files
 from runner.run_folder.status import claimed
 from runner.run_folder.strict_json import read_object

@@ -23,12 +23,12 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext
 from omegaconf import OmegaConf
 
-from runner.config.composer import SUBDIR, refer_to, spelled_out
-from runner.config.jobs import Job, Where, setting, unresolved, write_yaml
 from runner.config.problem import Problem, RequestError
-from runner.config.request import Request
 from runner.launch import signals
 from runner.report.page import written
+from runner.request.composer import SUBDIR, refer_to, spelled_out
+from runner.request.jobs import Job, Where, setting, unresolved, write_yaml
+from runner.request.request import Request
 from runner.run_folder import files
 from runner.run_folder.status import Entry, SweepRecord, changed, claimed, now
 from runner.sweep import live

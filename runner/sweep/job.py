@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from runner.config.environment import slurm_job
 from runner.config.folders import outputs
 from runner.config.identity import config_hash
-from runner.config.jobs import LAUNCHERS, resolved_and_recorded, write_composition
 from runner.config.masking import masked_words
 from runner.config.schema import parse
 from runner.launch import signals
 from runner.report.page import written
+from runner.request.jobs import LAUNCHERS, resolved_and_recorded, write_composition
 from runner.run_folder import files
 from runner.run_folder.status import Entry, SweepRecord, changed, claimed
 from runner.run_folder.strict_json import disk_full

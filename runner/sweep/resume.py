@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from runner.config.jobs import Job
 from runner.config.problem import RequestError
-from runner.config.request import Request
 from runner.launch.resume import WORDS, named, newest, problems
+from runner.request.jobs import Job
+from runner.request.request import Request
 from runner.run_folder import files, keys
 from runner.run_folder.status import Entry, SweepRecord, is_unfinished, objective_of
 from runner.run_folder.strict_json import read_object

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from runner.config.request import request
-from runner.tools.calibrate import end_of
+from runner.calibrate.calibrate import end_of
+from runner.request.request import request
 from runner.train import build
 
 SAMPLES, BATCH, EPOCHS = 144, 8, 2

@@ -6,8 +6,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
+from runner.calibrate.calibrate import Histogram, distribution, suggest, would_clip
 from runner.config.modes import info_of
-from runner.tools.calibrate import Histogram, distribution, suggest, would_clip
 
 NORMAL = NormalDist(0.5, 0.7)
 VALUES = np.exp([NORMAL.inv_cdf((i + 0.5) / 2000) for i in range(2000)])

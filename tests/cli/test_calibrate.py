@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
+from runner.calibrate.calibrate import commands
 from runner.cli.main import main
-from runner.config.request import request
-from runner.tools.calibrate import commands
+from runner.request.request import request
 from tests.launch.ends import read, rows_of
 
 SMALL = ["data=synthetic", "data.samples=256", "device=cpu", "train.max_duration=2ep"]

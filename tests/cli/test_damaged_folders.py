@@ -10,7 +10,7 @@ import yaml
 
 from runner.checkpoint.content import STATE_KEYS
 from runner.cli.main import main
-from runner.config.request import request
+from runner.request.request import request
 from tests.report.examples import NORM, rows, sweep, write_run
 
 DEEP = 200_000

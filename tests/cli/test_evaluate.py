@@ -9,7 +9,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from runner.cli.main import main
-from runner.config.jobs import recorded
+from runner.request.jobs import recorded
 from runner.run_folder import files
 from runner.train import build
 from tests.launch.ends import rows_of

@@ -5,11 +5,11 @@ import pickle
 import pytest
 from omegaconf import open_dict
 
-from runner.config.composer import refer_to
 from runner.config.identity import config_hash
-from runner.config.jobs import recorded, resolved_and_recorded, write_yaml
 from runner.config.problem import RequestError
-from runner.config.request import request
+from runner.request.composer import refer_to
+from runner.request.jobs import recorded, resolved_and_recorded, write_yaml
+from runner.request.request import request
 
 FILES = {
     "model/mine.yaml": "_target_: own.Net\nwidth: 16\n",

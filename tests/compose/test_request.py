@@ -3,7 +3,7 @@
 import pytest
 
 from runner.config.problem import RequestError
-from runner.config.request import request
+from runner.request.request import request
 
 pytestmark = pytest.mark.usefixtures("outputs")
 

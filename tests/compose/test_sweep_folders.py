@@ -6,7 +6,7 @@ import pytest
 
 from runner.cli import arguments
 from runner.config.problem import RequestError
-from runner.config.request import request
+from runner.request.request import request
 from runner.run_folder.status import Entry, SweepRecord
 
 pytestmark = pytest.mark.usefixtures("outputs")

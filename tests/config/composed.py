@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 
 from runner.config.problem import RequestError
-from runner.config.request import request
 from runner.config.schema import parse
+from runner.request.request import request
 
 
 @cache

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from runner.config.folders import find, options, read_yaml
 from runner.config.modes import MODES, NAMES, model_of
-from runner.config.request import request
 from runner.config.schema import parse
+from runner.request.request import request
 from tests.config.composed import changed, plain, problems
 
 FILES = sorted(find("conf").glob("*/*.yaml"))

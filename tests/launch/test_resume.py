@@ -11,8 +11,8 @@ from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.content import STATE_KEYS
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
-from runner.config.request import request
 from runner.launch.resume import ANEW, decide
+from runner.request.request import request
 from runner.run_folder.status import earlier_record
 from tests.process import overriding
 

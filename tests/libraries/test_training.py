@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from runner.config.problem import RequestError
-from runner.config.request import request
 from runner.config.schema import parse
 from runner.data import Data
+from runner.request.request import request
 from runner.train import build
 from runner.train.build import make_trainer
 from runner.train.preflight import check

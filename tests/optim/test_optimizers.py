@@ -7,9 +7,9 @@ from torch.optim import AdamW, Muon
 
 from runner.clip.units import head_weights
 from runner.config.notation import Duration
-from runner.config.request import request
 from runner.models.gpt import GPT
 from runner.optim.muon import hidden_matrices, muon_with_adamw
+from runner.request.request import request
 from runner.train.build import make_trainer
 from tests.clip.reference import refused
 from tests.ranks import run_ranks

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from runner.config import recipes
 from runner.config.folders import find
 from runner.config.modes import NAMES
-from runner.config.request import help_text, request
+from runner.request import recipes
+from runner.request.request import help_text, request
 from tests.launch.ends import rows_of
 from tests.process import run_here
 

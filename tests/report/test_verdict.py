@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from runner.config.request import request
 from runner.report import read, write
 from runner.report.findings import find
 from runner.report.statistics import LEVEL, Difference, compare, holm
 from runner.report.verdict import remarks, verdict
+from runner.request.request import request
 from tests.report.examples import NORM, config, rows, sweep, trained, write_run
 
 NAN = math.nan

@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from runner.cli.main import main
-from runner.config.request import request
 from runner.data import Data
+from runner.request.request import request
 from runner.run_folder.status import objective_of
 from runner.train import build, preflight
 from runner.train.build import execute

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from runner.booster import PipelineParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.booster.plugin import ParallelModel
 from runner.clip import Layout
-from runner.config.request import request
 from runner.config.schema import parse
-from runner.tools.verify import execute
+from runner.request.request import request
 from runner.train import build
+from runner.verify.verify import execute
 
 TOKENS = [
     *("data=synthetic", "data.kind=tokens", "data.sequence_length=12", "data.vocabulary=32"),

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from runner.clip import Decision, Layout, ParamShard, Units
-from runner.tools.comparison import (
+from runner.verify.comparison import (
     compare_mode,
     compare_step,
     disagreements,

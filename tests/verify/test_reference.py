@@ -10,8 +10,8 @@ from torch import nn
 
 from runner.booster.plugin import SinglePlugin
 from runner.config.schema import parse
-from runner.tools.reference import Reference, make_mode, make_samples, switch_off_dropout
 from runner.train import build
+from runner.verify.reference import Reference, make_mode, make_samples, switch_off_dropout
 from tests.verify.requests import IMAGES, net, plain_of
 
 

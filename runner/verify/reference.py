@@ -25,8 +25,8 @@ from runner.data.dataset import collate_pairs, length_of
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples
 from runner.parallel.collectives import on_first
-from runner.tools.comparison import side_of
 from runner.train.build import device_of, make_criterion, make_data, maker
+from runner.verify.comparison import side_of
 
 
 def collate_for(config: RunConfig) -> Callable[[Any], Any]:

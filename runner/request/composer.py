@@ -37,8 +37,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from runner.config.folders import Refusal, find, outputs
 from runner.config.masking import masked_words, remember, secrets_in
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
-from runner.config.recipes import Recipe, files_of, read
 from runner.config.schema import SHORT, owned_keys
+from runner.request.recipes import Recipe, files_of, read
 
 OPEN = ("model", "data", "optimizer", "scheduler", "loss")  # they pass any key to their target
 

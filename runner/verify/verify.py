@@ -24,7 +24,9 @@ from runner.parallel.collectives import from_all, full
 from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
 from runner.telemetry.sinks import Sink
-from runner.tools.comparison import (
+from runner.train import build
+from runner.train.trainer import Log, Trainer
+from runner.verify.comparison import (
     Naive,
     compare_mode,
     compare_step,
@@ -35,9 +37,7 @@ from runner.tools.comparison import (
     tensor_errors,
     worst_naive,
 )
-from runner.tools.reference import Reference, collate_for, make_mode, make_parts, make_samples
-from runner.train import build
-from runner.train.trainer import Log, Trainer
+from runner.verify.reference import Reference, collate_for, make_mode, make_parts, make_samples
 
 BINDS = 0.1  # a derived threshold ÷ the largest value of the first step that is compared with it
 

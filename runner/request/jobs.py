@@ -23,7 +23,6 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.composer import Composed, Composer, reason, refer_to
 from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import NOT_HASHED, config_hash
 from runner.config.masking import (
@@ -38,6 +37,7 @@ from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import SHORT, RunConfig, examine
 from runner.config.trust import Origin, Recorded, unknown
+from runner.request.composer import Composed, Composer, reason, refer_to
 
 Where: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""

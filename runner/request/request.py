@@ -21,15 +21,15 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config import jobs
-from runner.config.composer import OPEN, Composed, Composer, reason, refer_to
 from runner.config.folders import find, outputs
 from runner.config.identity import digest
-from runner.config.jobs import LAUNCHERS, Job, Where
 from runner.config.masking import hidden, masked, masked_words
 from runner.config.problem import NOTHING, Problem, RequestError, leaves, shown
-from runner.config.recipes import purpose
 from runner.config.schema import SHORT, RunConfig, owned_keys
+from runner.request import jobs
+from runner.request.composer import OPEN, Composed, Composer, reason, refer_to
+from runner.request.jobs import LAUNCHERS, Job, Where
+from runner.request.recipes import purpose
 
 _LISTED = "a list of values is a sweep: add -m; one value goes in brackets, [a,b], or in quotes"
 

@@ -1,0 +1,1 @@
+"""The command that measures gradients without clipping and suggests thresholds."""

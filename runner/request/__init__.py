@@ -1,0 +1,1 @@
+"""From overrides to checked configurations, by Hydra."""

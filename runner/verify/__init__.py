@@ -1,0 +1,1 @@
+"""The command that compares the steps of a plugin with the steps of one process."""

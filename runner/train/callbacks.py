@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper, Plugin
 from runner.booster.step_order import finding
-from runner.clip import ClipMode, Decision, Number
+from runner.clip import Decision
 from runner.clip.norms import Powers
 from runner.clip.shard import local
 from runner.config.notation import first_few, higher_is_better, plural, ranks_as_text, rounded
@@ -51,27 +50,32 @@ class Callbacks:
         self._asked: str | None = None
         self.ended: str | None = None
         self._named: dict[str, Any] = {}
-        for each in callbacks:
-            name = f"{type(each).__module__}.{type(each).__qualname__}"
-            if not any(callable(getattr(each, hook, None)) for hook in HOOKS):
+        for callback in callbacks:
+            name = f"{type(callback).__module__}.{type(callback).__qualname__}"
+            if not any(_has(callback, hook) for hook in HOOKS):
                 raise TypeError(f"{name} is no callback: it has none of {', '.join(HOOKS)}")
             while name in self._named:
                 name += "#"
-            self._named[name] = each
+            self._named[name] = callback
 
     def ask(self, reason: str) -> None:
+        """Ask all ranks to end the training after this step."""
         self._asked = self._asked or reason
 
     def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks, then agree over ranks whether the training ends."""
         if not self._named:
             return
-        having = [name for name, each in self._named.items() if callable(getattr(each, hook, None))]
-        for name in having:
-            getattr(self._named[name], hook)(*args)
+        having = [callback for callback in self._named.values() if _has(callback, hook)]
+        for callback in having:
+            getattr(callback, hook)(*args)
         # Microbatches are no place to end, and too many for a collective each.
-        if not having or hook == "on_microbatch" or self.ended is not None:
-            return
-        reasons = [self._asked] * (ranks := self._plugin.world_size)
+        if having and hook != "on_microbatch" and self.ended is None:
+            self._agree_on_end()
+
+    def _agree_on_end(self) -> None:
+        ranks = self._plugin.world_size
+        reasons = [self._asked] * ranks
         if ranks > 1 and any(self._plugin.sum_over_ranks([float(self._asked is not None)])):
             dist.all_gather_object(reasons, self._asked)
         self.ended = next((reason for reason in reasons if reason is not None), None)
@@ -79,20 +83,28 @@ class Callbacks:
             log.info("the training ends early: %s", self.ended)
 
     def state_dict(self) -> dict[str, Any]:
-        named = self._named.items()
-        return {name: each.state_dict() for name, each in named if has_state(each)}
+        return {
+            name: callback.state_dict()
+            for name, callback in self._named.items()
+            if has_state(callback)
+        }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        for name, each in self._named.items():
-            if name in states and has_state(each):
-                each.load_state_dict(states[name])
+        for name, callback in self._named.items():
+            if name in states and has_state(callback):
+                callback.load_state_dict(states[name])
+
+
+def _has(callback: object, hook: str) -> bool:
+    return callable(getattr(callback, hook, None))
 
 
 class Probe:
     """Prints the first weights after each microbatch, to see which of them changes the model."""
 
     def __init__(self, elements: int, say: Callable[[str], None] = print_line) -> None:
-        self._elements, self._say = elements, say
+        self._elements = elements
+        self._say = say
 
     def on_microbatch(self, trainer: Any, number: int, of: int) -> None:
         if trainer.plugin.rank == 0:
@@ -114,9 +126,13 @@ class EarlyStopping:
     ) -> None:
         if patience < 1:
             raise ValueError(f"patience must be at least 1, not {patience}")
-        self.patience, self.metric, self.min_delta = patience, metric, min_delta
+        self.patience = patience
+        self.metric = metric
+        self.min_delta = min_delta
         self._higher = direction == "maximize" if direction else higher_is_better(metric)
-        self.best, self.best_step, self.waited = math.nan, 0, 0
+        self.best = math.nan
+        self.best_step = 0
+        self.waited = 0
 
     def on_start(self, trainer: Any) -> None:
         self._end_if_due(trainer)  # a run that continues after it was to end
@@ -128,7 +144,9 @@ class EarlyStopping:
         gain = value - self.best if self._higher else self.best - value
         better = math.isnan(self.best) or (gain > 0 and gain >= self.min_delta)
         if math.isfinite(value) and better:
-            self.best, self.best_step, self.waited = value, trainer.state.progress.step, 0
+            self.best = value
+            self.best_step = trainer.state.progress.step
+            self.waited = 0
         else:
             self.waited += 1
         self._end_if_due(trainer)
@@ -137,17 +155,21 @@ class EarlyStopping:
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.best_step, self.waited = (state[key] for key in self.state_dict())
+        self.best = state["best"]
+        self.best_step = state["best_step"]
+        self.waited = state["waited"]
 
     def _end_if_due(self, trainer: Any) -> None:
         if self.waited >= self.patience:
             more = f" by {self.min_delta:g}" if self.min_delta else ""
-            often = f"{more} in {plural(self.waited, 'evaluation')}"
+            evaluations = plural(self.waited, "evaluation")
             best = f"(best {self.best:.6g} at step {self.best_step})"
-            trainer.end_early(f"{self.metric} did not improve{often} {best}")
+            trainer.end_early(f"{self.metric} did not improve{more} in {evaluations} {best}")
 
 
 class _Step(NamedTuple):
+    """What describes a step whose gradient may not be finite."""
+
     number: int
     epoch: int
     microbatches: range  # indices in the epoch
@@ -177,33 +199,45 @@ class SkippedSteps:
         if max_skips is not None and max_skips < 1:
             raise ValueError(f"max_skips must be at least 1, or None for never, not {max_skips}")
         self._max_skips = max_skips
-        self.in_a_row = self.searches = 0
+        self.in_a_row = 0
+        self.searches = 0
         self._reported: set[str] = set()  # "spike" and "gradient", once one was
         self._steps: dict[int, _Step] = {}
         self._flush = False
         self._failure: NonFiniteGradient | None = None
 
-    def of(self, booster: Booster, optimizer: OptimizerWrapper, windows: Windows) -> Self:
-        self._booster, self._optimizer, self._windows = booster, optimizer, windows
-        return self
+    def watch(self, booster: Booster, optimizer: OptimizerWrapper, windows: Windows) -> None:
+        """Watch the steps of this training."""
+        self._booster = booster
+        self._optimizer = optimizer
+        self._windows = windows
 
-    def clip(
-        self, mode: ClipMode, before: Progress, window: Window, loss: Number, each: bool
-    ) -> Decision:
-        """Clip the gradients of a step, and keep what describes them if they are not finite."""
-        optimizer, scaling = self._optimizer, self._optimizer.loss_scale
-        scale = None if scaling is None else scaling.scale
-        microbatches = range(window.first, window.first + len(window.batches))
-        step = _Step(before.step + 1, before.epoch, microbatches, scale, None)
-        try:
-            decision = optimizer.clip(mode, fold=True, each=each)
-        except NonFiniteGradient as error:
-            message = f"step {step.number}: {self._describe(step, float(loss), error.finding)}"
-            raise NonFiniteGradient(message, error.advice, error.norm) from None
-        if decision.finite is not True:
-            self._flush = decision.finite is False
-            self._steps[step.number] = step._replace(powers=optimizer.powers)
-        return decision
+    def note(self, decision: Decision, before: Progress, window: Window) -> None:
+        """Keep what describes a step, if its gradient is not finite or a device tells it later."""
+        if decision.finite is True:
+            return
+        self._flush = decision.finite is False
+        step = self._step(before, window)
+        self._steps[step.number] = step
+
+    def described(
+        self, error: NonFiniteGradient, before: Progress, window: Window, loss: float
+    ) -> NonFiniteGradient:
+        """Return an error that names the step, the samples and the ranks; a collective."""
+        step = self._step(before, window)
+        description = self._describe(step, loss, error.finding)
+        message = f"step {step.number}: {description}"
+        return NonFiniteGradient(message, error.advice, error.norm)
+
+    def _step(self, before: Progress, window: Window) -> _Step:
+        loss_scale = self._optimizer.loss_scale
+        return _Step(
+            number=before.step + 1,
+            epoch=before.epoch,
+            microbatches=range(window.first, window.first + len(window.batches)),
+            scale=None if loss_scale is None else loss_scale.scale,
+            powers=self._optimizer.powers,
+        )
 
     def check(self, meter: Meter) -> None:
         if self._flush:
@@ -217,23 +251,21 @@ class SkippedSteps:
         for number, values in steps:
             step = self._steps.pop(number, None)
             if values.spike:
-                found = f"the norm of the gradient is a spike: {rounded(values.norm)}"
-                self._report("spike", number, values.norm, partial(str, found))
+                self._report_spike(number, values.norm)
             elif step is None or math.isfinite(values.norm):
                 self.in_a_row = 0
             elif self._searches(step, values.local_loss):
                 self.searches += 1
             else:
-                describe = partial(self._describe, step, values.local_loss, norm=values.norm)
-                taken = self._booster.nonfinite == "ignore" and step.scale is None
-                self._report("gradient", number, values.norm, describe, taken)
+                self._report_gradient(step, values)
 
     def state_dict(self) -> dict[str, Any]:
         reported = sorted(self._reported)
         return {"in_a_row": self.in_a_row, "reported": reported, "searches": self.searches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.in_a_row, self.searches = state["in_a_row"], state["searches"]
+        self.in_a_row = state["in_a_row"]
+        self.searches = state["searches"]
         self._reported = set(state["reported"])
 
     def _searches(self, step: _Step, loss: float) -> bool:
@@ -243,49 +275,89 @@ class SkippedSteps:
         # All ranks have to agree. The loss of one that does not have it is zero.
         return self._booster.plugin.sum_over_data([float(not math.isfinite(loss))]) == [0.0]
 
-    def _report(
-        self, kind: str, number: int, norm: float, describe: Callable[[], str], taken: bool = False
-    ) -> None:
-        """Count a skipped step; warn of the first one of a kind; fail at the end of a long row."""
-        self.in_a_row += not taken
-        last = not taken and self.in_a_row == self._max_skips
-        if kind in self._reported and not last:
-            return
-        self._reported.add(kind)
-        found, most = describe(), self._max_skips
-        if last:
-            row = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
-            rate = rounded(float(self._optimizer.param_groups[0]["lr"]))
-            half = self._booster.dtype in (torch.float16, torch.bfloat16)
-            advice = f"try a lower learning rate (now {rate}), a longer warm-up of it"
-            advice += ", or precision=fp32" if half else ""
-            advice += "; clip.max_skips sets how many skipped steps end a run"
-            self._failure = NonFiniteGradient(f"{row}: {found}", advice, norm)
-        elif self._booster.plugin.rank == 0:
-            done = "taken with a bad gradient" if taken else "skipped"
-            ends = f". {most} skipped steps in a row (clip.max_skips) end the run"
-            ends = "" if taken or most is None else ends
-            log.warning("step %d was %s: %s%s", number, done, found, ends)
+    def _report_spike(self, number: int, norm: float) -> None:
+        self.in_a_row += 1
+        if self._is_due("spike", skipped=True):
+            description = f"the norm of the gradient is a spike: {rounded(norm)}"
+            self._report(number, norm, description, skipped=True)
 
-    def _describe(self, step: _Step, loss: float, found: str = "", norm: float = 0.0) -> str:
+    def _report_gradient(self, step: _Step, values: StepValues) -> None:
+        """Report a gradient that is not finite; the step may have been taken all the same."""
+        skipped = self._booster.nonfinite != "ignore" or step.scale is not None
+        self.in_a_row += skipped
+        if self._is_due("gradient", skipped):
+            description = self._describe(step, values.local_loss, norm=values.norm)
+            self._report(step.number, values.norm, description, skipped)
+
+    def _is_due(self, kind: str, skipped: bool) -> bool:
+        """Return True for the first report of a kind, and at the end of a long row."""
+        is_first = kind not in self._reported
+        self._reported.add(kind)
+        return is_first or self._ends_run(skipped)
+
+    def _ends_run(self, skipped: bool) -> bool:
+        return skipped and self.in_a_row == self._max_skips
+
+    def _report(self, number: int, norm: float, description: str, skipped: bool) -> None:
+        """Warn of a step; fail at the end of a long row of skipped ones."""
+        if self._ends_run(skipped):
+            row = f"{self.in_a_row} steps in a row were skipped, up to step {number}"
+            self._failure = NonFiniteGradient(f"{row}: {description}", self._advice(), norm)
+        elif self._booster.plugin.rank == 0:
+            event = "skipped" if skipped else "taken with a bad gradient"
+            ends = ""
+            if skipped and self._max_skips is not None:
+                ends = f". {self._max_skips} skipped steps in a row (clip.max_skips) end the run"
+            log.warning("step %d was %s: %s%s", number, event, description, ends)
+
+    def _advice(self) -> str:
+        rate = rounded(float(self._optimizer.param_groups[0]["lr"]))
+        advice = f"try a lower learning rate (now {rate}), a longer warm-up of it"
+        if self._booster.dtype in (torch.float16, torch.bfloat16):
+            advice += ", or precision=fp32"
+        return f"{advice}; clip.max_skips sets how many skipped steps end a run"
+
+    def _describe(self, step: _Step, loss: float, description: str = "", norm: float = 0.0) -> str:
         """Describe the gradient of a step in one line, the same on every rank; a collective."""
         plugin = self._booster.plugin
-        found = found or finding(self._optimizer.layout, step.powers, norm)
-        mine = (plugin.rank, plugin.data_rank, not math.isfinite(loss), found)
-        reports = [mine] * plugin.world_size
+        report = _Report(
+            rank=plugin.rank,
+            data_rank=plugin.data_rank,
+            at_fault=not math.isfinite(loss),
+            description=description or finding(self._optimizer.layout, step.powers, norm),
+        )
+        reports = [report] * plugin.world_size
         if plugin.world_size > 1:
-            dist.all_gather_object(reports, mine)
-        text = reports[0][3]
+            dist.all_gather_object(reports, report)
+        text = reports[0].description
         # Ranks have combined their gradients: only the losses tell whose samples are at fault.
-        at_fault = [report for report in reports if report[2]]
+        at_fault = [report for report in reports if report.at_fault]
         if at_fault and len(reports) > 1:
-            text += f", from {ranks_as_text([rank for rank, *_ in at_fault])}"
+            text += f", from {ranks_as_text([report.rank for report in at_fault])}"
         text += ". A loss is not finite" if at_fault else ". All losses are finite"
-        data_ranks = sorted({data_rank for _, data_rank, *_ in at_fault or reports})
-        parts = [self._windows.indices(step.epoch, number) for number in step.microbatches]
-        samples = [str(index) for part in parts if part for at in data_ranks for index in part[at]]
-        if None in parts:
+        samples = self._samples(step, {report.data_rank for report in at_fault or reports})
+        if samples is None:
             return f"{text}. Only loaders of plugin.prepare_dataloader tell the step's samples"
         if plugin.rank == 0:
             log.info("samples of step %d: %s", step.number, ", ".join(samples))
         return f"{text}. Its samples: {first_few(samples, MOST_SAMPLES)}"
+
+    def _samples(self, step: _Step, data_ranks: set[int]) -> list[str] | None:
+        """Return the indices of the samples of data-parallel ranks; None if nothing tells them."""
+        samples: list[str] = []
+        for number in step.microbatches:
+            indices_of_ranks = self._windows.indices(step.epoch, number)
+            if indices_of_ranks is None:
+                return None
+            for data_rank in sorted(data_ranks):
+                samples += [str(index) for index in indices_of_ranks[data_rank]]
+        return samples
+
+
+class _Report(NamedTuple):
+    """What a rank says of a step whose gradient is not finite."""
+
+    rank: int
+    data_rank: int
+    at_fault: bool
+    description: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections import deque
@@ -11,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGINT
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from runner.booster import Booster
-from runner.booster.loss import Criterion, Loss, WindowLoss
+from runner.booster import Booster, NonFiniteGradient
+from runner.booster.loss import Count, Criterion, Loss, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer
@@ -30,11 +31,20 @@ from runner.telemetry.meter import Gauges, Meter, StepMetrics
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.train.callbacks import Callbacks, SkippedSteps
-from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO, Asked, EvalMetrics, Passes, count
+from runner.train.passes import (
+    NO_NOISE_SCALE,
+    NO_UPDATE_RATIO,
+    Asked,
+    EvalMetrics,
+    Passes,
+    Sums,
+    count,
+)
 from runner.train.state import Progress, TrainState, Window, Windows, total_steps
 from runner.train.stop import Stopped, defer, requested
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -171,10 +181,10 @@ class Trainer:
         self.train_dataloader = train_dataloader
         self.max_duration = Duration.parse(str(max_duration))
         self.stop: Callable[[], int] = requested
-        given = eval_dataloader
-        asked = given if isinstance(given, Evaluate) else Evaluate(given)
-        self.eval_dataloader = asked.dataloader
-        self.eval_interval = Duration.parse(str(asked.interval))
+        if not isinstance(eval_dataloader, Evaluate):
+            eval_dataloader = Evaluate(eval_dataloader)
+        self.eval_dataloader = eval_dataloader.dataloader
+        self.eval_interval = Duration.parse(str(eval_dataloader.interval))
         if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
             text = "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
             _logger.warning(text + "the same as one batch of their size", accumulation_steps)
@@ -184,7 +194,7 @@ class Trainer:
         if self.model.pipeline is not None and self.loss.takes_batch:
             raise ValueError("a model that computes its own loss cannot be cut into stages")
         self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
-        self._metrics = EvalMetrics(asked.metrics, self.loss)
+        self._metrics = EvalMetrics(eval_dataloader.metrics, self.loss)
         self._weighs_batches = (
             accumulation_steps > 1
             or self.plugin.data_size > 1
@@ -192,36 +202,40 @@ class Trainer:
             or self.model.pipeline is not None
         )
         windows = Windows(train_dataloader, accumulation_steps)
-        if windows.shares_position(asked.dataloader):
+        if windows.shares_position(self.eval_dataloader):
             raise ValueError(
                 "the training data and the held-out data are one stream, which has one position: "
                 "make it twice, or use num_workers=1"
             )
-        self.saver = next((one for one in callbacks if isinstance(one, CheckpointSaver)), None)
-        skipped = next((one for one in callbacks if isinstance(one, SkippedSteps)), None)
-        self.skipped_steps = (skipped or SkippedSteps()).of(self.booster, self.optimizer, windows)
-        others = [one for one in callbacks if one is not self.saver and one is not skipped]
-        self.callbacks = Callbacks(others, self.plugin)
-        self._log, self._accumulated = log or Log(), accumulation_steps
-        mode, several = self._bind(algorithms), schedulers
-        several = several if isinstance(several, Sequence) else [several]
+        self.saver = _only(CheckpointSaver, callbacks)
+        self.skipped_steps = _only(SkippedSteps, callbacks) or SkippedSteps()
+        self.skipped_steps.watch(self.booster, self.optimizer, windows)
+        called = _without(callbacks, self.saver, self.skipped_steps)
+        self.callbacks = Callbacks(called, self.plugin)
+        self._log = log or Log()
+        self._accumulation_steps = accumulation_steps
+        mode = self._bind(algorithms)
+        if not isinstance(schedulers, Sequence):
+            schedulers = [schedulers]
         self.state = TrainState(
-            self._meter(mode),
-            mode,
-            self.optimizer,
-            windows,
-            [each for each in several if each is not None],
-            self.plugin.rank,
-            {"skips": self.skipped_steps, "callbacks": self.callbacks, "loss": self.loss},
+            meter=self._meter(mode),
+            mode=mode,
+            optimizer=self.optimizer,
+            windows=windows,
+            schedulers=[scheduler for scheduler in schedulers if scheduler is not None],
+            rank=self.plugin.rank,
+            parts={"skips": self.skipped_steps, "callbacks": self.callbacks, "loss": self.loss},
         )
 
-    def _bind(self, given: Sequence[Algorithm] | Algorithm) -> ClipMode:
-        several = [given] if isinstance(given, Algorithm) else given
-        if len(several) > 1:
-            raise ValueError(f"one clipping algorithm at most, not {len(several)}")
-        algorithm = several[0] if several else build("none")
-        clips = algorithm.algorithm if isinstance(algorithm, InBackward) else algorithm
-        mode = clips.mode() if isinstance(clips, GradientClipping) else clips
+    def _bind(self, algorithms: Sequence[Algorithm] | Algorithm) -> ClipMode:
+        """Bind the clipping algorithm to the optimizers, and return its mode."""
+        if isinstance(algorithms, Algorithm):
+            algorithms = [algorithms]
+        if len(algorithms) > 1:
+            raise ValueError(f"one clipping algorithm at most, not {len(algorithms)}")
+        algorithm = algorithms[0] if algorithms else build("none")
+        clipping = algorithm.algorithm if isinstance(algorithm, InBackward) else algorithm
+        mode = clipping.mode() if isinstance(clipping, GradientClipping) else clipping
         if not isinstance(algorithm, InBackward):
             self.optimizer.bind(mode)
         elif algorithm.step and self._log.measurements.update_ratio:
@@ -231,21 +245,26 @@ class Trainer:
         return mode
 
     def _meter(self, mode: ClipMode) -> Meter:
-        log, size, layout = self._log, self.plugin.data_size, self.optimizer.layout
+        log = self._log
+        ranks = self.plugin.data_size
+        layout = self.optimizer.layout
         meter = Meter(log.sinks, log.interval, log.flush, what_if=log.what_if)
-        meter.skips, meter.follow = self.booster.skip is not None, self.skipped_steps.follow
+        meter.skips = self.booster.skip is not None
+        meter.follow = self.skipped_steps.follow
         if log.measurements.noise_scale:
-            apart = layout.group is not None or size < self.plugin.world_size
-            if apart or self._accumulated < 2 or mode.norm_type != 2.0:
+            splits_model = layout.group is not None or ranks < self.plugin.world_size
+            if splits_model or self._accumulation_steps < 2 or mode.norm_type != 2.0:
                 raise ValueError(f"noise_scale {NO_NOISE_SCALE}")
             meter.noise = deque(maxlen=100)
         if log.per_layer or log.measurements.update_ratio:
             updates = log.measurements.update_ratio
             meter.layers = Gauges(layout, mode.norm_type, log.per_layer, updates)
-        if size > 1 or self.model.pipeline is not None:
-            total = self.plugin.sum_over_data
-            meter.mean_over_data = lambda values: [value / size for value in total(values)]
+        if ranks > 1 or self.model.pipeline is not None:
+            meter.mean_over_data = self._mean_over_data
         return meter
+
+    def _mean_over_data(self, values: list[float]) -> list[float]:
+        return [total / self.plugin.data_size for total in self.plugin.sum_over_data(values)]
 
     def fit(self) -> dict[str, Any]:
         """Train until ``max_duration``, from where ``state`` stands.
@@ -260,121 +279,185 @@ class Trainer:
             Stopped: a rank was asked to stop; on every rank, after the checkpoint.
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
         """
-        state, callbacks, shown = self.state, self.callbacks, self._terminal()
-        state.meter.sinks = [*self._log.sinks, *shown]
+        state = self.state
+        terminal = self._terminal()
+        state.meter.sinks = [*self._log.sinks, *terminal]
         try:
-            if self.saver is not None:
-                self.saver.begin(self, state.progress.step)
-            callbacks.call("on_start", self)
-            self.model.train()
-            self._started = time.perf_counter()
-            for window in () if callbacks.ended else state.read(self.max_duration):
-                defer()  # from here on a signal lets the step end
-                self._step(window)
-                if callbacks.ended:
-                    break
-            state.step_schedulers()
-            if self.saver is not None:
-                state.meter.flush()
-                self.saver.finish(self, state.progress.step, state.meter.last)
-            summary = state.meter.summary()
-            if callbacks.ended:
-                summary[keys.ENDED_EARLY] = callbacks.ended
-            callbacks.call("on_end", self, summary)
+            summary = self._train()
         except BaseException as error:
             # What led up to the end is wanted most; a full disk must not hide what ended the run.
             with suppress(Exception):
                 state.meter.flush(together=False)
-            number = SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signal", 0)
-            for sink in shown:
-                sink.close(None, 128 + number if number else 1)
+            signal = SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signal", 0)
+            for sink in terminal:
+                sink.close(None, 128 + signal if signal else 1)
             raise
-        for sink in shown:
+        for sink in terminal:
             sink.close(summary, 0)
         return summary
 
+    def _train(self) -> dict[str, Any]:
+        """Train up to the end, and return the summary."""
+        state = self.state
+        callbacks = self.callbacks
+        if self.saver is not None:
+            self.saver.begin(self, state.progress.step)
+        callbacks.call("on_start", self)
+        self.model.train()
+        self._started = time.perf_counter()
+        for window in () if callbacks.ended else state.read(self.max_duration):
+            defer()  # from here on a signal lets the step end
+            self._step(window)
+            if callbacks.ended:
+                break
+        state.step_schedulers()
+        if self.saver is not None:
+            state.meter.flush()
+            self.saver.finish(self, state.progress.step, state.meter.last)
+        summary = state.meter.summary()
+        if callbacks.ended:
+            summary[keys.ENDED_EARLY] = callbacks.ended
+        callbacks.call("on_end", self, summary)
+        return summary
+
     def _terminal(self) -> list[TerminalSink]:
+        """Return the bar of this training, if it shows one; every step is a row of it."""
         if not self._log.bar or self.plugin.rank > 0 or not is_watched(sys.stderr):
             return []
         if self.plugin.world_size == 1 and transfer.can_read(self.device):  # a flush is collective
             self.state.meter.flush_every = 1
-        end, epoch = self.max_duration, None
+        microbatches = None
         with suppress(TypeError):  # a stream has no length
-            epoch = len(self.train_dataloader)  # type: ignore[arg-type]
-        steps = None if end.unit == "sp" else total_steps(end, epoch, self._accumulated, None)
+            microbatches = len(self.train_dataloader)  # type: ignore[arg-type]
+        steps = None
+        if self.max_duration.unit != "sp":
+            steps = total_steps(self.max_duration, microbatches, self._accumulation_steps, None)
         return [TerminalSink(steps, self._log.interval, "training")]
 
     def _step(self, window: Window) -> None:
         """Take one optimizer step; ``state.progress`` then stands behind it."""
-        state, meter, before = self.state, self.state.meter, self.state.progress
-        # Prepare. The counts of all ranks travel while the first microbatch is computed.
-        first = before.step == 0
+        state = self.state
+        before = state.progress
+        optimizer = self.optimizer
         if self._weighs_batches:
             self.passes.settle(window.batches)
-        asks = Asked(self.stop(), self.saver is not None and self.saver.due())
-        items, sums = count(window, state.windows, self.loss, self.plugin, first, asks)
-        if self.optimizer.steps_in_backward:
+
+        # Microbatches. The counts of all ranks travel while the first one is computed.
+        items, sums = self._count(window)
+        if optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
+        loss, first_square = self._run_microbatches(window, items, sums)
+        total, requests, ends_epoch = sums()
+        progress = before.after(len(window.batches), total.samples, total.tokens, ends_epoch)
+        evaluates = progress.completed(self.eval_interval, before)
+        evaluates = evaluates or progress.reached(self.max_duration)
 
-        # Microbatches
-        squares: list[Number] = []  # of the gradient of the first microbatch
+        # Clip
+        state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
+        gauges = self.state.meter.layers
+        if not evaluates and not self.state.meter.row_due(progress.step):
+            gauges = None
+        try:
+            decision = optimizer.clip(
+                state.mode, fold=True, each=gauges is not None and gauges.per_layer
+            )
+        except NonFiniteGradient as error:
+            raise self.skipped_steps.described(error, before, window, float(loss)) from None
+        self.skipped_steps.note(decision, before, window)
 
-        def after_each(number: int, of: int) -> None:
-            if number == 1 < of and meter.noise is not None and meter.row_due(before.step + 1):
-                squares.append(self.passes.square_of_gradients())
-            self.callbacks.call("on_microbatch", self, number, of)
+        # Step
+        measure_after = None if gauges is None else gauges.begin(optimizer.powers)
+        lr = optimizer.optimizers[0].param_groups[0]["lr"]
+        optimizer.step()
+        layers = None if measure_after is None else measure_after()
+        measure_after = None  # it holds a copy of the weights
+        state.schedulers_behind = True
+        optimizer.zero_grad()
+        self.callbacks.call("on_microbatch", self, len(items), len(items))
+
+        # Record
+        state.progress = progress
+        metrics = StepMetrics(
+            step=progress.step,
+            local_loss=loss,
+            decision=optimizer.decision or decision,  # the step completes a limit of updates
+            lr=lr,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            seconds=time.perf_counter() - self._started,
+            layers=layers,
+            first=self._first_microbatch(first_square, items, total),
+        )
+        self._record(metrics, evaluates)
+        self._save_or_stop(requests, before)
+        self._started = time.perf_counter()
+
+    def _count(self, window: Window) -> tuple[list[float | None], Callable[[], Sums]]:
+        """Count the items of a window, and start to sum them over all ranks."""
+        saves = self.saver is not None and self.saver.due()
+        return count(
+            window,
+            self.state.windows,
+            self.loss,
+            self.plugin,
+            first=self.state.progress.step == 0,
+            asked=Asked(stop=self.stop(), save=saves),
+        )
+
+    def _run_microbatches(
+        self, window: Window, items: Sequence[float | None], sums: Callable[[], Sums]
+    ) -> tuple[Number, Number | None]:
+        """Run the passes of a window; return this rank's loss, and ‖G‖² of its first microbatch."""
+        meter = self.state.meter
+        first_square: Number | None = None
+        measures = meter.noise is not None and meter.row_due(self.state.progress.step + 1)
+
+        def after_each(number: int, microbatches: int) -> None:
+            nonlocal first_square
+            if measures and number == 1:
+                first_square = self.passes.square_of_gradients()
+            self.callbacks.call("on_microbatch", self, number, microbatches)
 
         loss = self.passes.accumulate(window.batches, items, lambda: sums()[0].items, after_each)
-        total, asked, last = sums()
-        at = before.after(len(window.batches), total.samples, total.tokens, last)
-        evaluates = at.completed(self.eval_interval, before) or at.reached(self.max_duration)
+        return loss, first_square
 
-        # Clip and step
-        gauges = meter.layers if evaluates or meter.row_due(at.step) else None
-        state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
-        each = gauges is not None and gauges.per_layer
-        decision = self.skipped_steps.clip(state.mode, before, window, loss, each)
-        measured = None if gauges is None else gauges.begin(self.optimizer.powers)
-        lr = self.optimizer.optimizers[0].param_groups[0]["lr"]
-        self.optimizer.step()
-        decision = self.optimizer.decision or decision
-        layers = None if measured is None else measured()
-        measured = None  # it holds a copy of the weights
-        state.schedulers_behind = True
-        self.optimizer.zero_grad()
-        after_each(len(items), len(items))
+    def _first_microbatch(
+        self, square: Number | None, items: Sequence[float | None], total: Count
+    ) -> tuple[Number, float, int]:
+        """Return what the noise scale needs of the first microbatch: ‖G‖², its share, samples."""
+        share = (items[0] or 0.0) / (total.items or 1.0)
+        if square is None or not 0 < share < 1:
+            return math.nan, 0.0, 0
+        # Its gradient was weighted as a part of the mean over all ranks.
+        return square / (share * self.plugin.data_size) ** 2, share, total.samples
 
-        # Record and evaluate
-        state.progress = at
-        now = time.perf_counter()
-        counted = (at.samples, at.tokens, now - self._started)
-        share, size = (items[0] or 0.0) / (total.items or 1.0), self.plugin.data_size
-        known = [one / (share * size) ** 2 for one in squares if 0 < share < 1]
-        alone = [(square, share, total.samples) for square in known]
-        metrics = StepMetrics(at.step, loss, decision, lr, *counted, layers, *alone)
+    def _record(self, metrics: StepMetrics, evaluates: bool) -> None:
+        """Call the callbacks, evaluate where that is due, and keep the metrics of a step."""
+        meter = self.state.meter
         self.callbacks.call("on_step", self, metrics)
-        evaluates = evaluates or self.callbacks.ended is not None
-        evaluation = self.evaluate() if evaluates else None
+        evaluation = None
+        if evaluates or self.callbacks.ended is not None:
+            evaluation = self.evaluate()
         meter.push(metrics, evaluation)
-        if decision.finite is not True:
+        if metrics.decision.finite is not True:
             self.skipped_steps.check(meter)
         if evaluation:
             self.callbacks.call("on_evaluate", self, dict(evaluation))
-        self._save_or_stop(asked, before)
-        self._started = time.perf_counter()
 
-    def _save_or_stop(self, asked: Asked, before: Progress) -> None:
-        at, saver, meter = self.state.progress, self.saver, self.state.meter
-        stops = asked.stop != 0 and not at.reached(self.max_duration)
+    def _save_or_stop(self, requests: Asked, before: Progress) -> None:
+        progress = self.state.progress
+        saver = self.saver
+        stops = requests.stop != 0 and not progress.reached(self.max_duration)
         interval = None if saver is None else saver.duration
-        if stops or asked.save or (interval is not None and at.completed(interval, before)):
-            meter.flush()
+        due = interval is not None and progress.completed(interval, before)
+        if stops or requests.save or due:
+            self.state.meter.flush()
             if saver is not None:
-                saver.save(self, at.step, meter.last)
+                saver.save(self, progress.step, self.state.meter.last)
         if stops:
             if saver is not None:
                 saver.wait()
-            raise Stopped(asked.stop)
+            raise Stopped(requests.stop)
 
     def evaluate(self) -> dict[str, float]:
         """Return loss and metrics of the held-out data, ``{}`` if there is none; a collective.
@@ -394,8 +477,9 @@ class Trainer:
         ``metrics.local_loss`` is the part of this rank.
         """
         assert metrics.local_loss is not None
-        mean, local = self.state.meter.mean_over_data, float(metrics.local_loss)
-        return local if mean is None else mean([local])[0]
+        local = float(metrics.local_loss)
+        mean_over_data = self.state.meter.mean_over_data
+        return local if mean_over_data is None else mean_over_data([local])[0]
 
     def end_early(self, reason: str) -> None:
         """End the training after this step, for callbacks; the log and the record say why."""
@@ -428,3 +512,16 @@ class Trainer:
                 of other optimizers. Nothing was loaded then.
         """
         checkpoint.load(self, Path(path), verify, keep)
+
+
+def _only(kind: type[T], callbacks: Sequence[object]) -> T | None:
+    """Return the first callback of a kind; None if there is none."""
+    for callback in callbacks:
+        if isinstance(callback, kind):
+            return callback
+    return None
+
+
+def _without(callbacks: Sequence[object], *excluded: object) -> list[object]:
+    numbers = {id(callback) for callback in excluded}
+    return [callback for callback in callbacks if id(callback) not in numbers]

@@ -53,7 +53,7 @@ from runner.telemetry import guidance
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import print_line
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
-from runner.train.state import total_steps
+from runner.train.progress import total_steps
 from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
 
 log = logging.getLogger(__name__)

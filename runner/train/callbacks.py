@@ -21,7 +21,8 @@ from runner.data.stream import has_state
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepValues
 from runner.telemetry.sinks.console import print_line
-from runner.train.state import Progress, Window, Windows
+from runner.train.progress import Progress
+from runner.train.windows import Window, Windows
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from runner.clip.norms import powers_of
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
 from runner.run_folder import keys
-from runner.train.state import Window, Windows, has_no_sample, held_out
 from runner.train.stop import beat
+from runner.train.windows import Window, Windows, has_no_sample, held_out
 
 SAME_SAMPLES = (
     "all {} data-parallel ranks read the same first batch: use plugin.prepare_dataloader, a "

@@ -40,8 +40,10 @@ from runner.train.passes import (
     Sums,
     count,
 )
-from runner.train.state import Progress, TrainState, Window, Windows, total_steps
+from runner.train.progress import Progress, total_steps
+from runner.train.state import TrainState
 from runner.train.stop import Stopped, defer, requested
+from runner.train.windows import Window, Windows
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")

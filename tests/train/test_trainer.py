@@ -14,7 +14,7 @@ from runner import Booster, GradientClipping, Log, Trainer
 from runner.booster import NonFiniteGradient
 from runner.config.notation import Duration
 from runner.train.callbacks import Probe
-from runner.train.state import Progress, total_steps
+from runner.train.progress import Progress, total_steps
 from runner.train.stop import Stopped
 from tests.clip.reference import refused
 from tests.distributed.training import Rows

@@ -137,7 +137,7 @@ def evaluate(words: Sequence[str]) -> int:
     require_one_machine(job.config)
     check_jobs([job])
     require_same(job, RUN=str(asked.run), checkpoint=asked.checkpoint)
-    from runner.train.build import evaluate as work
+    from runner.train.run import evaluate as work
 
     # The first rank tells the others which checkpoint.
     checkpoint, manifest = (None, {}) if joins() else chosen(asked.run, asked.checkpoint)

@@ -39,7 +39,7 @@ from runner.run_folder.strict_json import JsonlSink, cut
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import ConsoleHandler, LogFile, MaskedFormatter, print_line
 from runner.train import build, stop
-from runner.train.build import execute
+from runner.train.run import execute
 
 Work = Callable[[RunConfig, Sequence[Sink]], dict[str, Any]]  # sinks on rank 0 alone
 PATIENCE = 2.0  # seconds by which a rank that lost a connection ends after the one to blame

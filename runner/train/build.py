@@ -1,4 +1,4 @@
-"""Make the objects of a run from its checked configuration, and run it on one rank.
+"""Make the objects of a run from its checked configuration.
 
 Arguments that a configuration cannot hold are added: parameters, the optimizer, ``total_steps`` and
 ``fused``.
@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import pickle
 import random
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import lru_cache, partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import yaml
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn
@@ -32,26 +26,18 @@ from torch.optim import Optimizer
 from runner.booster import Booster, LossScale, Plugin
 from runner.booster.loss import Criterion, Loss
 from runner.booster.plugin import PLUGINS, MeshSizes, SizeError
-from runner.checkpoint.content import CheckpointSaver, load_weights
-from runner.checkpoint.folder import manifest_of
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
 from runner.clip.units import head_weights
 from runner.config.environment import started_rank
-from runner.config.identity import branching
-from runner.config.modes import MODES
-from runner.config.notation import Duration, plural
+from runner.config.notation import Duration
 from runner.config.plugin_section import PluginSection, uses
-from runner.config.problem import did_you_mean, leaves
+from runner.config.problem import did_you_mean
 from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import length_of
-from runner.run_folder import files, keys
-from runner.run_folder.strict_json import decode, encode, read_object
-from runner.telemetry import guidance
 from runner.telemetry.sinks import Sink
-from runner.telemetry.sinks.console import print_line
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
 from runner.train.progress import total_steps
 from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
@@ -76,13 +62,13 @@ def device_of(name: str) -> torch.device:
 
 def maker(target: Target) -> partial[Any]:
     """Return the class or function that ``target`` names, with its arguments bound."""
-    given = {  # without arguments whose class is null, as ``eval`` of data=own
-        name: one
-        for name, one in target.mapping().items()
-        if not isinstance(one, Mapping) or one.get("_target_", name) is not None
+    arguments = {  # without arguments whose class is null, as ``eval`` of data=own
+        name: value
+        for name, value in target.mapping().items()
+        if not isinstance(value, Mapping) or value.get("_target_", name) is not None
     }
     try:
-        made = instantiate(given, _partial_=True, _convert_="all")
+        make = instantiate(arguments, _partial_=True, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
@@ -92,8 +78,8 @@ def maker(target: Target) -> partial[Any]:
             if name not in names:
                 reason = f"{module} has no {name}{did_you_mean(name, names)}"
         raise TargetError(f"{target.target}: {reason}") from error
-    assert isinstance(made, partial)
-    return made
+    assert isinstance(make, partial)
+    return make
 
 
 def make_data(config: DataSection) -> Data:
@@ -104,42 +90,47 @@ def make_data(config: DataSection) -> Data:
 @lru_cache(maxsize=2)
 def _data(section: bytes) -> Data:
     config = DataSection.model_validate(pickle.loads(section))
-    data = _require(Data, maker(config)(), config)
+    make = maker(config)
+    data = _require(Data, make(), config)
     for dataset in (data.train, data.test):
         if dataset is not None:
             length_of(dataset)  # all but streams need one
     return data
 
 
-def _require(kind: type[T], made: Any, target: Target) -> T:
-    if not isinstance(made, kind):
-        returned = type(made).__name__
+def _require(kind: type[T], result: Any, target: Target) -> T:
+    if not isinstance(result, kind):
+        returned = type(result).__name__
         raise TargetError(f"{target.target} returned {returned}, no {kind.__name__}")
-    return made
+    return result
 
 
 def make_criterion(config: LossSection) -> Criterion | None:
     if config.target is None:
         return None
-    made = maker(config)
-    return made() if isinstance(made.func, type) else made
+    make = maker(config)
+    return make() if isinstance(make.func, type) else make
 
 
 def make_optimizers(target: Target, model: nn.Module) -> list[Optimizer]:
     """Make the optimizers of a run, in their fused form where they have one."""
-    make, several = maker(target), takes(maker(target), "model")
-    if several:
-        given = {"model": model, "heads": head_weights(model)}
-        make = partial(make, **{key: value for key, value in given.items() if takes(make, key)})
+    make = maker(target)
+    takes_model = takes(make, "model")
+    if takes_model:
+        make = partial(make, model=model)
+        if takes(make, "heads"):
+            make = partial(make, heads=head_weights(model))
     else:
         make = partial(make, list(model.parameters()))
-    made = None
+    optimizers = None
     if takes(make, "fused"):
         with suppress(RuntimeError):  # Not supported on this device or with these options.
-            made = make(fused=True)
-    made = make() if made is None else made
-    listed = list(made) if several and isinstance(made, list | tuple) else [made]
-    return [_require(Optimizer, each, target) for each in listed or [made]]
+            optimizers = make(fused=True)
+    if optimizers is None:
+        optimizers = make()
+    if not (takes_model and isinstance(optimizers, list | tuple) and optimizers):
+        optimizers = [optimizers]
+    return [_require(Optimizer, optimizer, target) for optimizer in optimizers]
 
 
 def takes(make: partial[Any], argument: str) -> bool:
@@ -156,16 +147,23 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
     if not takes(make, "total_steps"):
         return make(optimizer)
     if steps is None:
-        known = "give train.max_duration in ba or sp (a stream has epochs of unknown length)"
-        raise TargetError(f"{target.target} needs the number of steps: {known}")
+        raise TargetError(
+            f"{target.target} needs the number of steps: give train.max_duration in ba or sp "
+            "(a stream has epochs of unknown length)"
+        )
     return make(optimizer, total_steps=steps)
 
 
 def make_callbacks(config: RunConfig) -> list[object]:
-    made, stopping = [maker(target)() for target in config.callbacks], config.early_stopping
-    if stopping.patience is not None:
-        made.insert(0, EarlyStopping(**stopping.model_dump()))
-    return [*made, Probe(config.telemetry.probe)] if config.telemetry.probe else made
+    callbacks: list[object] = []
+    if config.early_stopping.patience is not None:
+        callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
+    for target in config.callbacks:
+        make = maker(target)
+        callbacks.append(make())
+    if config.telemetry.probe:
+        callbacks.append(Probe(config.telemetry.probe))
+    return callbacks
 
 
 def make_plugin(config: RunConfig) -> Plugin:
@@ -174,14 +172,18 @@ def make_plugin(config: RunConfig) -> Plugin:
 
 
 def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
+    """Return the class of the plugin, and the options of section ``plugin`` that it uses."""
     name = config.plugin.name
-    used = [key for key, (_, plugins) in uses().items() if name in plugins]
-    return PLUGINS[name], {key: getattr(config.plugin, key) for key in used}
+    options = {
+        key: getattr(config.plugin, key) for key, (_, plugins) in uses().items() if name in plugins
+    }
+    return PLUGINS[name], options
 
 
 def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int | None:
-    samples, microbatch = length_of(data.train), config.data.batch_size
-    microbatch *= data_size or data_parts(config)
+    """Return the optimizer steps of a run; None if the length of its data is unknown."""
+    samples = length_of(data.train)
+    microbatch = config.data.batch_size * (data_size or data_parts(config))
     if config.data.drop_last and samples is not None:
         samples -= samples % microbatch
     epoch = None if samples is None else max(samples, 1)
@@ -191,8 +193,8 @@ def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int
 
 def samples_of(config: RunConfig) -> tuple[int | None, int]:
     """Return the samples of the training data, None of a stream, and those a step asks for."""
-    asked = config.data.batch_size * config.accumulation.steps * data_parts(config)
-    return length_of(make_data(config.data).train), asked
+    step = config.data.batch_size * config.accumulation.steps * data_parts(config)
+    return length_of(make_data(config.data).train), step
 
 
 def data_parts(config: RunConfig) -> int:
@@ -214,102 +216,15 @@ def mesh_of(plugin: PluginSection, ranks: int) -> MeshSizes:
 
 def ranks_of(config: RunConfig) -> int:
     """Return the world size of a run that this process starts or belongs to."""
-    if (started := started_rank()) is not None:
+    started = started_rank()
+    if started is not None:
         return started.world_size
-    plugin, least = config.plugin, config.plugin.least_ranks
-    gpus = 0 if config.device == "cpu" else torch.cuda.device_count() * (plugin.nnodes or 1)
-    return max(least, gpus - gpus % least) if plugin.may_grow else least
-
-
-def execute(
-    config: RunConfig,
-    sinks: Sequence[Sink],
-    *,
-    folder: Path | None = None,
-    resume: Path | None = None,
-) -> dict[str, Any]:
-    started = time.perf_counter()
-    recorded, file = None, None if folder is None else folder / files.CONFIG
-    if file is not None and file.is_file():  # masked where it is secret
-        recorded = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
-    callbacks, saved = make_callbacks(config), config.checkpoint
-    if folder is not None and (saved.keep or saved.save_final):
-        status = read_object(folder / files.STATUS)
-        about = {key: status.get(key) for key in ("config_hash", "wandb_run_id")}
-        saver = CheckpointSaver(
-            folder / files.CHECKPOINTS,
-            saved.interval,
-            keep=saved.keep,
-            best=config.sweep.objective if saved.keep_best else None,
-            maximizes=config.sweep.maximizes,
-            save_final=saved.save_final,
-            asynchronous=None if saved.asynchronous == "auto" else saved.asynchronous,
-            about={"config": recorded, "plugin": config.plugin.name, **about},
-        )
-        callbacks.append(saver)
-    trainer = make_trainer(config, sinks, callbacks=callbacks)
-    if trainer.plugin.rank == 0:
-        samples = length_of(make_data(config.data).train)
-        line = f"{trainer.device}, {plural(trainer.plugin.world_size, 'rank')} "
-        counted = "a stream" if samples is None else f"{samples:,} samples"
-        line += f"(plugin={config.plugin.name}), {counted}, "
-        line += f"{trainer.parameters:,} parameters, {folder or 'no record'}"
-        log.info("training: %s", line)
-        print_line(f"clip-runner: {line}", sys.stderr)
-    if resume is not None:
-        keep = _changed(manifest_of(resume).get("config"), recorded)
-        if branching(config.resume.source) and folder and not resume.is_relative_to(folder):
-            keep.add("metrics")  # those of a branch begin with it
-        trainer.load(resume, verify=False, keep=keep)
-    summary = trainer.fit()
-    clip, info, layout = config.clip, config.clip.info, trainer.optimizer.layout
-    some = trainer.state.mode.scales_some(layout)
-    scaled = [one for one in layout.parameters.values() if one.scaled or not some]
-    elements = sum(math.prod(one.shape) for one in scaled)
-    effect = guidance.effect_of(trainer.optimizer.optimizers, clip.threshold, elements, some)
-    searches = trainer.skipped_steps.searches
-    setting = guidance.Setting(info, clip.threshold, clip.nonfinite, effect, searches)
-    known = clip.mode in MODES and info == MODES[clip.mode].info
-    return {
-        **summary,
-        **({} if known else {keys.CLIP_MODE: asdict(info)}),
-        "remarks": [asdict(remark) for remark in guidance.remarks(summary, setting)],
-        keys.WALL_SECONDS: time.perf_counter() - started,
-        "parameters": trainer.parameters,
-        "world_size": trainer.plugin.world_size,
-        "device": str(trainer.device),
-    }
-
-
-def evaluate(
-    config: RunConfig, sinks: Sequence[Sink], *, checkpoint: Path | None
-) -> dict[str, Any]:
-    """Evaluate a checkpoint on the held-out data; every rank has to call this."""
-    for sink in sinks:
-        sink.close(None, 0)
-    trainer = make_trainer(config, ())
-    load_weights(trainer, checkpoint)
-    return {"metrics": trainer.evaluate(), "world_size": trainer.plugin.world_size}
-
-
-def _changed(saved: object, recorded: dict[str, Any] | None) -> set[str]:
-    """Return the settings that a checkpoint must not bring, as this run was given others."""
-    if not isinstance(saved, dict) or recorded is None:
-        return set()
-    before, now = (dict(leaves("", one)) for one in (saved, recorded))
-    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    own = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
-    own |= {key.removeprefix("adamw_") for key in own}  # those of AdamW beside Muon
-    of_schedule = ("scheduler.", "train.max_duration", "data.", "accumulation.")
-    if any(key.startswith(of_schedule) for key in changed):
-        own.add("lr")
-    measured = {"clip.mode", "clip._target_", "clip.window"}
-    if now.get("clip.mode") != "schedule":  # its history is a step, which goes on
-        measured |= {"clip.norm_type", "clip.scales"}
-    if measured & changed:
-        own.add("mode")
-    thresholds = ("clip.threshold", "clip.links", "clip.groups")
-    return own | ({"threshold"} if any(key.startswith(thresholds) for key in changed) else set())
+    plugin = config.plugin
+    least = plugin.least_ranks
+    if not plugin.may_grow or config.device == "cpu":
+        return least
+    gpus = torch.cuda.device_count() * (plugin.nnodes or 1)
+    return max(least, gpus - gpus % least)
 
 
 def make_trainer(
@@ -321,16 +236,28 @@ def make_trainer(
     evaluates: bool = True,
     callbacks: Sequence[object] = (),
 ) -> Trainer:
-    device, plugin = device_of(config.device), make_plugin(config)
+    """Make everything that a run trains with, on this rank.
+
+    Args:
+        config: the checked configuration.
+        sinks: where rows go; none on other ranks than the first.
+        mode: a clipping mode in place of the configured one.
+        max_duration: in place of the configured one.
+        evaluates: whether there is held-out data.
+        callbacks: further callbacks.
+    """
+    device = device_of(config.device)
+    plugin = make_plugin(config)
     data = make_data(config.data)
     # All ranks draw the same weights; then each data-parallel rank drops other activations.
     torch.manual_seed(config.seed)
-    model = maker(config.model)().to(device)
-    own_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
-    torch.manual_seed(own_seed)
+    make_model = maker(config.model)
+    model = make_model().to(device)
+    rank_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
+    torch.manual_seed(rank_seed)
     # Transforms and models of a user may draw from these.
-    random.seed(own_seed)
-    np.random.seed(own_seed % 2**32)
+    random.seed(rank_seed)
+    np.random.seed(rank_seed % 2**32)
     criterion = make_criterion(config.loss)
     if isinstance(criterion, nn.Module):
         criterion.to(device)
@@ -345,33 +272,44 @@ def make_trainer(
         timeout=config.launch.timeout if config.data.num_workers else 0,
     )
     shuffles = length_of(data.train) is not None
-    train = prepare(data.train, shuffle=shuffles, drop_last=config.data.drop_last)
     held_out = None if data.test is None or not evaluates else prepare(data.test)
-    clip, precision, telemetry = config.clip, config.precision, config.telemetry
-    fp16, early = precision.name == "fp16", clip.when == "backward"
-    scale = LossScale(precision.initial_scale, precision.growth_interval) if fp16 else None
-    skips = clip.skip.rule is not None and mode is None
-    skip = SkipRule(**dict(clip.skip)) if skips else None
-    clips = mode or build_mode(clip.kind, **clip.options)
+    telemetry = config.telemetry
     return Trainer(
         model,
-        train,
+        prepare(data.train, shuffle=shuffles, drop_last=config.data.drop_last),
         max_duration or config.train.max_duration,
-        InBackward(clips, clip.step_in_backward) if early and mode is None else clips,
+        _algorithm(config) if mode is None else mode,
         Evaluate(held_out, config.eval.metrics, config.eval.interval),
         optimizers,
-        [make_scheduler(config.scheduler, each, steps) for each in optimizers],
+        [make_scheduler(config.scheduler, optimizer, steps) for optimizer in optimizers],
         Loss(criterion, config.loss.items),
-        booster=Booster(precision.name, plugin, scale, clip.nonfinite, skip),
+        booster=_booster(config, plugin, skips=mode is None),
         accumulation_steps=config.accumulation.steps,
         log=Log(
             sinks,
             config.log.interval,
             config.log.flush,
-            clip.what_if,
+            config.clip.what_if,
             telemetry.per_layer,
             Measurements(telemetry.update_ratio, telemetry.noise_scale),
             bar=False,
         ),
-        callbacks=[SkippedSteps(clip.max_skips), *callbacks],
+        callbacks=[SkippedSteps(config.clip.max_skips), *callbacks],
     )
+
+
+def _algorithm(config: RunConfig) -> ClipMode | InBackward:
+    clip = config.clip
+    mode = build_mode(clip.kind, **clip.options)
+    return InBackward(mode, clip.step_in_backward) if clip.when == "backward" else mode
+
+
+def _booster(config: RunConfig, plugin: Plugin, skips: bool) -> Booster:
+    precision = config.precision
+    loss_scale = None
+    if precision.name == "fp16":
+        loss_scale = LossScale(precision.initial_scale, precision.growth_interval)
+    skip = None
+    if skips and config.clip.skip.rule is not None:
+        skip = SkipRule(**dict(config.clip.skip))
+    return Booster(precision.name, plugin, loss_scale, config.clip.nonfinite, skip)

@@ -9,7 +9,7 @@ from runner.data import Data
 from runner.request.request import request
 from runner.run_folder.status import objective_of
 from runner.train import build, preflight
-from runner.train.build import execute
+from runner.train.run import execute
 from tests.distributed.training import Rows
 from tests.process import overriding
 

@@ -110,20 +110,20 @@ class Bucket:
 def divided(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Divide parameters into runs of one dtype, with a small first run and a small last one."""
     last: list[nn.Parameter] = []
-    rest = list(parameters)
+    remaining = list(parameters)
     edge = min(EDGE, collectives.BUCKET)
     size = 0
-    while rest:
-        parameter = rest[-1]
+    while remaining:
+        parameter = remaining[-1]
         size += nbytes(parameter)
         if last and (size > edge or local(parameter).dtype != local(last[0]).dtype):
             break
-        last.insert(0, rest.pop())
+        last.insert(0, remaining.pop())
     runs: list[list[nn.Parameter]] = []
     size = 0
-    for parameter in rest:
-        most = edge if len(runs) <= 1 else collectives.BUCKET
-        if not runs or size >= most or local(parameter).dtype != local(runs[-1][0]).dtype:
+    for parameter in remaining:
+        limit = edge if len(runs) <= 1 else collectives.BUCKET
+        if not runs or size >= limit or local(parameter).dtype != local(runs[-1][0]).dtype:
             runs.append([])
             size = 0
         runs[-1].append(parameter)

@@ -48,15 +48,18 @@ class ParallelModel:
     watch_final: Callable[[Callable[[Tensor], None]], None] | None = None
 
     def rebind(
-        self, optimizers: Sequence[Optimizer], given: Mapping[str, nn.Parameter], model: nn.Module
+        self, optimizers: Sequence[Optimizer], before: Mapping[str, nn.Parameter], model: nn.Module
     ) -> None:
-        """Replace the parameters ``given`` to optimizers by the parameters that this rank steps."""
+        """Replace the parameters in optimizers by the parameters that this rank steps.
+
+        ``before``: the parameters of the whole model, by name.
+        """
         stepped: dict[str, list[nn.Parameter]] = {}
         for local_name, parameter in model.named_parameters():
             if self.steps is None or id(parameter) in self.steps:
                 name = self.renamed.get(local_name, local_name)
                 stepped.setdefault(name, []).append(parameter)
-        replaced = {id(old): stepped.get(name, []) for name, old in given.items()}
+        replaced = {id(old): stepped.get(name, []) for name, old in before.items()}
         if all([id(p) for p in new] == [old] for old, new in replaced.items()):
             return
         if any(optimizer.state for optimizer in optimizers):
@@ -148,7 +151,8 @@ class Distribution:
             )
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         self._require_no_post_accumulate(model)
-        if self.sharded and (problem := mixed_dtypes(model, experts_apart=sizes.ep > 1)):
+        problem = mixed_dtypes(model, experts_apart=sizes.ep > 1) if self.sharded else None
+        if problem:
             raise ValueError(problem)
         # Ranks may have drawn different weights.
         broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], world)

@@ -10,10 +10,7 @@ are averaged again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import compress
-from operator import not_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, WeakMethod, ref
 
 import torch
@@ -57,22 +54,31 @@ def average(
     """Average gradients in place; where only some ranks have one, it is zero on the others."""
     trained = [p for p in parameters if p.requires_grad]
     if group is None or group.size() == 1:
-        here = [local(p.grad) for p in trained if p.grad is not None]
-        if here and divisor != 1:
-            torch._foreach_mul_(here, 1.0 / divisor)
+        gradients = [local(p.grad) for p in trained if p.grad is not None]
+        if gradients and divisor != 1:
+            torch._foreach_mul_(gradients, 1.0 / divisor)
         return
     if not trained:
         return
     gradients = []
-    for parameter in compress(trained, on_any_rank([p.grad is not None for p in trained], group)):
+    has_gradient = on_any_rank([p.grad is not None for p in trained], group)
+    for parameter, by_any in zip(trained, has_gradient, strict=True):
+        if not by_any:
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))
     all_reduce(gradients, group, divisor)
 
 
-# By world and ranks: groups, each with its last user and what that has sent and not finished.
-_groups: dict[Any, dict[Any, tuple[ReferenceType[Any], list[Any]]]] = {}
+class _Use(NamedTuple):
+    """The last user of a group, and what it has sent and not finished."""
+
+    user: ReferenceType[Any]
+    sent: list[Any]
+
+
+_groups: dict[Any, dict[Any, _Use]] = {}  # by world and ranks
 
 
 def own_group(user: object, sends: list[Any], shared: Any) -> Any:
@@ -80,13 +86,14 @@ def own_group(user: object, sends: list[Any], shared: Any) -> Any:
 
     Ranks that use different parameters send at different places, and a group keeps threads.
     """
-    world, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(shared))
-    known = _groups.setdefault((world, ranks), {})
-    # All ranks decide alike, not those of one group alone: torch numbers groups by counting them.
-    taken = on_any_rank([last() is not None or bool(sent) for last, sent in known.values()], world)
-    left = next(compress(known, map(not_, taken)), None)
-    group = left or dist.new_group(ranks, use_local_synchronization=True)
-    known[group] = ref(user), sends
+    world = dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(shared))
+    uses = _groups.setdefault((world, ranks), {})
+    # All ranks of the world decide alike: torch numbers groups by counting them.
+    taken = on_any_rank([use.user() is not None or bool(use.sent) for use in uses.values()], world)
+    free = [group for group, is_taken in zip(uses, taken, strict=True) if not is_taken]
+    group = free[0] if free else dist.new_group(ranks, use_local_synchronization=True)
+    uses[group] = _Use(ref(user), sends)
     return group
 
 
@@ -95,7 +102,7 @@ class Averaging:
 
     Every rank sends the same buckets in the same order: one is sent early when its gradients and
     those of all buckets before it are complete, in a group of its own. :meth:`finish` sends the
-    others; on a CPU the last one, which is small, carries what ranks agree on.
+    others. On a CPU the last one is small, and carries what ranks agree on.
 
     Args:
         replicas: the parameters, and the ranks that hold copies of them.
@@ -109,12 +116,16 @@ class Averaging:
     def __init__(
         self, replicas: Replicas, backwards: Mapping[int, int], waiting: Collection[int]
     ) -> None:
-        parameters, self._shared, self._divisor = replicas
-        alone = self._shared is None or self._shared.size() == 1
-        self._late = [p for p in parameters if alone or id(p) in waiting]
-        self._parameters = [p for p in parameters if not (alone or id(p) in waiting)]
+        self._shared = replicas.group
+        self._divisor = replicas.divisor
         self._sent: list[Bucket] = []
-        self._group = None if alone else own_group(self, self._sent, self._shared)
+        self._group = None
+        self._late = list(replicas.parameters)
+        self._parameters: list[nn.Parameter] = []
+        if self._shared is not None and self._shared.size() > 1:
+            self._group = own_group(self, self._sent, self._shared)
+            self._late = [p for p in replicas.parameters if id(p) in waiting]
+            self._parameters = [p for p in replicas.parameters if id(p) not in waiting]
         self._backwards = backwards
         self._carries = any(p.device.type == "cpu" for p in self._parameters)
         self._trained: list[bool] | None = None
@@ -137,9 +148,9 @@ class Averaging:
             self._divide()
         for bucket in self._buckets:
             bucket.open = len(bucket.parameters)
-        self._left = dict(self._passes)
+        self._passes_left = dict(self._passes)
         self._sent.clear()
-        self._then: dict[int, tuple[Tensor | None, int]] = {}  # what autograd wrote last
+        self._written: dict[int, tuple[Tensor | None, int]] = {}  # what autograd wrote last
 
     def _divide(self) -> None:
         """Divide the trained parameters into buckets, in the order of the backward pass."""
@@ -156,14 +167,14 @@ class Averaging:
 
     def _note(self, parameter: Tensor) -> None:
         key = id(parameter)
-        self._then[key] = written(parameter)
-        if self.held or key not in self._left:
+        self._written[key] = written(parameter)
+        if self.held or key not in self._passes_left:
             return  # Or it was frozen when the step began.
-        self._left[key] -= 1
-        if self._left[key] == 0:
+        self._passes_left[key] -= 1
+        if self._passes_left[key] == 0:
             self._bucket_of[key].open -= 1
-            most = len(self._buckets) - self._carries
-            while len(self._sent) < most and self._buckets[len(self._sent)].open == 0:
+            early = len(self._buckets) - self._carries
+            while len(self._sent) < early and self._buckets[len(self._sent)].open == 0:
                 self._send()
 
     @torch.no_grad()
@@ -192,7 +203,7 @@ class Averaging:
         if flags[1]:
             raise ValueError(
                 "gradients were changed in place before they were averaged over ranks: call "
-                "optimizer.unscale() before that, and clip by optimizer.clip_grad_by_norm, say"
+                "optimizer.unscale() first, or clip by optimizer.clip_grad_by_norm"
             )
         if not flags[0]:
             used = {id(p) for p, by_any in zip(self._parameters, flags[2:], strict=True) if by_any}
@@ -210,16 +221,16 @@ class Averaging:
         what ``zero_grad`` has left of a window.
         """
         changed = [p.requires_grad for p in self._parameters] != self._trained
-        changed |= min(self._left.values(), default=0) < 0
+        changed |= min(self._passes_left.values(), default=0) < 0
         wrote = False
         for parameter in self._parameters:
-            then = self._then.get(id(parameter))
-            if then is None:
+            if id(parameter) not in self._written:
                 continue
+            last_gradient, last_version = self._written[id(parameter)]
             gradient, version = written(parameter)
-            if gradient is not then[0]:
+            if gradient is not last_gradient:
                 changed = True
-            elif version != then[1]:
+            elif version != last_version:
                 changed = True
                 wrote |= gradient is not None and bool(local(gradient).any())
         return changed, wrote
@@ -232,18 +243,26 @@ def written(parameter: Tensor) -> tuple[Tensor | None, int]:
 
 @torch.no_grad()
 def sum_partial(parameters: Iterable[DTensor], group: dist.ProcessGroup) -> None:
-    """Sum partial gradients over tensor ranks: those of a norm along the sequence, say."""
-    partly = [
-        (parameter, gradient.to_local())
-        for parameter in parameters
-        if isinstance(gradient := parameter.grad, DTensor)
-        and any(placement.is_partial() for placement in gradient.placements)
-    ]
-    all_reduce([here for _, here in partly], group)
-    for parameter, summed in partly:
-        size: Any = {"shape": parameter.shape, "stride": parameter.stride()}
-        where = (parameter.device_mesh, parameter.placements)
-        parameter.grad = DTensor.from_local(summed, *where, run_check=False, **size)
+    """Sum partial gradients over tensor ranks, such as gradients of norms along the sequence."""
+    partial = [parameter for parameter in parameters if _has_partial_gradient(parameter)]
+    parts = [cast(DTensor, parameter.grad).to_local() for parameter in partial]
+    all_reduce(parts, group)
+    for parameter, summed in zip(partial, parts, strict=True):
+        parameter.grad = DTensor.from_local(
+            summed,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+def _has_partial_gradient(parameter: DTensor) -> bool:
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return False
+    return any(placement.is_partial() for placement in gradient.placements)
 
 
 def tied_copies(
@@ -264,17 +283,25 @@ def tied_copies(
             group, _ = dist.new_subgroups_by_enumeration(
                 [[rank * pipelines + i for rank in ranks] for i in range(pipelines)]
             )
-        here = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
-        if here:
-            sums.append(partial(sum_copies, name, here, group))
+        on_rank = [p for path, p in model.named_parameters() if renamed.get(path, path) == name]
+        if on_rank:
+            sums.append(_summing(name, on_rank, group))
     return sums
+
+
+def _summing(
+    name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None
+) -> Callable[[], None]:
+    return lambda: sum_copies(name, copies, group)
 
 
 @torch.no_grad()
 def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Sum the gradients of ``copies``, and of those on the ranks of ``group``."""
-    flags = [any(p.requires_grad for p in copies), not all(p.requires_grad for p in copies)]
-    trained, frozen, used = on_any_rank([*flags, any(p.grad is not None for p in copies)], group)
+    trains = [parameter.requires_grad for parameter in copies]
+    has_gradient = [parameter.grad is not None for parameter in copies]
+    flags = [any(trains), not all(trains), any(has_gradient)]
+    trained, frozen, used = on_any_rank(flags, group)
     if trained and frozen:
         raise ValueError(
             f"{name} is tied across pipeline stages, and frozen on some of them alone: call "
@@ -295,21 +322,25 @@ def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGro
 
 def broadcast_buffers(model: nn.Module, axes: Axes, experts: frozenset[str]) -> Callable[[], None]:
     """Return a function that gives all ranks the statistics that the first one has updated."""
-    # By owner and key, because a forward pass may replace a buffer by a new tensor.
-    places = [
-        (module, key, f"{prefix}.{key}".lstrip(".") in experts)
-        for prefix, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    groups = {False: axes.dp.get_group(), True: axes.edp.get_group()}  # True: of experts
+    # By module and key, because a forward pass may replace a buffer by a new tensor.
+    shared: list[tuple[nn.Module, str]] = []
+    of_experts: list[tuple[nn.Module, str]] = []
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                places = of_experts if f"{prefix}.{key}".lstrip(".") in experts else shared
+                places.append((module, key))
 
     def broadcast_all() -> None:
-        for own, group in groups.items():
-            found = [module._buffers[key] for module, key, expert in places if expert is own]
-            broadcast([each for each in found if each is not None], group)
+        _broadcast_buffers(shared, axes.dp.get_group())
+        _broadcast_buffers(of_experts, axes.edp.get_group())
 
     return broadcast_all
+
+
+def _broadcast_buffers(places: Iterable[tuple[nn.Module, str]], group: Any) -> None:
+    buffers = [module._buffers[key] for module, key in places]
+    broadcast([buffer for buffer in buffers if buffer is not None], group)
 
 
 class Partition:
@@ -323,16 +354,17 @@ class Partition:
     def __init__(self, replicas: Sequence[Replicas]) -> None:
         self._shares: list[tuple[dist.ProcessGroup, list[list[nn.Parameter]]]] = []
         mine: set[int] = set()
-        for each in replicas:
-            assert each.group is not None
-            shares: list[list[nn.Parameter]] = [[] for _ in range(each.group.size())]
+        for copies in replicas:
+            group = copies.group
+            assert group is not None
+            shares: list[list[nn.Parameter]] = [[] for _ in range(group.size())]
             loads = [0] * len(shares)
-            for parameter in sorted(each.parameters, key=lambda p: -p.numel()):
+            for parameter in sorted(copies.parameters, key=lambda p: -p.numel()):
                 least = loads.index(min(loads))
                 shares[least].append(parameter)
                 loads[least] += parameter.numel()
-            mine.update(id(parameter) for parameter in shares[each.group.rank()])
-            self._shares.append((each.group, shares))
+            mine.update(id(parameter) for parameter in shares[group.rank()])
+            self._shares.append((group, shares))
         self.mine = frozenset(mine)
 
     @torch.no_grad()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -32,7 +31,8 @@ _UNSHARDED: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
 def require_no_post_accumulate(named: Iterable[tuple[str, Tensor]], why: str) -> None:
     """Refuse hooks of ``register_post_accumulate_grad_hook``."""
-    if names := [name for name, parameter in named if parameter._post_accumulate_grad_hooks]:
+    names = [name for name, parameter in named if parameter._post_accumulate_grad_hooks]
+    if names:
         raise ValueError(
             f"{first_few(names)}: a hook of register_post_accumulate_grad_hook cannot "
             f"run here, because {why}: use register_hook, which is carried over, or plugin=ddp"
@@ -105,8 +105,8 @@ class Apart:
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         storage = local(gradient).untyped_storage()
-        held = self.seen.get(storage._cdata)
-        if held is not None and not held.expired():  # type: ignore[no-untyped-call]
+        earlier = self.seen.get(storage._cdata)
+        if earlier is not None and not earlier.expired():  # type: ignore[no-untyped-call]
             return gradient.clone()
         self.seen[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return None
@@ -147,7 +147,7 @@ class Usage:
         self._kept: dict[int, ReferenceType[Tensor]] = {}
         self._apart = Apart()
         self._whole: list[Tensor] = []
-        self._held: list[Any] = []  # where torch accumulates in another dtype
+        self._fsdp_params: list[Any] = []  # where torch accumulates in another dtype
 
     def watch(self, root: nn.Module, hooks: Mapping[tuple[nn.Module, str], Hooks]) -> None:
         """Record the use of the parameters of ``root``, and run the user's hooks on them.
@@ -174,48 +174,36 @@ class Usage:
                 self._whole.append(gathered)
                 carry_over(hooks.get((module, key)), gathered)
                 # Not after accumulation: zero-bubble schedules call autograd.grad.
-                register(partial(self._note, id(shard)), gathered)
+                register(self._noting(id(shard)), gathered)
             block.reshard()
             for group in block._get_fsdp_state()._fsdp_param_groups:
-                self._held += group.fsdp_params
+                self._fsdp_params += group.fsdp_params
 
     def forget(self, set_to_none: bool) -> None:
         """Forget a window that ``zero_grad`` drops, and what ``no_sync`` has kept whole."""
         for gathered in self._whole:
             gathered.grad = None
-        for held in self._held:
-            held.unsharded_accumulated_grad = None
+        for fsdp_param in self._fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
         if set_to_none:
             self._used.clear()
         self._apart.seen.clear()
 
-    def _note(self, parameter: int, gradient: Tensor) -> Tensor | None:
-        self._used.add(parameter)
-        return self._apart(gradient)
+    def _noting(self, parameter: int) -> Callable[[Tensor], Tensor | None]:
+        """Return a hook that notes the use of a parameter, given its id."""
+
+        def note(gradient: Tensor) -> Tensor | None:
+            self._used.add(parameter)
+            return self._apart(gradient)
+
+        return note
 
     @torch.no_grad()
     def drop_unused(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         """Set gradients of parameters that no rank used to None, unless they are older ones."""
         if not parameters:
             return
-        if hooked := [name for name, p in parameters.items() if p._backward_hooks]:
-            raise ValueError(
-                f"{hooked[0]}: a hook was registered after boost, on a shard that no backward pass "
-                "reaches: register it on the model before boost, which carries it over"
-            )
-        after = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
-        if after:
-            raise ValueError(
-                f"{after[0]}: a hook of register_post_accumulate_grad_hook was registered after "
-                "boost, and runs on a shard of the gradient: register one of register_hook on the "
-                "model before boost, or choose plugin=ddp"
-            )
-        for name, p in parameters.items():
-            if (whole := computed_with(p)) is not p and whole.grad is not None:
-                raise ValueError(
-                    f"{name}: a gradient was assigned to the copy that a forward pass gathers, "
-                    "and would be lost: run loss.backward(), or choose plugin=ddp"
-                )
+        _require_no_lost_gradients(parameters)
         used = on_any_rank([id(p) in self._used for p in parameters.values()], group)
         for parameter, by_any in zip(parameters.values(), used, strict=True):
             kept = self._kept.pop(id(parameter), None)
@@ -227,6 +215,28 @@ class Usage:
                 parameter.grad = None
         self._used.difference_update(id(p) for p in parameters.values())
         self._apart.seen.clear()
+
+
+def _require_no_lost_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks and gradients on shards, or on gathered copies, that a step would not see."""
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"{name}: a hook was registered after boost, on a shard that no backward pass "
+                "reaches: register it on the model before boost, which carries it over"
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name}: a hook of register_post_accumulate_grad_hook was registered after "
+                "boost, and runs on a shard of the gradient: register one of register_hook on the "
+                "model before boost, or choose plugin=ddp"
+            )
+        whole = computed_with(parameter)
+        if whole is not parameter and whole.grad is not None:
+            raise ValueError(
+                f"{name}: a gradient was assigned to the copy that a forward pass gathers, "
+                "and would be lost: run loss.backward(), or choose plugin=ddp"
+            )
 
 
 def watch_parameters(model: nn.Module, final: Callable[[Tensor], None]) -> None:

@@ -89,21 +89,24 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _last_gradient(self) -> tuple[Tensor | None, Any]:
-        held = [p for s in self.stages.values() for p in s.parameters() if p.grad is not None]
-        gradient, version = written(held[-1]) if held else (None, 0)
+        parameters = [p for stage in self.stages.values() for p in stage.parameters()]
+        with_gradient = [p for p in parameters if p.grad is not None]
+        gradient, version = written(with_gradient[-1]) if with_gradient else (None, 0)
         if gradient is None or gradient.is_cuda:  # An accelerator is not waited for.
             return gradient, version
         # Operations on lists of DTensors are no new version.
         return gradient, (version, str(local(gradient).flatten()[:1].tolist()))
 
     def require_unchanged(self) -> None:
-        """Refuse, on all ranks, gradients that were changed in place since: by their norm, say.
+        """Refuse, on all ranks, gradients that were changed in place since the batch.
 
         Hooks after accumulation that were registered after boost have changed parts of them.
         """
-        (then, before), (now, version) = self._after, self._last_gradient()
+        gradient_after_batch, version_after_batch = self._after
+        gradient, version = self._last_gradient()
         self._after = (None, 0)
-        flags = [now is then and version != before, self.after_batch.has_more()]
+        was_changed = gradient is gradient_after_batch and version != version_after_batch
+        flags = [was_changed, self.after_batch.has_more()]
         changed, has_more_hooks = on_any_rank(flags, self.group)
         if has_more_hooks:
             raise ValueError(
@@ -153,9 +156,10 @@ class Pipeline:
 
     def _loss(self, outputs: Tensor, rows: Tensor) -> Tensor:
         assert self._loss_of is not None
-        if real := int((rows >= 0).sum()):
+        samples = int((rows >= 0).sum())
+        if samples > 0:
             start = int(rows[0])
-            return self._loss_of(outputs[:real], slice(start, start + real))
+            return self._loss_of(outputs[:samples], slice(start, start + samples))
         nothing: Tensor = outputs[:0].sum()  # 0, also where outputs are infinite
         return nothing
 
@@ -184,21 +188,33 @@ class Pipeline:
 
         torch would infer shapes from uninitialised inputs, which routers send to other experts.
         """
-        # Imported here, because the import takes as long as that of the rest of this package.
+        # Imported here, because this import takes as long as the rest of this package.
         from torch.distributed import pipelining
 
         with self.in_eval(), torch.no_grad():
             passed = self._forward([inputs[: len(inputs) // self.microbatches]])
         stages = []
         for number, stage in self.stages.items():
-            before, after = (half.to("meta") for half in passed[number][0])
-            shapes = (before.requires_grad_(number > 0), after.requires_grad_())
-            made = (stage, number, self.count, self.device, *shapes)
-            stages.append(pipelining.PipelineStage(*made, group=self.group))
-        asked = SCHEDULES[self.schedule]
-        kind: Any = getattr(pipelining, asked.kind)
-        given = stages if asked.stages_per_rank > 1 else stages[0]
-        return kind(given, self.microbatches, loss_fn=self._loss, scale_grads=False)
+            inputs_of_stage, outputs_of_stage = passed[number][0]
+            stages.append(
+                pipelining.PipelineStage(
+                    stage,
+                    number,
+                    self.count,
+                    self.device,
+                    input_args=inputs_of_stage.to("meta").requires_grad_(number > 0),
+                    output_args=outputs_of_stage.to("meta").requires_grad_(),
+                    group=self.group,
+                )
+            )
+        schedule = SCHEDULES[self.schedule]
+        make: Any = getattr(pipelining, schedule.kind)
+        return make(
+            stages if schedule.stages_per_rank > 1 else stages[0],
+            self.microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
 
     def _forward(self, chunks: Sequence[Tensor]) -> dict[int, list[tuple[Tensor, Tensor]]]:
         """Return input and output of each stage of this rank, for each microbatch, in order."""

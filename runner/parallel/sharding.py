@@ -90,7 +90,7 @@ def mixed_dtypes(root: nn.Module, experts_apart: bool = False) -> str | None:
                 in_block.setdefault(parameter.dtype, []).append(key)
     for block, names in dtypes.items():
         if len(names) > 1:
-            listed = (f"{dtype} ({first_few(some, 2)})" for dtype, some in names.items())
+            listed = (f"{dtype} ({first_few(keys, 2)})" for dtype, keys in names.items())
             return (
                 f"{block or 'the model'} has parameters of several dtypes, {' and '.join(listed)}, "
                 "which fully_shard cannot gather together: convert them to one dtype "
@@ -104,10 +104,10 @@ def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:
     """Refuse outputs in which fully_shard finds no tensors: it would reduce no gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    known = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    if any(leaf.requires_grad for leaf in known):
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if any(leaf.requires_grad for leaf in leaves):
         return
-    if any(held.requires_grad for held in held_tensors(outputs)):
+    if any(tensor.requires_grad for tensor in held_tensors(outputs)):
         raise TypeError(
             f"{type(module).__name__} returns tensors in a {type(outputs).__name__}, in which "
             "fully_shard finds none: return a tensor, a tuple or a dictionary, or choose "

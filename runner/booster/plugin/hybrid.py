@@ -85,66 +85,111 @@ class HybridParallelPlugin(base.Plugin):
                 "first, and start the script by torchrun"
             )
         sizes = MeshSizes.of(self.world_size, dp_size, tp_size, pp_size, ep_size)
-        tensor, pipeline = (sequence_parallel, tp_plan), (schedule, num_microbatches, split)
-        shards = (reshard_after_forward, base.dtype_of(param_dtype), cpu_offload)
-        options = (*tensor, *pipeline, *shards, sync_batchnorm)
-        self.distribution = Distribution(sizes, zero_stage, *options)
-        self.precision, self.initial_scale, self.max_norm = precision, initial_scale, max_norm
-        self.data_rank, self.data_size = self.distribution.data_rank, sizes.dp
+        self.distribution = Distribution(
+            sizes,
+            zero_stage,
+            sequence_parallel=sequence_parallel,
+            tp_plan=tp_plan,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            split=split,
+            reshard_after_forward=reshard_after_forward,
+            param_dtype=base.dtype_of(param_dtype),
+            cpu_offload=cpu_offload,
+            sync_batchnorm=sync_batchnorm,
+        )
+        self.precision = precision
+        self.initial_scale = initial_scale
+        self.max_norm = max_norm
+        self.data_rank = self.distribution.data_rank
+        self.data_size = sizes.dp
         self.reports_metrics = self.distribution.has_loss
 
     @classmethod
     def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
         """Return the sizes of the mesh for arguments ``options``; SizeError if they do not fit."""
-        names = ("dp_size", "tp_size", "pp_size", "ep_size")
-        given = {name: options[name] for name in names if name in options}
-        return MeshSizes.of(ranks, **{**dict.fromkeys(cls.open_sizes), **given})
+        sizes = dict.fromkeys(cls.open_sizes)
+        for name in ("dp_size", "tp_size", "pp_size", "ep_size"):
+            if name in options:
+                sizes[name] = options[name]
+        return MeshSizes.of(ranks, **sizes)
 
     @classmethod
     def problems(
         cls, model: nn.Module, ranks: int, options: Mapping[str, Any]
     ) -> Iterator[base.Misfit]:
         """Yield what does not fit ranks or model; SizeError if the sizes do not fit the ranks."""
-        sizes, kind = cls.sizes_of(ranks, options), type(model).__name__
-        plan, starts = options.get("tp_plan"), options.get("split")
-        if ranks % (replicas := options.get("dp_replicate", 1)):
+        sizes = cls.sizes_of(ranks, options)
+        replicas = options.get("dp_replicate", 1)
+        if ranks % replicas:
             yield "dp_replicate", replicas, f"does not divide the {ranks} ranks (plugin.nproc)"
-        if sizes.tp > 1 or plan:
-            try:
-                sequence = sizes.tp > 1 and options.get("sequence_parallel", False)
-                tensor_styles.checked_plan(model, plan, sizes.tp, sequence)
-            except tensor_styles.PlanError as error:
-                given = {"tp_plan": plan, "tp_size": sizes.tp, "sequence_parallel": True}
-                yield error.argument, given[error.argument], str(error)
+        if sizes.tp > 1 or options.get("tp_plan"):
+            yield from _tensor_problems(model, sizes.tp, options)
         if sizes.pp > 1:
-            schedule, many = options.get("schedule", "1f1b"), options.get("num_microbatches")
-            if many and (refused := stages.refused_microbatches(schedule, sizes.pp, many)):
-                yield "num_microbatches", many, refused
-            count = sizes.pp * stages.SCHEDULES[schedule].stages_per_rank
-            try:
-                stages.cut(model, count, starts)
-            except stages.CutError as error:
-                yield "split" if starts else "pp_size", starts or sizes.pp, str(error)
-            if callable(getattr(model, "loss", None)):
-                own = f"{kind} computes its own loss, which a pipeline cannot cut"
-                yield "pp_size", sizes.pp, own
+            yield from _pipeline_problems(model, sizes.pp, options)
         stage = options.get("zero_stage", cls.zero_stage_without_option)
-        if stage >= 2 and (why := mixed_dtypes(model, experts_apart=sizes.ep > 1)):
-            key, value = ("zero_stage", stage) if "zero_stage" in options else ("name", "fsdp")
-            yield key, value, why
-        asked = options.get("ep_size")
-        stacked = [name for name, _ in model.named_modules() if name.split(".")[-1] == "experts"]
-        asks = asked or stacked or "ep_size" in cls.open_sizes
-        if sizes.ep > 1 and asks and not any(mixtures(model)):
-            message = f"{kind} has no experts to spread over ranks: choose plugin=ddp"
-            if stacked:
-                which = f"{first_few(stacked, 2)} cannot be; plugin=fsdp shards them"
-                message = f"{kind} has no experts to spread ({which})"
-            yield "ep_size", asked or sizes.ep, message
+        if stage >= 2:
+            problem = mixed_dtypes(model, experts_apart=sizes.ep > 1)
+            if problem and "zero_stage" in options:
+                yield "zero_stage", stage, problem
+            elif problem:
+                yield "name", "fsdp", problem
+        if sizes.ep > 1:
+            yield from _expert_problems(model, sizes.ep, options, "ep_size" in cls.open_sizes)
 
     def configure(self, model: nn.Module) -> ParallelModel:
         """Distribute ``model`` over the ranks, in place."""
         return self.distribution.distribute(model)
+
+
+def _tensor_problems(
+    model: nn.Module, ranks: int, options: Mapping[str, Any]
+) -> Iterator[base.Misfit]:
+    plan = options.get("tp_plan")
+    sequence = ranks > 1 and options.get("sequence_parallel", False)
+    try:
+        tensor_styles.checked_plan(model, plan, ranks, sequence)
+    except tensor_styles.PlanError as error:
+        values = {"tp_plan": plan, "tp_size": ranks, "sequence_parallel": True}
+        yield error.argument, values[error.argument], str(error)
+
+
+def _pipeline_problems(
+    model: nn.Module, ranks: int, options: Mapping[str, Any]
+) -> Iterator[base.Misfit]:
+    schedule = options.get("schedule", "1f1b")
+    microbatches = options.get("num_microbatches")
+    split = options.get("split")
+    if microbatches:
+        problem = stages.refused_microbatches(schedule, ranks, microbatches)
+        if problem:
+            yield "num_microbatches", microbatches, problem
+    try:
+        stages.cut(model, ranks * stages.SCHEDULES[schedule].stages_per_rank, split)
+    except stages.CutError as error:
+        if split:
+            yield "split", split, str(error)
+        else:
+            yield "pp_size", ranks, str(error)
+    if callable(getattr(model, "loss", None)):
+        name = type(model).__name__
+        yield "pp_size", ranks, f"{name} computes its own loss, which a pipeline cannot cut"
+
+
+def _expert_problems(
+    model: nn.Module, ranks: int, options: Mapping[str, Any], always: bool
+) -> Iterator[base.Misfit]:
+    """Yield why experts cannot be spread, if that was asked for or the model has some."""
+    asked_size = options.get("ep_size")
+    stacked = [name for name, _ in model.named_modules() if name.split(".")[-1] == "experts"]
+    if any(mixtures(model)) or not (always or asked_size or stacked):
+        return
+    name = type(model).__name__
+    message = f"{name} has no experts to spread over ranks: choose plugin=ddp"
+    if stacked:
+        which = f"{first_few(stacked, 2)} cannot be; plugin=fsdp shards them"
+        message = f"{name} has no experts to spread ({which})"
+    yield "ep_size", asked_size or ranks, message
 
 
 class TorchDDPPlugin(HybridParallelPlugin):
@@ -201,9 +246,13 @@ class TorchFSDPPlugin(HybridParallelPlugin):
         cpu_offload: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        own: dict[str, Any] = {"param_dtype": param_dtype, "cpu_offload": cpu_offload}
-        own |= {"reshard_after_forward": reshard_after_forward, "sync_batchnorm": sync_batchnorm}
-        super().__init__(zero_stage=3, **own)
+        super().__init__(
+            zero_stage=3,
+            reshard_after_forward=reshard_after_forward,
+            param_dtype=param_dtype,
+            cpu_offload=cpu_offload,
+            sync_batchnorm=sync_batchnorm,
+        )
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")
         self.distribution.dp_replicate = dp_replicate

@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("r*/**/*.md")]
 DOCUMENTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+FOLDERS = DOCUMENTS["runner/run_folder/README.md"]
 
 
 def rows(heading, document=README):
@@ -75,13 +76,18 @@ def reference(source):
 def test_tables_list_every_group_option_mode_plugin_and_recipe():
     defaults = [one for one in content("config.yaml")["defaults"] if isinstance(one, dict)]
     first = {group: option for entry in defaults for group, option in entry.items()}
-    listed = {quoted(row[0])[0]: quoted(row[1]) for row in rows("group")}
+    listed = {
+        quoted(row[0])[0]: quoted(row[1])
+        for row in rows("group", DOCUMENTS["runner/config/README.md"])
+    }
     folders = {folder.name for folder in find("conf").iterdir() if folder.is_dir()}
     assert set(listed) == folders - {"hydra"}
     for group, named in listed.items():
         assert sorted(named) == sorted(options(group))
         assert named[0] == first[group]
-    assert sorted(quoted(row[0])[0] for row in rows("mode")) == sorted(options("clip"))
+    assert sorted(
+        quoted(row[0])[0] for row in rows("mode", DOCUMENTS["runner/clip/modes.md"])
+    ) == sorted(options("clip"))
     listed, found = rows("recipe", DOCUMENTS["recipes/README.md"]), recipes.files_of()
     for (link, purpose, cited), (name, file) in zip(listed, found.items(), strict=True):
         source = re.search(r"(?m)^# source:(.*)", file.read_text())[1]
@@ -111,10 +117,10 @@ def test_keys_files_and_folders_exist():
     inline = {text.split()[3] for text in quoted(README) if text.startswith("python -m runner ")}
     assert set(COMMANDS) - {"run"} <= shown | inline
     values = {value for value in vars(keys).values() if isinstance(value, str)}
-    named = [key for row in rows("key of a row") for key in quoted(row[0])]
+    named = [key for row in rows("key of a row", FOLDERS) for key in quoted(row[0])]
     assert {re.sub(r"<.*>", "", key) for key in named} <= values
     written = {value for name, value in vars(files).items() if name.isupper()}
-    tree = set(re.findall(r"^        (\w[\w.]*)/?  ", README, re.MULTILINE)) - {"0"}
+    tree = set(re.findall(r"^        (\w[\w.]*)/?  ", FOLDERS, re.MULTILINE)) - {"0"}
     assert {files.CONFIG, files.STATUS, files.ROWS, files.SUMMARY, files.SWEEP} <= tree <= written
     lines = re.findall(r"^      ((?:\w+/ ?)+)", CONTRIBUTING.partition("## The house")[2], re.M)
     folders = {f"{file.parent.name}/" for file in (ROOT / "runner").glob("*/__init__.py")}
@@ -149,7 +155,7 @@ def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):
     torch.manual_seed(0)
     data = TensorPairs(torch.randn(12, 4), torch.randint(3, (12,)))
     loader = torch.utils.data.DataLoader(data, 4, collate_fn=collate_pairs)
-    section = README.partition("## Library\n")[2].partition("\n## ")[0]
+    section = README.partition("## Your own training loop\n")[2].partition("\n## ")[0]
     section += DOCUMENTS["runner/booster/library.md"]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(examples) == 4
@@ -180,6 +186,10 @@ def test_links_between_documents_lead_somewhere():
             heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
             assert not anchor or anchor in slugs, anchor
+
+
+def test_readme_is_read_in_five_minutes():
+    assert 900 <= len(README.split()) <= 1200
 
 
 def test_the_second_command_is_the_gates_own():

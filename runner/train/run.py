@@ -1,0 +1,165 @@
+"""Train or evaluate one run on this rank, from its checked configuration."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.checkpoint.content import CheckpointSaver, load_weights
+from runner.checkpoint.folder import manifest_of
+from runner.config.identity import branching
+from runner.config.modes import MODES
+from runner.config.notation import plural
+from runner.config.problem import leaves
+from runner.config.schema import RunConfig
+from runner.data.dataset import length_of
+from runner.run_folder import files, keys
+from runner.run_folder.strict_json import decode, encode, read_object
+from runner.telemetry import guidance
+from runner.telemetry.sinks import Sink
+from runner.telemetry.sinks.console import print_line
+from runner.train.build import make_callbacks, make_data, make_trainer
+from runner.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def execute(
+    config: RunConfig,
+    sinks: Sequence[Sink],
+    *,
+    folder: Path | None = None,
+    resume: Path | None = None,
+) -> dict[str, Any]:
+    """Train; return the summary. Every rank calls this.
+
+    Args:
+        config: the checked configuration.
+        sinks: where rows go; none on other ranks than the first.
+        folder: the run's folder; None for a run that is not recorded.
+        resume: the checkpoint to continue from.
+    """
+    started = time.perf_counter()
+    recorded = None if folder is None else _recorded(folder)
+    callbacks = make_callbacks(config)
+    if folder is not None and (config.checkpoint.keep or config.checkpoint.save_final):
+        callbacks.append(_saver(config, folder, recorded))
+    trainer = make_trainer(config, sinks, callbacks=callbacks)
+    if trainer.plugin.rank == 0:
+        _announce(trainer, config, folder)
+    if resume is not None:
+        keep = _settings_to_keep(manifest_of(resume).get("config"), recorded)
+        if branching(config.resume.source) and folder and not resume.is_relative_to(folder):
+            keep.add("metrics")  # those of a branch begin with it
+        trainer.load(resume, verify=False, keep=keep)
+    summary = trainer.fit()
+    summary["remarks"] = _remarks(trainer, config, summary)
+    info = config.clip.info
+    if config.clip.mode not in MODES or info != MODES[config.clip.mode].info:
+        summary[keys.CLIP_MODE] = asdict(info)  # a reader of the record cannot know it otherwise
+    summary[keys.WALL_SECONDS] = time.perf_counter() - started
+    summary["parameters"] = trainer.parameters
+    summary["world_size"] = trainer.plugin.world_size
+    summary["device"] = str(trainer.device)
+    return summary
+
+
+def evaluate(
+    config: RunConfig, sinks: Sequence[Sink], *, checkpoint: Path | None
+) -> dict[str, Any]:
+    """Evaluate a checkpoint on the held-out data; every rank has to call this."""
+    for sink in sinks:
+        sink.close(None, 0)
+    trainer = make_trainer(config, ())
+    load_weights(trainer, checkpoint)
+    return {"metrics": trainer.evaluate(), "world_size": trainer.plugin.world_size}
+
+
+def _recorded(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration as the run's folder has it, masked where it is secret."""
+    file = folder / files.CONFIG
+    if not file.is_file():
+        return None
+    recorded: dict[str, Any] = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
+    return recorded
+
+
+def _saver(config: RunConfig, folder: Path, recorded: dict[str, Any] | None) -> CheckpointSaver:
+    section = config.checkpoint
+    status = read_object(folder / files.STATUS)
+    return CheckpointSaver(
+        folder / files.CHECKPOINTS,
+        section.interval,
+        keep=section.keep,
+        best=config.sweep.objective if section.keep_best else None,
+        maximizes=config.sweep.maximizes,
+        save_final=section.save_final,
+        asynchronous=None if section.asynchronous == "auto" else section.asynchronous,
+        about={
+            "config": recorded,
+            "plugin": config.plugin.name,
+            "config_hash": status.get("config_hash"),
+            "wandb_run_id": status.get("wandb_run_id"),
+        },
+    )
+
+
+def _announce(trainer: Trainer, config: RunConfig, folder: Path | None) -> None:
+    samples = length_of(make_data(config.data).train)
+    ranks = plural(trainer.plugin.world_size, "rank")
+    data = "a stream" if samples is None else f"{samples:,} samples"
+    line = (
+        f"{trainer.device}, {ranks} (plugin={config.plugin.name}), {data}, "
+        f"{trainer.parameters:,} parameters, {folder or 'no record'}"
+    )
+    log.info("training: %s", line)
+    print_line(f"clip-runner: {line}", sys.stderr)
+
+
+def _remarks(trainer: Trainer, config: RunConfig, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return advice on the threshold, by what the optimizers make of a smaller gradient."""
+    clip = config.clip
+    layout = trainer.optimizer.layout
+    scales_some = trainer.state.mode.scales_some(layout)
+    parameters = layout.parameters.values()
+    scaled = [parameter for parameter in parameters if parameter.scaled or not scales_some]
+    effect = guidance.effect_of(
+        trainer.optimizer.optimizers,
+        clip.threshold,
+        sum(math.prod(parameter.shape) for parameter in scaled),
+        scales_some,
+    )
+    searches = trainer.skipped_steps.searches
+    setting = guidance.Setting(clip.info, clip.threshold, clip.nonfinite, effect, searches)
+    return [asdict(remark) for remark in guidance.remarks(summary, setting)]
+
+
+def _settings_to_keep(saved: object, recorded: dict[str, Any] | None) -> set[str]:
+    """Return the settings that a checkpoint must not bring, as this run was given others."""
+    if not isinstance(saved, dict) or recorded is None:
+        return set()
+    before = dict(leaves("", saved))
+    now = dict(leaves("", recorded))
+    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    keep = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
+    keep |= {key.removeprefix("adamw_") for key in keep}  # those of AdamW beside Muon
+    of_schedule = ("scheduler.", "train.max_duration", "data.", "accumulation.")
+    if any(key.startswith(of_schedule) for key in changed):
+        keep.add("lr")
+    measured = {"clip.mode", "clip._target_", "clip.window"}
+    if now.get("clip.mode") != "schedule":  # its history is a step, which goes on
+        measured |= {"clip.norm_type", "clip.scales"}
+    if measured & changed:
+        keep.add("mode")
+    thresholds = ("clip.threshold", "clip.links", "clip.groups")
+    if any(key.startswith(thresholds) for key in changed):
+        keep.add("threshold")
+    return keep

@@ -67,8 +67,9 @@ class GradientMonitor:
         self._device = next(model.parameters()).device
         if flush is None:
             flush = 1 if self._world == 1 and transfer.can_read(self._device) else 50
-        self._files = [_file(one) for one in to if isinstance(one, str | Path)] if writes else []
-        sinks = [_sink(one) for one in to] if writes else []
+        destinations = to if writes else ()
+        self._files = [_file(path) for path in destinations if isinstance(path, str | Path)]
+        sinks = [_sink(destination) for destination in destinations]
         self._meter = Meter(sinks, interval, flush, what_if=what_if)
         self.steps = 0
         self._samples: int | None = None
@@ -120,10 +121,18 @@ class GradientMonitor:
         if loss is not None and self._world > 1:
             self._meter.mean_over_data = self._mean
         decision = self._decision(clipped, threshold)
-        before, self._before = self._before, time.perf_counter()
-        counts = (self._samples, self._tokens, self._before - before)
-        own = None if loss is None else _number(loss)
-        self._meter.push(StepMetrics(self.steps, own, decision, lr, *counts))
+        now = time.perf_counter()
+        metrics = StepMetrics(
+            step=self.steps,
+            local_loss=None if loss is None else _number(loss),
+            decision=decision,
+            lr=lr,
+            samples=self._samples,
+            tokens=self._tokens,
+            seconds=now - self._before,
+        )
+        self._before = now
+        self._meter.push(metrics)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the last step, such as ``{"eval/loss": 0.3}``; every rank calls it."""
@@ -152,7 +161,9 @@ class GradientMonitor:
 
         Files that are named by a path lose the rows of later steps, which are taken again.
         """
-        self.steps, self._samples, self._tokens = state["steps"], state["samples"], state["tokens"]
+        self.steps = state["steps"]
+        self._samples = state["samples"]
+        self._tokens = state["tokens"]
         self._meter.load_state_dict(state["meter"])
         self.remove_rows_after(self.steps)
 

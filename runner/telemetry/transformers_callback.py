@@ -108,10 +108,14 @@ class ClippingCallback(TrainerCallback, ExportableState):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the losses that the Trainer logs, every ``logging_steps``, and its evaluations."""
         logs = kwargs["logs"]
-        found = {keys.TRAIN_LOSS: logs["loss"]} if "loss" in logs else {}
-        found |= {k.replace("_", "/", 1): v for k, v in logs.items() if k.startswith("eval_")}
-        if self.monitor is not None and found:
-            self.monitor.log(found)
+        metrics = {}
+        if "loss" in logs:
+            metrics[keys.TRAIN_LOSS] = logs["loss"]
+        for name, value in logs.items():
+            if name.startswith("eval_"):
+                metrics[name.replace("_", "/", 1)] = value
+        if self.monitor is not None and metrics:
+            self.monitor.log(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the last rows."""
@@ -140,10 +144,10 @@ class ClippingCallback(TrainerCallback, ExportableState):
         if not state.global_step:
             return {}
         stored = state.stateful_callbacks.get(type(self).__name__, [])
-        several = stored if isinstance(stored, list) else [stored]
+        states = stored if isinstance(stored, list) else [stored]
         # The Trainer appends the states of several callbacks at each checkpoint.
-        for each in reversed(several):
-            attributes = each["attributes"]
+        for callback_state in reversed(states):
+            attributes = callback_state["attributes"]
             if attributes.get("saved_type") == self._options["clipping_type"]:
                 buffer = io.BytesIO(base64.b64decode(attributes["saved_state"]))
                 saved: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=True)
@@ -164,7 +168,9 @@ class ClippingCallback(TrainerCallback, ExportableState):
                 "a ClippingCallback continues without it"
             )
         [replaced] = self._living
-        self._clips, self._options = replaced._clips, replaced._options
-        self._to, self._interval = replaced._to, replaced._interval
+        self._clips = replaced._clips
+        self._options = replaced._options
+        self._to = replaced._to
+        self._interval = replaced._interval
         self._groups = replaced._groups
         self._replaced = replaced  # which stays the only one

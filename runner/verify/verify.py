@@ -50,10 +50,11 @@ def execute(config: RunConfig, sinks: Sequence[Sink] = ()) -> dict[str, Any]:
     # torch warns of slow redistribution: speed does not matter here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plugin = config.plugin.model_copy(update={"param_dtype": None})
-    config, causes = config.model_copy(update={"plugin": plugin}), list[str]()
+    config = config.model_copy(update={"plugin": plugin})
+    causes: list[str] = []
     try:
         modes = config.verify.modes or [config.clip.mode]
-        compared = [_compare(config, name, causes) for name in modes]
+        results = [_compare(config, name, causes) for name in modes]
     except NonFiniteGradient as error:
         error.advice = "a verification compares every step, whatever clip.nonfinite is"
         raise
@@ -61,14 +62,16 @@ def execute(config: RunConfig, sinks: Sequence[Sink] = ()) -> dict[str, Any]:
         if config.verify.dtype == "float64" and "dtype" in str(error):
             error.add_note("if the model computes in float32 only, use verify.dtype=float32")
         raise
-    here = [one for one in compared if one is not None]
+    results_of_first_rank = [result for result in results if result is not None]
+    if not results_of_first_rank:
+        return {}
     rate = config.verify.lr
     note = (
         f"both sides step by plain SGD at a rate of {rate:g} (modes that need the optimizer: AdamW "
         f"at {rate / 10:g}), in {config.verify.dtype} and without dropout: adaptive steps hide a "
         "gradient of the wrong scale"
     )
-    return outcome(here, [note], causes, config.verify.bound) if here else {}
+    return outcome(results_of_first_rank, [note], causes, config.verify.bound)
 
 
 def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] | None:
@@ -116,12 +119,14 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
         ranks: list[dict[str, float]], gradients: dict[str, Tensor], naive: list[Naive | None]
     ) -> None:
         assert reference is not None
-        metrics, loss, wanted = reference.step()
-        both = gradients, metrics, wanted
-        own = mode.info.needs_optimizer or _remembers(reference.mode.state_dict())
-        one = compare_step(len(steps) + 1, ranks, *both, bound, history=own)
-        one |= {"naive": worst_naive(naive, metrics["norm"]), "loss": {"reference": loss}}
-        steps.append(one)
+        metrics, loss, expected = reference.step()
+        remembers = mode.info.needs_optimizer or _remembers(reference.mode.state_dict())
+        step = compare_step(
+            len(steps) + 1, ranks, gradients, metrics, expected, bound, history=remembers
+        )
+        step["naive"] = worst_naive(naive, metrics["norm"])
+        step["loss"] = {"reference": loss}
+        steps.append(step)
 
     _watch(mode, trainer, seen)
     trainer.fit()
@@ -129,8 +134,8 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
     weights = _whole(trainer, lambda p: p)
     if reference is None:
         return None
-    wanted = {name: p.detach().cpu() for name, p in reference.model.named_parameters()}
-    errors = tensor_errors({name: weights[name] for name in weights.keys() & wanted}, wanted)
+    expected = {name: p.detach().cpu() for name, p in reference.model.named_parameters()}
+    errors = tensor_errors({name: weights[name] for name in weights.keys() & expected}, expected)
     for step, loss in zip(steps, losses, strict=True):
         step["loss"]["plugin"] = loss
     causes += _causes(config, reference, **steps[0]["loss"])
@@ -140,8 +145,9 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
 
 def _remembers(state: Mapping[str, Any]) -> bool:
     """Return whether a mode, or one inside of it, has a history of earlier steps."""
-    inner = (each for each in state.values() if isinstance(each, Mapping))
-    return "history" in state or any(map(_remembers, inner))
+    if "history" in state:
+        return True
+    return any(_remembers(inner) for inner in state.values() if isinstance(inner, Mapping))
 
 
 def _watch(mode: ClipMode, trainer: Trainer, seen: Callable[..., None]) -> None:
@@ -154,8 +160,8 @@ def _watch(mode: ClipMode, trainer: Trainer, seen: Callable[..., None]) -> None:
             gradients = _whole(trainer, lambda p: p.grad)
             if self.info.needs_optimizer:
                 # With ZeRO stage 1 a mode may change a gradient on the rank alone that steps it.
-                for own in from_all(_stepped_here(trainer)):
-                    gradients |= {name: own[name] for name in own.keys() & gradients.keys()}
+                for stepped in from_all(_stepped_on_rank(trainer)):
+                    gradients |= {name: stepped[name] for name in stepped.keys() & gradients.keys()}
             ranks = from_all((side_of(decision), naive))
             if trainer.plugin.rank == 0:
                 seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
@@ -165,8 +171,8 @@ def _watch(mode: ClipMode, trainer: Trainer, seen: Callable[..., None]) -> None:
     mode.__class__ = Watched
 
 
-def _stepped_here(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the whole gradients that this rank steps, if others step the rest."""
+def _stepped_on_rank(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the whole gradients that this rank steps, if other ranks step some too."""
     stepped = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     shards = trainer.optimizer.layout.shards
     mine = [shard for shard in shards if id(shard.param) in stepped]
@@ -186,19 +192,23 @@ def _whole(trainer: Trainer, value: Callable[[nn.Parameter], Tensor | None]) -> 
 
 def _drifted(layout: Layout) -> list[str]:
     """Return the names of parameters whose replicas differ; a collective of one digest a shard."""
-    here: dict[tuple[Any, ...], str] = {}
+    digest_of: dict[tuple[Any, ...], str] = {}  # by name, and position along axes that split
     for shard in layout.shards:
         part: tuple[Any, ...] = (shard.name,)
-        if isinstance(own := shard.param, DTensor):
-            at = zip(own.device_mesh.get_coordinate() or (), own.placements, strict=True)
-            part += tuple(index for index, place in at if not place.is_replicate())
+        parameter = shard.param
+        if isinstance(parameter, DTensor):
+            position = parameter.device_mesh.get_coordinate() or ()
+            for index, placement in zip(position, parameter.placements, strict=True):
+                if not placement.is_replicate():
+                    part += (index,)
         flat = shard.weight.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        here[part] = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        digest_of[part] = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
     digests: dict[tuple[Any, ...], set[str]] = {}
-    for ranks in from_all(here):
-        for part, digest in ranks.items():
+    for digests_of_rank in from_all(digest_of):
+        for part, digest in digests_of_rank.items():
             digests.setdefault(part, set()).add(digest)
-    return list(dict.fromkeys(part[0] for part, found in digests.items() if len(found) > 1))
+    differing = [part[0] for part, different in digests.items() if len(different) > 1]
+    return list(dict.fromkeys(differing))
 
 
 def _causes(

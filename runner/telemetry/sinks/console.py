@@ -157,34 +157,37 @@ class TerminalSink:
                 self._bar.refresh()
 
     def _print_row(self) -> None:
-        of = f"/{self._total}" if self._total else ""
-        parts = [f"step {self._step}{of}"]
+        total = f"/{self._total}" if self._total else ""
+        parts = [f"step {self._step}{total}"]
         if self._total and self._seconds:
-            left = max(self._total - self._step, 0) / self._step
-            parts.append(f"eta {clock(left * self._seconds)}")
+            remaining_steps = max(self._total - self._step, 0)
+            parts.append(f"eta {clock(self._seconds / self._step * remaining_steps)}")
         steps = self._step - self._shown
         ratio = self._clipped / steps if keys.CLIP_RATIO in self._row else math.nan
         self._print("  ".join([*parts, *_parts(self._row, ratio)]))
-        self._clipped, self._shown = 0.0, self._step
+        self._clipped = 0.0
+        self._shown = self._step
 
-    def _ending(self, found: dict[str, Any], exit_code: int) -> Iterator[str]:
-        ended, steps = ending(exit_code), found.get("steps", self._step or None)
+    def _ending(self, summary: dict[str, Any], exit_code: int) -> Iterator[str]:
+        ended = ending(exit_code)
+        steps = summary.get("steps", self._step or None)
         if steps is not None:
             # A summary counts the steps of a branch from its beginning.
             early = self._total is not None and max(steps, self._step) < self._total
             ended += f" after {steps} of {self._total} steps" if early else ""
             ended += "" if early else f" after {plural(steps, 'step')}"
-        if keys.WALL_SECONDS in found:
-            ended += f" in {found[keys.WALL_SECONDS]:.1f} s"
+        if keys.WALL_SECONDS in summary:
+            ended += f" in {summary[keys.WALL_SECONDS]:.1f} s"
         yield f"{self._title}: {ended}"
-        yield from _evaluation(found.get("final", {}))
-        norm = found.get(keys.GRAD_NORM, {})
-        spread = [f"{at} {_number(norm[at])}" for at in ("p50", "p90", "p99") if at in norm]
-        if keys.CLIP_RATIO_TOTAL in found:
-            spread.append(f"clipped {percent(found[keys.CLIP_RATIO_TOTAL])} of the steps")
+        yield from _evaluation(summary.get("final", {}))
+        norm = summary.get(keys.GRAD_NORM, {})
+        shares = ("p50", "p90", "p99")
+        spread = [f"{share} {_number(norm[share])}" for share in shares if share in norm]
+        if keys.CLIP_RATIO_TOTAL in summary:
+            spread.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
         if spread:
             yield "  ".join(["gradient norm", *spread])
-        yield from found.get("guidance", ())
+        yield from summary.get("guidance", ())
 
     def _print(self, line: str) -> None:
         if not self._alone and not line.startswith(self._title):

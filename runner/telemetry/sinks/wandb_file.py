@@ -1,7 +1,7 @@
 """Read from wandb's own file how far a run is recorded.
 
-A process that is killed loses the rows that wandb's client has not written yet, so what a run has
-logged is no proof. The format is that of LevelDB's log: blocks of 32 KiB, in which records are
+A killed process loses the rows that wandb's client has not written yet: a row that was logged may
+be missing. The format is that of LevelDB's log: blocks of 32 KiB, in which records are
 split into chunks of a checksum, a length, a kind and the data; each record is a protobuf message.
 """
 
@@ -24,12 +24,13 @@ _TAIL = 2**20  # bytes at the end of a file that usually hold a row
 
 def last_recorded_step(folder: Path, run_id: str) -> int | None:
     """Return the last optimizer step in wandb's files of a run, 0 for no row; None for no file."""
-    found = folder.glob(f"{files.WANDB}/*run-*/run-{run_id}.wandb")
-    return max(map(_last_step, found), default=None)
+    recorded = folder.glob(f"{files.WANDB}/*run-*/run-{run_id}.wandb")
+    return max((_last_step(file) for file in recorded), default=None)
 
 
 def _last_step(file: Path) -> int:
-    size, tail = file.stat().st_size, _TAIL
+    size = file.stat().st_size
+    tail = _TAIL
     while True:
         start = max(0, size - tail) // _BLOCK * _BLOCK
         with file.open("rb") as opened:
@@ -57,9 +58,9 @@ def _records(data: bytes, position: int) -> Iterator[bytes]:
     """Yield the records that begin in ``data``, which begins with a block, and are whole."""
     record: bytes | None = None
     while position + _HEADER.size <= len(data):
-        left = _BLOCK - position % _BLOCK
-        if left < _HEADER.size:  # no chunk begins in the last bytes of a block
-            position += left
+        block_end = _BLOCK - position % _BLOCK
+        if block_end < _HEADER.size:  # no chunk begins in the last bytes of a block
+            position += block_end
             continue
         _, length, kind = _HEADER.unpack_from(data, position)
         position += _HEADER.size

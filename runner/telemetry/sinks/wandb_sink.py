@@ -37,15 +37,16 @@ def records(mode: str) -> bool:
 
 def effective_mode(mode: str) -> str:
     """Return the mode in which a run is recorded: ``auto`` is what wandb itself would choose."""
-    asked = os.environ.get("WANDB_MODE", "") if mode == "auto" else mode
-    if not asked:
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE", "")
+    if not mode:
         wandb = _imported()
-        asked = wandb.setup().settings.mode
-        if asked == "online":
+        mode = wandb.setup().settings.mode
+        if mode == "online":
             # Credentials of a wrong form count: the attempt to go online logs one warning.
             with suppress(wandb.errors.AuthenticationError):
-                asked = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    return {"run": "online", "shared": "online", "dryrun": "offline"}.get(asked, asked)
+                mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    return {"run": "online", "shared": "online", "dryrun": "offline"}.get(mode, mode)
 
 
 class WandbSink:
@@ -69,9 +70,13 @@ class WandbSink:
         time_left: Callable[[], float] = lambda: math.inf,
         **labels: Any,
     ) -> None:
-        self._folder, self._mode, self._timeout = folder.absolute(), mode, timeout
-        self._run_id, self._time_left = run_id, time_left
-        self._continued_after, self._recorded = continued_after, -1
+        self._folder = folder.absolute()
+        self._mode = mode
+        self._timeout = timeout
+        self._run_id = run_id
+        self._time_left = time_left
+        self._continued_after = continued_after
+        self._recorded = -1
         self._init = {"dir": str(self._folder), "id": run_id, "config": config, **labels}
         self._init["resume"] = None if continued_after is None else "allow"
         self._queue: queue.SimpleQueue[Callable[[Run], object] | None] = queue.SimpleQueue()
@@ -90,7 +95,8 @@ class WandbSink:
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Send the end of the run and wait until it is recorded, ``timeout`` seconds at most."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
         # wandb keeps the last value of each metric under its own key.
@@ -159,13 +165,14 @@ class WandbSink:
             for failed in set(self._folder.glob(f"{files.WANDB}/run-*")) - begun:
                 shutil.rmtree(failed, ignore_errors=True)
             self._warn("wandb cannot record online; this run is recorded offline", error)
-            run = self._begin(mode := "offline")
+            mode = "offline"
+            run = self._begin(mode)
         log.info("wandb: %s (tracker.mode=%s) %s", mode, self._mode, run.url or "")
         return run
 
     def _begin(self, mode: str) -> Run:
         wandb = _imported()
-        wanted = {
+        wishes = {
             "silent": True,
             "console": "off",
             "reinit": "create_new",
@@ -182,8 +189,8 @@ class WandbSink:
             # A client that is killed loses a second of the record instead of fifteen.
             "x_transaction_log_flush_interval": 1.0,
         }
-        known = wandb.Settings.model_fields  # those with x_ come and go
-        settings = {key: value for key, value in wanted.items() if key in known}
+        fields = wandb.Settings.model_fields  # fields with x_ come and go
+        settings = {key: value for key, value in wishes.items() if key in fields}
         run: Run = wandb.init(**self._init, mode=mode, settings=settings)
         run.define_metric(keys.TRAIN_STEP)
         run.define_metric("*", step_metric=keys.TRAIN_STEP)

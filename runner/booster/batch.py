@@ -91,9 +91,9 @@ class Calls:
         )
 
     def _takes_targets(self, inputs: int) -> str | None:
-        """Return the parameter behind so many inputs that takes the last entry of a tuple.
+        """Return the parameter after the inputs that takes the last entry of a tuple.
 
-        That is none if a criterion is given. ``labels`` are not passed: causal models of
+        None if a criterion is given. ``labels`` are not passed: causal models of
         transformers shift them, and the targets of a tuple are shifted already.
         """
         for name in self._order[inputs:] if self._labelled else ():

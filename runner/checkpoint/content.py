@@ -276,7 +276,7 @@ class CheckpointSaver:
     def _save_later(self, training: Training, step: int, about: Mapping[str, Any]) -> None:
         """Let threads write while the training goes on, from copies in host memory."""
         if self._group is None and several_ranks():
-            # Its collectives run in a thread beside those of the training.
+            # Its collectives run in a thread, beside the collectives of the training.
             self._group = dist.new_group(backend="gloo")
         tensors, rest = _content(training)
         content = _about(training, step, about)

@@ -28,7 +28,7 @@ class Data:
 
     train: Dataset[Any]
     test: Dataset[Any] | None
-    """Held-out samples: none of them is in `train`. None: the run does not evaluate."""
+    """Held-out samples, which `train` lacks; None if the run does not evaluate."""
     items: Literal["samples", "tokens"]
     """What the loss of a step is averaged over; tokens whose target is `IGNORED` do not count."""
     tokens_per_sample: int | None = None

@@ -3,8 +3,8 @@
 Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
 Repository, 1998, https://doi.org/10.24432/C50P49 (its test part: 1,797 images by 13 writers).
 
-Only the file is used: importing scikit-learn takes longer than training on it. The split is that of
-its ``train_test_split(stratify=...)``, to the sample.
+Only the file is used: importing scikit-learn takes longer than training on it. The split equals its
+``train_test_split(stratify=...)``, to the sample.
 """
 
 import gzip

@@ -108,7 +108,7 @@ class RandomState(dict[str, Any]):
         return cls({f"own.{name}": _state_of(each) for name, each in own.items()})
 
     def digest(self) -> int:
-        """Return a seed that depends on all these states but those of GPUs."""
+        """Return a seed that depends on all these states, apart from states of GPUs."""
         texts = [
             state.numpy().tobytes().hex() if isinstance(state, Tensor) else state
             for name, state in self.state_dict().items()

@@ -38,7 +38,7 @@ from runner.data.workers import Unread, arrived, begin, shielded, start_method, 
 T = TypeVar("T")
 
 BEGINNING: Mapping[str, Any] = {"turn": 0, "workers": {}}
-"""A position: the worker whose turn is next, and that of each worker that has read something."""
+"""A position: the worker whose turn is next, and each worker's own, if it has read something."""
 
 
 _STATE = {"examples_iterable", "epoch"}  # keys of the state of a stream of ``datasets``
@@ -129,7 +129,7 @@ class Stream(IterableDataset[Read]):
         dataset: Any = self.dataset
         if divided:
             dataset = dataset.shard(num_shards=self.world_size * self.workers, index=index)
-            set_epoch(dataset, self.epoch)  # that of datasets begins again with epoch 0
+            set_epoch(dataset, self.epoch)  # a shard of datasets begins again with epoch 0
         purpose = f"stream,{self.seed},{self.epoch},{index}"
         samples = _Samples(dataset, purpose, position, alone=divided)
         for number, group in self._groups(samples, position.get("batches", 0), self.batch_size):

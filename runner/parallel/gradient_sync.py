@@ -100,8 +100,8 @@ def own_group(user: object, sends: list[Any], shared: Any) -> Any:
 class Averaging:
     """Averages the gradients of replicas, bucket by bucket from the backward pass on.
 
-    Every rank sends the same buckets in the same order: one is sent early when its gradients and
-    those of all buckets before it are complete, in a group of its own. :meth:`finish` sends the
+    Every rank sends the same buckets in the same order: one is sent early when its gradients are
+    complete and all buckets before it are sent, in a group of its own. :meth:`finish` sends the
     others. On a CPU the last one is small, and carries what ranks agree on.
 
     Args:
@@ -348,7 +348,7 @@ class Partition:
 
     Rajbhandari et al. 2020 (arXiv 1910.02054, section 5.1). Whole parameters are assigned to ranks,
     largest first, each to the rank with the fewest elements. So any optimizer works: it sees whole
-    tensors, and its state is that of the assigned parameters.
+    tensors, and has the state of the assigned parameters alone.
     """
 
     def __init__(self, replicas: Sequence[Replicas]) -> None:

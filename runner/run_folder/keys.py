@@ -16,7 +16,7 @@ TRAIN_TOKENS = "train/tokens"
 
 GRAD_NORM = "grad/norm"
 GRAD_NORM_CLIPPED = "grad/norm_clipped"
-# Norm of the gradients that a coefficient multiplies, where some are left out (those of Muon)
+# Norm of the gradients that a coefficient multiplies, where matrices of Muon are left out
 GRAD_NORM_SCALED = "grad/norm_scaled"
 GRAD_NORM_MEAN = "grad/norm_mean"
 GRAD_NORM_MAX = "grad/norm_max"

@@ -116,7 +116,7 @@ class Probe:
 
 
 class EarlyStopping:
-    """Ends the training after so many evaluations without an improvement: ``early_stopping``."""
+    """Ends the training after ``patience`` evaluations without an improvement."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ def execute(
     if resume is not None:
         keep = _settings_to_keep(manifest_of(resume).get("config"), recorded)
         if branching(config.resume.source) and folder and not resume.is_relative_to(folder):
-            keep.add("metrics")  # those of a branch begin with it
+            keep.add("metrics")  # a branch counts from its beginning
         trainer.load(resume, verify=False, keep=keep)
     summary = trainer.fit()
     summary["remarks"] = _remarks(trainer, config, summary)
@@ -150,7 +150,7 @@ def _settings_to_keep(saved: object, recorded: dict[str, Any] | None) -> set[str
     now = dict(leaves("", recorded))
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     keep = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
-    keep |= {key.removeprefix("adamw_") for key in keep}  # those of AdamW beside Muon
+    keep |= {key.removeprefix("adamw_") for key in keep}  # names of AdamW's settings beside Muon
     of_schedule = ("scheduler.", "train.max_duration", "data.", "accumulation.")
     if any(key.startswith(of_schedule) for key in changed):
         keep.add("lr")

@@ -72,7 +72,7 @@ class TrainState:
         }
 
     def require(self, state: Mapping[str, Any]) -> None:
-        """Check that a state is that of this training.
+        """Check that a state belongs to this training.
 
         Raises:
             ValueError: it has another number of schedulers, or its epoch cannot be continued.
@@ -97,7 +97,7 @@ class TrainState:
         if "metrics" in keep:
             self.meter.last = {keys.TRAIN_SAMPLES: self.progress.samples}
             if "skips" in self.parts:
-                self.parts["skips"].searches = 0  # the meter does not count those of before either
+                self.parts["skips"].searches = 0  # the meter counts none of before either
         else:
             self.meter.load_state_dict(state["meter"])
         if "mode" not in keep:

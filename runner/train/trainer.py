@@ -51,11 +51,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Measurements:
-    """Optional measurements; none by default. The values are those of rows (``log.interval``).
+    """Optional measurements, taken in the steps that have a row (``log.interval``).
 
     Attributes:
         update_ratio: log ‖ΔW‖ ÷ ‖W‖, with W the weights before a step and ΔW what the step added;
-            that of each parameter too with layer norms. Takes a copy of the weights.
+            with layer norms also of each parameter. Takes a copy of the weights.
         noise_scale: log ``noise/scale``, tr(Σ) ÷ ‖G‖² over the last 100 rows: the samples of a step
             up to which accumulating more pays. Needs microbatches, under SinglePlugin or DDP.
     """
@@ -505,7 +505,7 @@ class Trainer:
         Args:
             path: folder of the checkpoint.
             verify: whether to compare the checksums of all files with the manifest first.
-            keep: settings that stay those of this trainer: ``lr``, whose schedules then go on at
+            keep: settings of this trainer that stay: ``lr``, whose schedules then go on at
                 the same step, other settings of the optimizers' groups, such as ``weight_decay``,
                 ``threshold``, ``mode`` (its history too), and ``metrics`` so far.
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 OTHER_SAMPLES = (
     "the stream does not yield the samples that followed when the checkpoint was saved, so the "
-    "steps are not those of a run that was never stopped"
+    "steps differ from a run that was never stopped"
 )
 
 # What the random numbers of an epoch's order and samples are drawn from.
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Reads a loader in windows of so many microbatches, from any position in an epoch.
+    """Reads a loader in windows of ``steps`` microbatches, from any position in an epoch.
 
     How an epoch is continued depends on the loader. One of ``prepare_dataloader`` is set to the
     position. Another is read again up to it. If its order comes from torch's samplers, they draw

@@ -196,8 +196,8 @@ class TorchDDPPlugin(HybridParallelPlugin):
     """A replica of the model on every rank, whose gradients are averaged while they are computed.
 
     As :class:`torch.nn.parallel.DistributedDataParallel` does, but also for parameters that take no
-    part in the loss, are frozen later, or have several backward passes. So a gradient is that of
-    this rank until clipping, ``optimizer.unscale()`` or the step has made it final.
+    part in the loss, are frozen later, or have several backward passes. So each rank has its own
+    gradient until clipping, ``optimizer.unscale()`` or the step has made it final.
 
     Args:
         broadcast_buffers: each step gives all ranks the buffers of the first one; False is refused.

@@ -1,7 +1,7 @@
 """Read from wandb's own file how far a run is recorded.
 
 A killed process loses the rows that wandb's client has not written yet: a row that was logged may
-be missing. The format is that of LevelDB's log: blocks of 32 KiB, in which records are
+be missing. The format is LevelDB's log: blocks of 32 KiB, in which records are
 split into chunks of a checksum, a length, a kind and the data; each record is a protobuf message.
 """
 

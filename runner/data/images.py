@@ -1,8 +1,9 @@
 """CIFAR-10 as torchvision reads it, and images in one folder per class, the layout of ImageNet.
 
 CIFAR-10 is cropped and flipped as in K. He et al., Deep Residual Learning for Image Recognition,
-2016, section 4.2. Folders are cropped as in C. Szegedy et al., Going Deeper with Convolutions, 2015,
-1409.4842, section 6 (8 to 100 % of the area, aspect ratios of 3/4 to 4/3), and half are flipped.
+2016, section 4.2. Folders are cropped as in C. Szegedy et al., Going Deeper with Convolutions,
+2015, 1409.4842, section 6 (8 to 100 % of the area, aspect ratios of 3/4 to 4/3), and half are
+flipped.
 """
 
 from collections.abc import Sequence

@@ -7,18 +7,15 @@ backward pass, and so before clipping.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from runner.booster.batch import (
     BatchError,
@@ -28,16 +25,27 @@ from runner.booster.batch import (
     not_readable,
     targets_of,
 )
-from runner.booster.divisor import NOTHING, Divisor
+from runner.booster.criterion import (
+    Criterion,
+    binary_outputs,
+    cross_entropy_mean,
+    cross_entropy_sum,
+    is_of_torch,
+    name_of,
+    option_of,
+    summed,
+)
+from runner.booster.divisor import LABELS, NOTHING, Candidates, positions_inside
+from runner.booster.outputs import logits_of, returned_loss, zero_of
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
 from runner.parallel.hooks import held_tensors
 
-Criterion = Callable[[Any, Any], Tensor]
-
-_SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-_SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
+WAYS_OUT = (
+    'give it a method loss_items({}) that returns what its mean divides by, or reduction="sum", or '
+    "set loss.items=samples, labels or none (the plain mean over microbatches, as in other "
+    "trainers), which is Trainer(criterion=Loss(items=...)) in a script"
+)
 
 
 class DivisorError(ValueError):
@@ -81,54 +89,49 @@ class WindowLoss:
     its ``loss_items(batch)``; else the cross entropy over the last dimension of the outputs.
 
     What a mean divides by is a guess while ``unproved`` is true:
-    :func:`runner.booster.measurement.settle` replaces it by what it finds. :class:`Loss` states it.
+    :func:`runner.booster.measurement.settle` replaces it by ``candidates``, the ways to count that
+    agree with what the loss has divided by. :class:`Loss` states it.
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion | Loss | None = None) -> None:
         stated = criterion if isinstance(criterion, Loss) else Loss(criterion)
-        criterion, self._stated_items = stated.criterion, stated.items
+        criterion = stated.criterion
+        self.name = name_of(criterion, model)
+        self._stated = stated.items
+        self._averages = _is_a_mean(stated)
+        self._given = criterion is not None
         own: Any = getattr(model, "loss", None)
         self.takes_batch = criterion is None and inspect.ismethod(own)
-        ignored = _option(criterion, "ignore_index", IGNORED)
-        self.ignored: int = ignored if isinstance(ignored, int) else IGNORED
-        reduction = _option(criterion, "reduction", "mean")
-        if reduction == "none":
-            raise ValueError(
-                "the criterion has reduction='none' and returns a loss for each item: use "
-                "reduction='mean', or 'sum' for steps that are not divided by the batch"
-            )
-        if reduction == "sum" and criterion is not None and stated.items != "auto":
-            raise ValueError(
-                f"nothing divides a criterion with reduction='sum': leave loss.items={stated.items}"
-                " out, or use reduction='mean'"
-            )
-        self.binary = _binary_outputs(criterion)
-        self._averages, self._given = reduction != "sum", criterion is not None
         self._may_return = not self._given and not self.takes_batch
-        function = getattr(model, "loss_function", None)
-        causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
-        decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        # Causal models of transformers compare each output with the label after it, unless an
-        # encoder reads the inputs and a decoder the shifted labels.
-        self._shifts = self._may_return and causal and not decodes
         self.call = Calls(model, whole=self.takes_batch, labelled=criterion is None).of
-        self._divisor: Callable[[Any], Any] | None = None
-        if stated.items == "auto":
-            self._divisor = getattr(model if criterion is None else criterion, "loss_items", None)
-        in_sum = _cross_entropy_sum if self._may_return else _summed(criterion)
+        self.binary = binary_outputs(criterion)
+
+        # What is compared, and summed where that is exact
+        in_sum = cross_entropy_sum if self._may_return else summed(criterion)
         self._classes = in_sum is not None
-        mean = _cross_entropy_mean if self._may_return else criterion or own
         exact = in_sum is not None and stated.items in ("auto", "labels")
+        mean = cross_entropy_mean if self._may_return else criterion or own
         self._criterion: Criterion = in_sum if exact else mean  # type: ignore[assignment]
-        self._weight: Tensor | None = _option(criterion, "weight", None) if self._classes else None
         self._sums = exact or not self._averages
-        self.name = _name_of(criterion, model)
-        stated_here = self._divisor is not None or stated.items != "auto"
-        by_construction = self._given and (self._sums or _is_of_torch(criterion))
-        self.unproved = not (stated_here or by_construction)
-        self._found: Divisor | None = None
+
+        # What is counted
+        ignored = option_of(criterion, "ignore_index", IGNORED)
+        self.ignored: int = ignored if isinstance(ignored, int) else IGNORED
+        self._shifts = self._may_return and _shifts_labels(model)
+        self._weight: Tensor | None = None
+        if self._classes:
+            self._weight = option_of(criterion, "weight", None)
         # Negative labels are no classes: what does not ignore them by a number selects the others.
         self._counts_classes = self._classes or self.takes_batch or stated.items == "labels"
+        self._loss_items: Callable[[Any], Any] | None = None
+        if stated.items == "auto":
+            owner = model if criterion is None else criterion
+            self._loss_items = getattr(owner, "loss_items", None)
+        stated_here = self._loss_items is not None or stated.items != "auto"
+        by_construction = self._given and (self._sums or is_of_torch(criterion))
+        self.unproved = not (stated_here or by_construction)
+        self.tries = 0
+        self.candidates: Candidates | None = None
 
     @property
     def may_return(self) -> bool:
@@ -140,12 +143,24 @@ class WindowLoss:
         """What :meth:`sum` compares outputs and targets by, if the outputs hold no loss."""
         return self._criterion
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no batch can tell more of what the mean divides by."""
+        return not self.unproved and (self.candidates is None or self.candidates.is_settled)
+
+    @property
+    def ways_out(self) -> str:
+        """What to change if the mean is over something else than the items."""
+        return WAYS_OUT.format("batch" if self.takes_batch or self._may_return else "targets")
+
     def mean(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns for a batch."""
         return self._criterion(*self._compared(outputs, batch))
 
     def counted_as(self, batch: Any) -> str:
         """Return what a message calls the items of a batch."""
+        if self.candidates is not None:
+            return self.candidates.divisor.described()
         targets = targets_of(batch)
         if targets is None or targets.is_floating_point():
             return "the samples"
@@ -158,61 +173,79 @@ class WindowLoss:
         A model that gets one tensor and no targets returns logits, or a mean over samples.
         """
         args, kwargs = self.call(batch)
-        return len(args) != 1 or bool(kwargs)
+        return len(args) != 1 or bool(kwargs) or not isinstance(args[0], Tensor)
 
-    def use(self, divisor: Divisor) -> None:
+    def use(self, candidates: Candidates) -> None:
         """Count from now on what a measurement found that the mean divides by."""
-        self._found = divisor
-        if divisor.counts == NOTHING:
-            self._averages = False
-        elif divisor.entry is None:
-            self.ignored, self._shifts = divisor.ignored, divisor.shifts
+        self.candidates = candidates
         self.unproved = False
+        divisor = candidates.divisor
+        self._averages = divisor.counts != NOTHING
+        if divisor.counts == LABELS and not divisor.name:
+            self.ignored = int(divisor.ignored)
+            self._shifts = divisor.shifts
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found, so that a training that continues need not measure again."""
         state: dict[str, Any] = {"unproved": self.unproved}
-        if self._found is not None:
-            divisor = self._found._asdict()
-            state["divisor"] = {name: value for name, value in divisor.items() if value is not None}
+        if self.candidates is not None:
+            state["candidates"] = self.candidates.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, unless what a mean divides by is known here."""
         if not self.unproved:
             return
-        if "divisor" in state:
-            self.use(Divisor(**state["divisor"]))
+        if "candidates" in state:
+            self.use(Candidates.from_state_dict(state["candidates"]))
         self.unproved = state["unproved"]
 
     def items(self, batch: Any) -> Count:
-        targets, named = self._labels(batch), named_parts(batch) is not None
+        """Count a batch."""
+        targets = self._labels(batch)
         if targets is None:
+            named = named_parts(batch) is not None
             if not (self.takes_batch or (self._may_return and named)):
                 raise not_readable(batch)
-            samples = batch_size(batch)
-            return Count(self._stated(batch, self._positions(batch, samples)), samples, 0)
-        numbers = targets.is_floating_point()
-        graded = 0 if numbers else self._graded(targets)
-        items: float = graded
-        if numbers:
-            items = len(targets)
-            if self._classes and not (self._may_return and (named or targets.ndim == 1)):
-                # Class probabilities: one item for each vector.
-                dim = min(1 if self._given else -1, targets.ndim - 1)
-                items = targets.numel() // targets.shape[dim]
-        elif self._weight is not None:
-            self._weight = self._weight.to(targets.device)  # copied once, not in each step
-            counted = targets[targets != self.ignored]
-            items = float(self._weight[counted].sum(dtype=torch.float64))
-        return Count(self._stated(batch, items), len(targets), graded if targets.ndim > 1 else 0)
+            return Count(self._counted(batch, None), batch_size(batch), 0)
+        counts_tokens = targets.ndim > 1 and not targets.is_floating_point()
+        tokens = self._graded(targets) if counts_tokens else 0
+        return Count(self._counted(batch, targets), len(targets), tokens)
+
+    def _counted(self, batch: Any, targets: Tensor | None) -> float:
+        """Count the items as they are stated, were found, or are guessed."""
+        if self._stated == "samples":
+            return batch_size(batch)
+        if self._stated == "none":
+            return 1.0
+        of_batch = not (self._may_return and named_parts(batch) is None)
+        if self._loss_items is not None and of_batch:
+            return float(self._loss_items(targets_of(batch) if self._given else batch))
+        if self.candidates is not None and self._averages:
+            return self.candidates.items(batch)
+        return self._guessed(batch, targets)
+
+    def _guessed(self, batch: Any, targets: Tensor | None) -> float:
+        """Count samples, class targets, or their weights."""
+        if targets is None:
+            return self._samples(batch)
+        if not targets.is_floating_point():
+            return self._graded(targets) if self._weight is None else self._weights_of(targets)
+        in_outputs = self._may_return and (named_parts(batch) is not None or targets.ndim == 1)
+        if self._classes and not in_outputs:
+            # Class probabilities: one item for each vector.
+            dim = min(1 if self._given else -1, targets.ndim - 1)
+            return targets.numel() // targets.shape[dim]
+        return len(targets)
+
+    def _weights_of(self, targets: Tensor) -> float:
+        assert self._weight is not None
+        self._weight = self._weight.to(targets.device)  # copied once, not in each step
+        return float(self._weight[targets[targets != self.ignored]].sum(dtype=torch.float64))
 
     def _graded(self, targets: Tensor) -> int:
         """Count the targets that are not ignored; of classes those that are not negative too."""
         least = 0 if self._counts_classes else -math.inf
-        if targets.numel() <= 128:  # a list costs less than an array
-            labels = targets.flatten().tolist()
-            return sum(label >= least and label != self.ignored for label in labels)
         array = targets.cpu().numpy()
         return int(np.count_nonzero((array != self.ignored) & (array >= least)))
 
@@ -222,39 +255,22 @@ class WindowLoss:
         shifts = targets is not None and self._shifts and named_parts(batch) is not None
         return targets[..., 1:] if shifts else targets  # type: ignore[index]
 
-    def _positions(self, batch: Any, samples: int) -> float:
+    def _samples(self, batch: Any) -> float:
         """Return the samples; of question answering those whose positions are in the inputs.
 
         transformers ignores the others, in two means, one of starts and one of ends.
         """
-        named = named_parts(batch) or {}
-        starts, ends = named.get("start_positions"), named.get("end_positions")
-        inputs = named.get("input_ids", named.get("inputs_embeds"))
-        if not (isinstance(starts, Tensor) and isinstance(ends, Tensor)):
-            return samples
-        if not isinstance(inputs, Tensor) or inputs.ndim < 2:
-            return samples
-        inside = [int((positions < inputs.shape[1]).sum()) for positions in (starts, ends)]
-        if inside[0] != inside[1]:
+        inside = positions_inside(batch)
+        if inside is None:
+            return batch_size(batch)
+        starts, ends = inside
+        if starts != ends:
             raise DivisorError(
-                f"{self.name} is a mean over {inside[0]} start positions plus one over {inside[1]} "
+                f"{self.name} is a mean over {starts} start positions plus one over {ends} "
                 "end positions, as the others lie outside of the inputs: leave such samples out, "
                 "set both positions to 0, or use loss.items=none, the plain mean over microbatches"
             )
-        return inside[0]
-
-    def _stated(self, batch: Any, items: float) -> float:
-        """Return the items that are stated or were found; else ``items``."""
-        if self._stated_items == "samples":
-            return batch_size(batch)
-        if self._stated_items == "none":
-            return 1.0
-        found = self._found
-        if found is not None and not (found.is_plain and named_parts(batch) is not None):
-            return found.items(batch)
-        if self._divisor is None or (self._may_return and named_parts(batch) is None):
-            return items
-        return float(self._divisor(targets_of(batch) if self._given else batch))
+        return starts
 
     def divisor(self, items: float) -> float:
         """Return what the summed loss of a window with ``items`` is divided by."""
@@ -269,19 +285,36 @@ class WindowLoss:
         return logits_of(outputs)
 
     def sum(self, outputs: Any, batch: Any, items: float | None) -> Tensor:
-        """Sum the item losses of a microbatch; 0, with a gradient of zeros, if it has no weight."""
+        """Sum the item losses of a microbatch; 0, with a gradient of zeros, if it has no weight.
+
+        Raises:
+            DivisorError: the loss divides by something else than the items that were counted.
+        """
         own = returned_loss(outputs) if self._may_return else None
         is_sum = not self._averages or (self._sums and own is None)
         if items is None or (items == 0 and not is_sum):
-            numbers = [one for one in held_tensors(outputs) if one.is_floating_point()]
+            if items == 0 and own is not None:
+                self._require_items(own, 0.0)
+            numbers = [tensor for tensor in held_tensors(outputs) if tensor.is_floating_point()]
             # A mean over no items is NaN, and so would be its gradient.
-            others = [one for one in numbers if one is not own] or numbers
+            others = [tensor for tensor in numbers if tensor is not own] or numbers
             assert others, "the model returned no tensor"
             return zero_of(others)
-        if own is not None:
-            return own if is_sum else own * items
-        loss = self._criterion(*self._compared(outputs, batch))
-        return loss if is_sum else loss * items
+        loss = self._criterion(*self._compared(outputs, batch)) if own is None else own
+        if is_sum:
+            return loss
+        self._require_items(loss, items)
+        return loss * items
+
+    def _require_items(self, loss: Tensor, items: float) -> None:
+        """Check what the loss of a batch divides by, if it was found in the graph of others."""
+        if self.candidates is None or self.candidates.agree_with(loss, items):
+            return
+        raise DivisorError(
+            f"{self.name} divides by something that earlier batches did not show: this one counts "
+            f"{items:g} items as the earlier ones do, and the loss divides by "
+            f"{self.candidates.described(loss)}: {self.ways_out}"
+        )
 
     def correct(self, outputs: Any, batch: Any) -> tuple[Number, Number] | None:
         """Count items whose largest logit is the target's, and all; None without classes."""
@@ -331,97 +364,29 @@ class WindowLoss:
         return classified
 
 
-def zero_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Return 0 with a gradient of zeros for each tensor, also where elements are infinite."""
-    return torch.stack([tensor.reshape(-1)[:0].sum() for tensor in tensors]).sum()
+def _is_a_mean(stated: Loss) -> bool:
+    """Return whether the loss is a mean, not a sum, unless it does not reduce."""
+    reduction = option_of(stated.criterion, "reduction", "mean")
+    if reduction == "none":
+        raise ValueError(
+            "the criterion has reduction='none' and returns a loss for each item: use "
+            "reduction='mean', or 'sum' for steps that are not divided by the batch"
+        )
+    if reduction == "sum" and stated.criterion is not None and stated.items != "auto":
+        raise ValueError(
+            f"nothing divides a criterion with reduction='sum': leave loss.items={stated.items}"
+            " out, or use reduction='mean'"
+        )
+    return bool(reduction != "sum")
 
 
-def _option(criterion: Any, name: str, default: Any) -> Any:
-    """Return an attribute, an argument of a ``functools.partial``, or a default of a function."""
-    keywords = getattr(criterion, "keywords", None) or {}
-    if name in keywords:
-        return keywords[name]
-    if hasattr(criterion, name):
-        return getattr(criterion, name)
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    if not inspect.isfunction(function):
-        return default
-    parameter = inspect.signature(function).parameters.get(name)
-    has_default = parameter is not None and parameter.default is not parameter.empty
-    return parameter.default if parameter is not None and has_default else default
+def _shifts_labels(model: nn.Module) -> bool:
+    """Return whether a model compares each output with the label after it.
 
-
-def _is_of_torch(criterion: Any) -> bool:
-    """Return whether a criterion is one of torch, whose mean is over samples of equal size."""
-    if isinstance(criterion, nn.Module):
-        return type(criterion).forward.__module__ == nn.modules.loss.__name__
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    weighted = isinstance(criterion, partial) and "weight" in criterion.keywords
-    return getattr(function, "__module__", "") == functional.__name__ and not weighted
-
-
-def _name_of(criterion: Any, model: nn.Module) -> str:
-    """Return how a message names a loss."""
-    if criterion is None:
-        return f"the loss of {type(model).__name__}"
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    return f"the criterion {getattr(function, '__name__', type(function).__name__)}"
-
-
-def _binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
-    """Return what a criterion compares with labels of 0 and 1, if it does."""
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    if isinstance(criterion, nn.BCELoss) or function is functional.binary_cross_entropy:
-        return "probabilities"
-    logits = isinstance(criterion, _LOGITS)
-    return "logits" if logits or function is functional.binary_cross_entropy_with_logits else None
-
-
-def _summed(criterion: Any) -> Criterion | None:
-    """Return ``criterion`` with ``reduction="sum"``; None if it is not a loss of torch."""
-    if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
-        criterion = copy.copy(criterion)
-        criterion.reduction = "sum"
-        return criterion  # type: ignore[no-any-return]
-    bound = isinstance(criterion, partial) and not criterion.args
-    function = criterion.func if bound else criterion
-    return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
-
-
-def _cross_entropy_sum(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-    flat = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
-    return functional.cross_entropy(
-        outputs.flatten(0, -2), flat, ignore_index=IGNORED, reduction=reduction
-    )
-
-
-def _cross_entropy_mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    return _cross_entropy_sum(outputs, targets, "mean")
-
-
-def returned_loss(outputs: Any) -> Tensor | None:
-    """Return the loss in outputs: their ``loss``, the only one of a tuple, or the output itself."""
-    several = outputs if isinstance(outputs, tuple | list) else [outputs]
-    losses: list[Tensor] = [*filter(_is_loss, several)]
-    if len(losses) != 1:
-        losses = [*filter(_is_loss, [_part(outputs)])]
-    return losses[0] if losses else None
-
-
-def logits_of(outputs: Any) -> Any:
-    """Return the attribute or entry ``logits`` of outputs; the outputs if there is none."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    loss = returned_loss(outputs) if isinstance(outputs, tuple | list) else None
-    if loss is not None:
-        return next((each for each in outputs if each is not loss), outputs)
-    found = _part(outputs, "logits")
-    return outputs if found is None else found
-
-
-def _part(outputs: Any, name: str = "loss") -> Any:
-    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-
-
-def _is_loss(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()
+    Causal models of transformers do, unless an encoder reads the inputs and a decoder the shifted
+    labels.
+    """
+    function = getattr(model, "loss_function", None)
+    causal = getattr(function, "__name__", "") == "ForCausalLMLoss"
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return causal and not decodes

@@ -26,10 +26,13 @@ from runner.clip.over_ranks import (
     ProcessGroups,
     are_process_groups,
     compare_replicas,
+    on_some_rank,
     outside_of_ddp,
     over_ranks,
     process_groups_of,
+    require_process_groups,
     require_unmarked,
+    without_gradient,
 )
 from runner.clip.shard import is_dtensor, is_sharded
 from runner.clip.transfer import Number
@@ -44,12 +47,18 @@ _INSIDE = {
 
 @dataclass
 class PlainClipper:
-    """Clips a model that was not boosted, and keeps its layout."""
+    """Clips a model that was not boosted, and keeps its layout.
+
+    ``compared_later`` says, on all ranks alike, whether some rank has parameters without gradients
+    that count as replicas: they are compared again when they have some.
+    """
 
     layout: Layout
     mark: list[Any] = field(default_factory=list)
     process_groups: ProcessGroups = field(default_factory=dict)
     calls: CallHistory | None = None  # None for a list of parameters
+    compared_later: bool = False
+    without_gradient: list[Tensor] = field(default_factory=list)
 
     def clip(self, mode: ClipMode) -> Decision:
         """Clip by ``mode``, which is bound to the layout."""
@@ -147,6 +156,8 @@ def apply_gradient_clipping(
     if are_process_groups(groups):
         process_groups = groups
     elif groups is not None:
+        if clipping_type != "groups":
+            require_process_groups(groups)
         options["groups"] = groups
     given = _module_or_list(parameters)
     clipper = clipper_of(given, process_groups_of(process_groups))
@@ -318,22 +329,34 @@ def plain_clipper(model: nn.Module, process_groups: ProcessGroups | None = None)
     """
     mark: list[Any] = []  # The layout keeps the parameters, so that no id is reused.
     for parameter in model.parameters():
-        mark += [id(parameter), parameter.shape]
+        mark += [id(parameter), parameter.shape, parameter.requires_grad]
         if is_dtensor(parameter):
             mark += [parameter.placements, id(parameter.device_mesh)]
     groups = dict(process_groups or {})
     clippers: list[PlainClipper] = _plain.setdefault(model, [])  # type: ignore[no-untyped-call]
     for clipper in clippers:
         if clipper.process_groups == groups:
-            if clipper.mark == mark:
+            if clipper.mark == mark and not _has_more_gradients(clipper):
                 return clipper
             clippers.remove(clipper)
             break
     history = _history_of(_without_wrappers(model))
     layout = _plain_layout(model, groups)
     clipper = PlainClipper(layout, mark=mark, process_groups=groups, calls=history)
+    if layout.group is not None:
+        clipper.without_gradient = without_gradient(model)
+        clipper.compared_later = on_some_rank(bool(clipper.without_gradient), layout.group)
     clippers.append(clipper)
     return clipper
+
+
+def _has_more_gradients(clipper: PlainClipper) -> bool:
+    """Return whether replicas without gradients have some now, on any rank."""
+    if not clipper.compared_later:
+        return False
+    assert clipper.layout.group is not None
+    has_gradients = any(parameter.grad is not None for parameter in clipper.without_gradient)
+    return on_some_rank(has_gradients, clipper.layout.group)
 
 
 def _plain_layout(model: nn.Module, process_groups: ProcessGroups) -> Layout:

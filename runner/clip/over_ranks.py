@@ -23,6 +23,7 @@ from runner.clip.shard import (
     LayoutError,
     ParamShard,
     account,
+    is_dtensor,
     local,
     placed,
     position_of,
@@ -240,6 +241,36 @@ def process_groups_of(groups: Mapping[str, Any] | None) -> dict[str, Any]:
     for pattern, group in (groups or {}).items():
         found[pattern] = group.get_group() if hasattr(group, "get_group") else group
     return found
+
+
+def require_process_groups(groups: Any) -> None:
+    """Check that ``groups`` maps patterns to process groups; options of a mode are checked later.
+
+    Raises:
+        OptionError: it does not.
+    """
+    for pattern, group in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping) or are_process_groups({pattern: group}):
+            continue
+        raise OptionError(
+            "groups",
+            f"groups has {group!r} for {pattern!r}, which is a {type(group).__name__}: give a "
+            "process group (torch.distributed.group.WORLD, or one of new_group) or a device mesh "
+            f"of one dimension, as in {EXAMPLE}",
+        )
+
+
+def without_gradient(model: nn.Module) -> list[Tensor]:
+    """Return the trained parameters that are no DTensors and have no gradient yet."""
+    plain = [parameter for parameter in model.parameters() if not is_dtensor(parameter)]
+    return [parameter for parameter in plain if parameter.requires_grad and parameter.grad is None]
+
+
+def on_some_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether ``flag`` is true on a rank of ``group``; a collective."""
+    flags: list[Any] = [None] * group.size()
+    dist.all_gather_object(flags, flag, group=group)
+    return any(flags)
 
 
 def are_process_groups(groups: Any) -> bool:

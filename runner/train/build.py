@@ -24,7 +24,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.booster import Booster, LossScale, Plugin
-from runner.booster.loss import Criterion, Loss
+from runner.booster.criterion import Criterion
+from runner.booster.loss import Loss
 from runner.booster.plugin import PLUGINS, MeshSizes, SizeError
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode

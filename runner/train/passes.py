@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -162,20 +161,18 @@ class Passes:
         settle(
             self.loss,
             self.model.module,
-            (self.to_device(batch) for batch in batches),
+            batches,
             self.model.pipeline,
             together=self.booster.plugin.world_size > 1,
+            to_device=self.to_device,
         )
 
     def _settled(self, held: Iterator[tuple[bool, Any]]) -> Iterator[tuple[bool, Any]]:
-        """Measure the loss on the first batch, unless a rank has none; a collective."""
-        first = next(held, None)
-        if self.loss.unproved:
-            plugin = self.booster.plugin
-            reading = plugin.sum_over_ranks([float(first is not None)])[0]
-            if first is not None and reading == plugin.world_size:
-                self.settle([first[1]])
-        return held if first is None else chain([first], held)
+        """Measure the loss on batches that may tell more of it; a collective."""
+        for idle, batch in held:
+            if not self.loss.is_settled:
+                self.settle([batch])
+            yield idle, batch
 
     def _train(self, host: Any, count: float | None, weight: Callable[[], float]) -> Tensor:
         batch = self.to_device(host)

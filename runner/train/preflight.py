@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from runner.booster import SinglePlugin
 from runner.booster.batch import BatchError, mapped, targets_of
 from runner.booster.in_backward import why_not_in_parts
-from runner.booster.loss import Loss, WindowLoss, logits_of, returned_loss
+from runner.booster.loss import Loss, WindowLoss
+from runner.booster.outputs import logits_of, returned_loss
 from runner.booster.plugin import SCHEDULES, SizeError
 from runner.clip import ClipMode, Decision, Layout
 from runner.clip import build as build_mode

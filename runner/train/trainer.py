@@ -20,7 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from runner.booster import Booster, NonFiniteGradient
-from runner.booster.loss import Count, Criterion, Loss, WindowLoss
+from runner.booster.criterion import Criterion
+from runner.booster.loss import Count, Loss, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, GradientClipping, Number, build, transfer

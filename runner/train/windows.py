@@ -9,6 +9,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Plugin
 from runner.data.order import OwnRandom, PartitionedBatches, RandomState, generators, set_epoch
@@ -22,6 +23,11 @@ T = TypeVar("T")
 OTHER_SAMPLES = (
     "the stream does not yield the samples that followed when the checkpoint was saved, so the "
     "steps differ from a run that was never stopped"
+)
+
+NO_HELD_OUT = (
+    "some ranks have no batch of held-out data: give each rank at least one, use "
+    "plugin.prepare_dataloader, or use fewer ranks"
 )
 
 # What the random numbers of an epoch's order and samples are drawn from.
@@ -236,16 +242,37 @@ def has_no_sample(loader: Any, microbatch: int) -> bool:
 
 
 def held_out(loader: Any, plugin: Plugin) -> Iterator[tuple[bool, Any]]:
-    """Yield the batches of held-out data, each with whether this rank has no sample of it."""
+    """Yield held-out batches, each with whether it has no weight, as often on each rank.
+
+    Raises:
+        ValueError: the data of some ranks has no batch, on every rank.
+    """
     start_workers_anew(loader)
     batches = iter(loader)
     ended = object()
+    previous: Any = ended
+    is_stream = isinstance(loader, StreamLoader)
+    ends_together = _ends_together(loader)
     for number in count():
         batch: Any = next(batches, ended)
-        if isinstance(loader, StreamLoader) and loader.uneven:
+        idle = has_no_sample(loader, number)
+        if not ends_together:
             reading = plugin.sum_over_ranks([float(batch is not ended)])[0]
+            if number == 0 and 0 < reading < plugin.world_size and not is_stream:
+                raise ValueError(NO_HELD_OUT)
             if reading and batch is ended:
-                batch = loader.stand_in(number)
+                # Ranks may communicate in a forward pass: all of them run as many.
+                batch = loader.stand_in(number) if is_stream else previous
+                idle = True
         if batch is ended:
             return
-        yield has_no_sample(loader, number), batch
+        previous = batch
+        yield idle, batch
+
+
+def _ends_together(loader: Any) -> bool:
+    """Return True if a loader ends at the same batch on each rank."""
+    if isinstance(loader, StreamLoader):
+        return not loader.uneven
+    parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    return any(isinstance(part, PartitionedBatches | DistributedSampler) for part in parts)

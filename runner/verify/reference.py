@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
-from runner.booster.loss import Criterion, Loss, WindowLoss
+from runner.booster.criterion import Criterion
+from runner.booster.loss import Loss, WindowLoss
 from runner.booster.measurement import settle
 from runner.clip import ClipMode, build
 from runner.clip.mode import NEVER
@@ -163,8 +164,11 @@ class Reference:
         """Run forward and backward on every batch of the next step, and return the step's loss."""
         host = next(self._batches)
         device = next(self.model.parameters()).device
-        on_device = (mapped(batch, lambda t: t.to(device)) for batch in host)
-        settle(self.loss, self.model, on_device)
+
+        def to_device(batch: Any) -> Any:
+            return mapped(batch, lambda tensor: tensor.to(device))
+
+        settle(self.loss, self.model, host, to_device=to_device)
         counts = [self.loss.items(batch).items for batch in host]
         weight = 1.0 / self.loss.divisor(sum(counts))
         total = 0.0

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.booster.batch import BatchError, batch_size
-from runner.booster.loss import WindowLoss, returned_loss
+from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
+from runner.booster.outputs import returned_loss
 from runner.data.dataset import IGNORED
 from tests.clip.reference import refused
 

@@ -210,6 +210,7 @@ def refusals():
         ("matches no parameter", plain, {"*.bias.*": meshes["experts"]}),
         ("give the model", list(plain.parameters()), groups),
         ("has no option groups", plain, {"experts.*": {"mode": "none"}}),
+        ("'world' for 'experts.*'|is a str|process group", plain, {"experts.*": "world"}),
         ("some ranks hold no such", stage, {"*0.weight": meshes["experts"]}),
     ):
         refused(ValueError, words, call, given, "norm", 1.0, groups=option)
@@ -228,6 +229,28 @@ def test_experts_that_differ_are_refused_and_a_monitor_takes_groups():
     [row], no_rows = run_ranks(refusals, 2)
     assert row["grad/norm"] == pytest.approx(by_hand(2, 0), rel=1e-12)
     assert no_rows == []
+
+
+def later():
+    """Experts of a sharded model that have a gradient, or are trained, after the first call."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    meshes = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicas", "experts"))
+    for is_frozen in (False, True):
+        for number in (0, rank) if is_frozen else (0,):  # equal weights, or those of each rank
+            model = rank_model("ignored", number, meshes)
+            set_gradients(model, rank, 0)
+            for parameter in model.experts.parameters():
+                parameter.grad = None
+                parameter.requires_grad_(not is_frozen)
+            assert apply_gradient_clipping(model, "norm", 1e9).norm > 0
+            model.experts.requires_grad_(True)
+            set_gradients(model, rank, 0)
+            words = "experts.0.weight|groups="
+            refused(LayoutError, words, apply_gradient_clipping, model, "norm", 1.0)
+
+
+def test_experts_are_compared_again_when_they_have_gradients_for_the_first_time():
+    run_ranks(later, 2)
 
 
 def stages():

@@ -1,0 +1,249 @@
+"""What a loss divides by, read off the graph of operations that autograd records.
+
+A mean ends in a division: by the weights of the labels that a loss of torch counts, by a number of
+elements, or by a tensor such as ``mask.sum()``. Autograd keeps these numbers for the backward pass,
+so that they are exact, whatever the values of the loss are, and reading them runs no operation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_MEAN, _SUM = 1, 2
+_MOST_NODES = 20_000
+_PASSED = (
+    "Alias",
+    "Clamp",
+    "Clone",
+    "Copy",
+    "Detach",
+    "Expand",
+    "MaskedFill",
+    "NanToNum",
+    "Neg",
+    "Permute",
+    "ReshapeAlias",
+    "Squeeze",
+    "ToCopy",
+    "ToTorchTensor",
+    "Transpose",
+    "Unsafe",
+    "Unsqueeze",
+    "View",
+    "Where",
+)
+"""Operations that leave a mean what it is: their names begin so."""
+_ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
+_SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
+_ELEMENTS = ("Unbind", "Select", "Index", "Slice", "Split", "Take")
+
+
+class GraphError(ValueError):
+    """The graph does not show what a loss divides by."""
+
+
+class NotLinear(GraphError):
+    """The loss is a function of means that is no mean, such as the square root of one."""
+
+
+class TorchLoss(NamedTuple):
+    """A call of a loss of torch that returned a mean."""
+
+    targets: Tensor
+    classes: bool
+    ignored: int
+    weight: Tensor | None
+
+
+class Term(NamedTuple):
+    """A part of a loss, which is a sum of such parts.
+
+    Attributes:
+        divisor: what it divides by.
+        outer: what the sum of all parts divides by too.
+        factor: number that it is multiplied with, such as the weight of a penalty.
+        divides: whether it divides at all; a sum and a penalty of weights do not.
+        call: the loss of torch that it is; None for operations of one's own.
+    """
+
+    divisor: float
+    outer: float
+    factor: float
+    divides: bool
+    call: TorchLoss | None = None
+
+
+class _Place(NamedTuple):
+    """A node on the way down from the loss."""
+
+    node: Any
+    output: int  # number of the output of the node
+    divisor: float = 1.0
+    outer: float = 1.0
+    factor: float = 1.0
+    divides: bool = False
+    inside: bool = False  # of a sum of parts
+
+    def divided(self, by: float) -> _Place:
+        outer = self.outer if self.inside else self.outer * by
+        return self._replace(divisor=self.divisor * by, outer=outer, divides=True)
+
+    def scaled(self) -> _Place:
+        """Return the place with the number that its product or quotient has."""
+        number = _number(self.node)
+        if number is None:
+            raise NotLinear("it divides by something that depends on the outputs")
+        if self.name == "Div":
+            return self.divided(number)
+        return self._replace(factor=self.factor * number)
+
+    def averaged(self) -> _Place:
+        before = math.prod(int(length) for length in self.node._saved_self_sym_sizes)
+        after = math.prod(_shape(self.node, self.output))
+        return self.divided(before / max(after, 1))
+
+    def term(self, call: TorchLoss | None = None) -> Term:
+        return Term(self.divisor, self.outer, self.factor, self.divides, call)
+
+    def before(self) -> list[_Place]:
+        """Return the nodes that this one takes tensors with gradients from."""
+        nodes = self.node.next_functions
+        return [self._replace(node=node, output=output) for node, output in nodes if node]
+
+    @property
+    def name(self) -> str:
+        return str(self.node.name()).rpartition("::")[2].partition("Backward")[0]
+
+    @property
+    def is_scalar(self) -> bool:
+        return len(_shape(self.node, self.output)) == 0
+
+
+def terms_of(loss: Tensor) -> list[Term]:
+    """Return the parts that a loss is a sum of.
+
+    Raises:
+        GraphError: an operation on the way is not known. ``NotLinear`` if it is no sum or mean.
+    """
+    if loss.grad_fn is None:
+        raise GraphError("it has no gradient")
+    terms: list[Term] = []
+    places = [_Place(loss.grad_fn, loss.output_nr)]
+    for _ in range(_MOST_NODES):
+        if not places:
+            return terms
+        place = places.pop()
+        read = _read_scalar if place.is_scalar else _read_elements
+        term, further = read(place)
+        if term is not None:
+            terms.append(term)
+        places += reversed(further)
+    raise GraphError("it is a sum of very many parts")
+
+
+_Step = tuple[Term | None, list[_Place]]
+
+
+def _read_scalar(place: _Place) -> _Step:
+    name, before = place.name, place.before()
+    if hasattr(place.node, "_saved_reduction"):
+        return _loss_of_torch(place), []
+    if name == "AccumulateGrad" or name.startswith(_ELEMENTS):
+        return place.term(), []
+    if name in ("Div", "Mul"):
+        return _product(place)
+    if name == "Mean":
+        return None, place.averaged().before()
+    if name.startswith(_SUMS):
+        return (None, before) if name == "Sum" else (place.term(), [])
+    if name.startswith(_ADDED):
+        return None, [part._replace(inside=True) for part in before]
+    if name.startswith(_PASSED):
+        return None, before
+    if _is_learned_number(place):
+        return place.term(), []
+    if hasattr(place.node, "saved_tensors"):
+        raise GraphError(f"its graph ends in {place.node.name()}")
+    raise NotLinear(f"it takes {name.lower()} of what it has summed")
+
+
+def _read_elements(place: _Place) -> _Step:
+    """Read on inside of a sum or a mean: a number may still divide all its elements."""
+    name, before = place.name, place.before()
+    if name in ("Div", "Mul") and len(before) == 1:
+        factor = _factor(place.node)
+        if factor is not None and not factor.ndim:
+            return None, place.scaled().before()
+    elif name == "Mean":
+        return None, place.averaged().before()
+    elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
+        return None, before
+    elif name in ("Stack", "Cat") and all(part.is_scalar for part in before):
+        return None, [part._replace(inside=True) for part in before]
+    return place.term(), []
+
+
+def _product(place: _Place) -> _Step:
+    """Read a product or a quotient, of which one part may be a number that is learned."""
+    before = place.before()
+    if len(before) == 1:
+        return None, place.scaled().before()
+    learned = [_is_learned_number(part) for part in before]
+    if place.name == "Mul" and sum(learned) == 1:
+        return None, [before[learned.index(False)]]
+    if place.name == "Div" and learned == [False, True]:
+        return None, before[:1]
+    does = "divides by" if place.name == "Div" else "multiplies with"
+    raise NotLinear(f"it {does} something that depends on the outputs")
+
+
+def _is_learned_number(place: _Place) -> bool:
+    """Return whether a number depends on parameters that are numbers, or on one entry of some."""
+    places = [place]
+    for _ in range(100):
+        if not places:
+            return True
+        current = places.pop()
+        if not current.is_scalar:
+            return False
+        before = current.before()
+        if current.name.startswith(_ELEMENTS) and before[0].name == "AccumulateGrad":
+            continue
+        places += before
+    return False
+
+
+def _factor(node: Any) -> Tensor | None:
+    """Return what a product multiplies with, or a quotient divides by."""
+    for name in ("_saved_other", "_saved_self"):
+        value = getattr(node, name, None)
+        if value is not None:
+            return torch.as_tensor(value).detach()
+    return None
+
+
+def _number(node: Any) -> float | None:
+    factor = _factor(node)
+    return None if factor is None or factor.numel() != 1 else float(factor)
+
+
+def _loss_of_torch(place: _Place) -> Term:
+    node = place.node
+    if node._saved_reduction == _SUM:
+        return place.term()
+    targets = node._saved_target
+    if not hasattr(node, "_saved_total_weight"):
+        call = TorchLoss(targets, classes=False, ignored=0, weight=None)
+        return place.divided(max(targets.numel(), node._saved_self.numel())).term(call)
+    ignored = int(node._saved_ignore_index)
+    signed = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
+    call = TorchLoss(targets, classes=True, ignored=signed, weight=node._saved_weight)
+    return place.divided(float(node._saved_total_weight)).term(call)
+
+
+def _shape(node: Any, output: int) -> tuple[int, ...]:
+    return tuple(node._input_metadata[output].shape)

@@ -1,0 +1,42 @@
+"""Find the loss and the logits in what a model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def returned_loss(outputs: Any) -> Tensor | None:
+    """Return the loss in outputs: their ``loss``, the only one of a tuple, or the output itself."""
+    several = outputs if isinstance(outputs, tuple | list) else [outputs]
+    losses: list[Tensor] = [*filter(_is_loss, several)]
+    if len(losses) != 1:
+        losses = [*filter(_is_loss, [_part(outputs)])]
+    return losses[0] if losses else None
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the attribute or entry ``logits`` of outputs; the outputs if there is none."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    loss = returned_loss(outputs) if isinstance(outputs, tuple | list) else None
+    if loss is not None:
+        return next((each for each in outputs if each is not loss), outputs)
+    found = _part(outputs, "logits")
+    return outputs if found is None else found
+
+
+def zero_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return 0 with a gradient of zeros for each tensor, also where elements are infinite."""
+    return torch.stack([tensor.reshape(-1)[:0].sum() for tensor in tensors]).sum()
+
+
+def _part(outputs: Any, name: str = "loss") -> Any:
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def _is_loss(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()

@@ -1,0 +1,76 @@
+"""Run a model without leaving a trace in it, or in the random generators."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Leave generators, buffers and counts of modules as they were.
+
+    A count is an attribute that is a number. Flags stay: some say that a hook was registered.
+    Yields a function that returns whether a random number was drawn since its last call.
+    """
+    held = list(modules)
+    training = [(module, module.training) for module in held]
+    numbers = [(vars(module), _numbers_of(module)) for module in held]
+    buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = [
+        (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
+        for module in held
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    devices = [device] if device.type == "cuda" else []
+    is_compiling = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+    python, arrays = random.getstate(), np.random.get_state()
+    last = [_generators(device)]
+
+    def drawn() -> bool:
+        now = _generators(device)
+        same = all(torch.equal(a, b) for a, b in zip(now, last[0], strict=True))
+        last[0] = now
+        return not same
+
+    try:
+        with torch.random.fork_rng(devices), eager:
+            yield drawn
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        for module, was_training in training:
+            module.training = was_training
+        for attributes, before in numbers:
+            for name in [name for name, value in attributes.items() if type(value) in (int, float)]:
+                if name not in before:
+                    del attributes[name]  # a count that began in a class attribute
+            attributes.update(before)
+        with torch.no_grad():
+            for owner, name, buffer, before_buffer, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before_buffer)
+                owner[name] = buffer
+
+
+def _numbers_of(module: nn.Module) -> dict[str, int | float]:
+    values = vars(module).items()
+    return {name: value for name, value in values if type(value) in (int, float)}
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a loss may draw from."""
+    arrays: Any = np.random.get_state()
+    states = [torch.get_rng_state(), torch.from_numpy(arrays[1].astype(np.int64))]
+    states.append(torch.tensor([arrays[2], *random.getstate()[1]]))
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states

@@ -1,0 +1,508 @@
+"""Losses that users write by hand are those of one batch, or are refused.
+
+The reference is the loss alone, of all samples of a step in one batch, in float64. Each step has
+two microbatches, of three and five samples. Nothing is left out in the first step.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from runner import Booster, Log, Trainer
+from runner.booster.loss import DivisorError
+from tests.distributed.cases import Ddp, Fsdp, Zero
+from tests.distributed.training import Rows
+from tests.ranks import run_ranks
+
+SIZES, STEPS, LENGTH, WORDS, WIDTH = (3, 5), 2, 7, 6, 4
+SAMPLES = sum(SIZES)
+
+
+class Net(nn.Module):
+    """A linear layer, and a loss of its own."""
+
+    def __init__(self, loss, zero=False):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.value = nn.Linear(WIDTH, 1)
+        self.scale = nn.Parameter(torch.zeros(2))
+        if zero:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+        self.own_loss = loss
+
+    def forward(self, batch):
+        return {"loss": self.own_loss(self, batch)}
+
+
+class Whole(Net):
+    """The same loss as a method of outputs and batch."""
+
+    def forward(self, batch):
+        return self.head(batch["x"])
+
+    def loss(self, outputs, batch):
+        return self.own_loss(lambda x: outputs, batch)
+
+
+def batches(seed=0, holes=True):
+    """A batch of all samples of each step: words, numbers, masks and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for step in range(STEPS):
+        x = torch.randn(SAMPLES, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+        labels = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
+        numbers = torch.randn(SAMPLES, LENGTH, generator=generator, dtype=torch.float64)
+        weights = torch.rand(SAMPLES, LENGTH, generator=generator, dtype=torch.float64)
+        left_out = torch.rand(SAMPLES, LENGTH, generator=generator) < 0.6
+        left_out[: SIZES[0]] &= torch.rand(SIZES[0], LENGTH, generator=generator) < 0.3
+        left_out[:, 0] = False
+        left_out &= holes and step > 0
+        made.append(
+            {
+                "x": x,
+                "labels": labels,
+                "numbers": numbers,
+                "weights": weights,
+                "mask": ~left_out,
+                "positive": (labels > 3).double(),
+            }
+        )
+    return made
+
+
+def cross_entropies(net, batch):
+    return F.cross_entropy(net.head(batch["x"]).mT, batch["labels"].clamp(min=0), reduction="none")
+
+
+def masked(net, batch):
+    mask = batch["mask"].double()
+    return (cross_entropies(net, batch) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def selected(net, batch):
+    kept = batch["mask"]
+    return F.cross_entropy(net.head(batch["x"])[kept], batch["labels"][kept])
+
+
+def selected_numbers(net, batch):
+    kept = batch["mask"].bool()
+    return F.mse_loss(net.value(batch["x"]).squeeze(-1)[kept], batch["numbers"][kept])
+
+
+def selected_in_method(outputs, batch):
+    kept = batch["mask"]
+    return F.cross_entropy(outputs(None)[kept], batch["labels"][kept])
+
+
+def ratios(net, batch):
+    chosen = net.head(batch["x"]).log_softmax(-1).gather(-1, batch["labels"][..., None])[..., 0]
+    return torch.exp(chosen - chosen.detach() + 0.1 * batch["numbers"])
+
+
+def clipped_objective(net, batch):
+    ratio, advantage = ratios(net, batch), batch["numbers"]
+    return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def grpo(net, batch):
+    """Mean over samples of means over tokens, as in GRPO."""
+    mask = batch["mask"].double()
+    of_samples = (clipped_objective(net, batch) * mask).sum(1) / mask.sum(1)
+    return of_samples.mean()
+
+
+def dapo(net, batch):
+    """Mean over the tokens of all samples, as in DAPO."""
+    mask = batch["mask"].double()
+    return (clipped_objective(net, batch) * mask).sum() / mask.sum()
+
+
+def distillation(net, batch):
+    student = F.log_softmax(net.head(batch["x"]) / 2.0, dim=-1)
+    teacher = F.softmax(batch["x"].repeat(1, 1, 2)[..., :WORDS], dim=-1)
+    mask = batch["mask"]
+    divergence = F.kl_div(student, teacher, reduction="none").sum(-1)
+    return 4.0 * (divergence * mask).sum() / mask.sum()
+
+
+def distillation_and_labels(net, batch):
+    """Cross entropy of every word, and a divergence that divides by the samples."""
+    student = F.log_softmax(net.head(batch["x"]), dim=-1)
+    teacher = F.softmax(batch["x"].repeat(1, 1, 2)[..., :WORDS], dim=-1)
+    hard = F.cross_entropy(net.head(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+    return 0.3 * hard + 0.7 * F.kl_div(student, teacher, reduction="batchmean")
+
+
+def focal(net, batch):
+    logits, targets = net.value(batch["x"]).squeeze(-1), batch["positive"]
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return ((1 - (-losses).exp()).square() * losses).sum() / targets.sum().clamp(min=1.0)
+
+
+def smoothed(net, batch):
+    logs = net.head(batch["x"]).log_softmax(-1)
+    right = -logs.gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    kept = batch["labels"] != -100
+    return (((0.9 * right - 0.1 * logs.mean(-1)) * kept).sum()) / kept.sum()
+
+
+def spans(net, batch):
+    outputs = net.head(batch["x"]).mT
+    starts, ends = batch["labels"][:, 0], batch["labels"][:, 1]
+    return (F.cross_entropy(outputs[:, 0], starts) + F.cross_entropy(outputs[:, 1], ends)) / 2
+
+
+def padded(net, batch):
+    """Sequence to sequence: inputs are the words before, 0 is padding."""
+    logits = net.head(batch["x"])[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=0)
+
+
+def padded_by_hand(net, batch):
+    words = batch["labels"][:, 1:].flatten()
+    losses = F.cross_entropy(net.head(batch["x"])[:, :-1].flatten(0, 1), words, reduction="none")
+    kept = words.ne(0)
+    return losses.masked_select(kept).mean()
+
+
+def token_weighted(net, batch):
+    weights = batch["weights"] * batch["mask"]
+    return (cross_entropies(net, batch) * batch["token_weights"]).sum() / weights.sum()
+
+
+def detected(net, batch):
+    """A sum of terms, each divided by the positive ones, as detectors have."""
+    logits, numbers = net.head(batch["x"])[..., 0], net.value(batch["x"]).squeeze(-1)
+    positive = batch["positive"]
+    count = positive.sum().clamp(min=1.0)
+    scores = F.binary_cross_entropy_with_logits(logits, positive, reduction="sum") / count
+    boxes = (F.smooth_l1_loss(numbers, batch["numbers"], reduction="none") * positive).sum()
+    return scores + 2.0 * boxes / count
+
+
+def contrastive(net, batch):
+    pooled = F.normalize(net.head(batch["x"]).mean(1), dim=-1)
+    other = F.normalize(net.head(batch["x"].roll(1, 1) + 0.1).mean(1), dim=-1)
+    return F.cross_entropy(5 * pooled @ other.T, torch.arange(len(pooled)))
+
+
+def triplets(net, batch):
+    anchor, near, far = net.head(batch["x"])[:, :3].unbind(1)
+    return F.triplet_margin_loss(anchor, near, far)
+
+
+def variational(net, batch):
+    mean, log_variance = net.head(batch["x"])[..., :4].chunk(2, -1)
+    noise = torch.randn_like(mean) if net.training and batch.get("noise") is not None else 0.1
+    decoded = (mean + noise * (0.5 * log_variance).exp()).sum(-1)
+    error = F.mse_loss(decoded, batch["numbers"], reduction="sum")
+    divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+    return (error + divergence) / len(batch["x"])
+
+
+def dice(net, batch):
+    share = net.value(batch["x"]).squeeze(-1).sigmoid()
+    overlap = 2 * (share * batch["positive"]).sum() + 1
+    return 1 - overlap / (share.sum() + batch["positive"].sum() + 1)
+
+
+def dice_of_samples(net, batch):
+    share = net.value(batch["x"]).squeeze(-1).sigmoid()
+    overlap = 2 * (share * batch["positive"]).sum(1) + 1
+    return (1 - overlap / (share.sum(1) + batch["positive"].sum(1) + 1)).mean()
+
+
+def rmse(net, batch):
+    return F.mse_loss(net.value(batch["x"]).squeeze(-1), batch["numbers"]).sqrt()
+
+
+def two_masks(net, batch):
+    kept, other = batch["mask"], batch["other_mask"]
+    numbers = (net.value(batch["x"]).squeeze(-1) - batch["numbers"]).square()
+    return masked(net, batch) + (numbers * other).sum() / other.sum() + 0.0 * kept.sum()
+
+
+def nano_gpt(net, batch):
+    logits = net.head(batch["x"])
+    labels = batch["labels"]
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), ignore_index=-1)
+
+
+def penalised(net, batch):
+    squares = sum(parameter.square().sum() for parameter in net.parameters())
+    return nano_gpt(net, batch) + 1e-2 * squares
+
+
+def several_tokens(net, batch):
+    """The next word and the one after it."""
+    logits, labels = net.head(batch["x"]), batch["labels"]
+    first = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return first + 0.3 * F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
+
+
+def learned_weights(net, batch):
+    """Two tasks, weighted by their uncertainty."""
+    numbers = F.mse_loss(net.value(batch["x"]).squeeze(-1), batch["numbers"])
+    labels = F.cross_entropy(net.head(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+    first, second = net.scale
+    return torch.exp(-first) * labels + first + torch.exp(-second) * numbers + second
+
+
+def looped(net, batch):
+    """A mean over the kept words of each sample, in a loop over samples."""
+    total = 0.0
+    for x, labels, mask in zip(batch["x"], batch["labels"], batch["mask"], strict=True):
+        total = total + F.cross_entropy(net.head(x)[mask], labels[mask])
+    return total / len(batch["x"])
+
+
+def weights_of_the_batch(net, batch):
+    counts = batch["labels"].flatten().bincount(minlength=WORDS).clamp(min=1)
+    weight = counts.sum() / counts
+    labels = batch["labels"].flatten()
+    return F.cross_entropy(net.head(batch["x"]).flatten(0, 1), labels, weight=weight.double())
+
+
+def weights_of_classes(net, batch):
+    weight = torch.arange(1.0, WORDS + 1, dtype=torch.float64)
+    labels = batch["labels"].flatten()
+    return F.cross_entropy(net.head(batch["x"]).flatten(0, 1), labels, weight=weight)
+
+
+def summed(net, batch):
+    return (cross_entropies(net, batch) * batch["mask"]).sum()
+
+
+def without_nan(net, batch):
+    targets = batch["numbers"]
+    kept = ~targets.isnan()
+    return F.mse_loss(net.value(batch["x"]).squeeze(-1)[kept], targets[kept])
+
+
+def normalised_weights(net, batch):
+    weights = batch["weights"] / batch["weights"].sum()
+    return (cross_entropies(net, batch) * weights).sum()
+
+
+def ignoring(label):
+    def change(batch):
+        return {**batch, "labels": batch["labels"].masked_fill(~batch["mask"], label)}
+
+    return change
+
+
+def ignoring_alone(label):
+    """Another label takes the place of this one first."""
+
+    def change(batch):
+        labels = batch["labels"].masked_fill(batch["labels"] == label, label + 1)
+        return {**batch, "labels": labels.masked_fill(~batch["mask"], label)}
+
+    return change
+
+
+def with_token_weights(batch):
+    weights = batch["weights"] * batch["mask"]
+    return {**batch, "token_weights": weights}
+
+
+def with_nan(batch):
+    return {**batch, "numbers": batch["numbers"].masked_fill(~batch["mask"], math.nan)}
+
+
+def with_two_masks(batch):
+    return {**batch, "other_mask": batch["mask"].roll(3, 1) & (batch["numbers"] < 1)}
+
+
+def unchanged(batch):
+    return batch
+
+
+class Case(NamedTuple):
+    loss: Any
+    change: Any = unchanged
+    refused: str = ""
+    warned: str = ""
+    holes: bool = True
+    kind: Any = Net
+
+
+ELSE = "divides by"
+CASES = {
+    "masked cross entropy": Case(masked),
+    "selected cross entropy": Case(selected),
+    "selected squares": Case(selected_numbers),
+    "selected in a method": Case(selected_in_method, kind=Whole),
+    "grpo": Case(grpo),
+    "dapo": Case(dapo),
+    "distillation with a mask": Case(distillation),
+    "distillation and labels": Case(distillation_and_labels),
+    "focal": Case(focal),
+    "smoothed": Case(smoothed, ignoring(-100)),
+    "spans": Case(spans),
+    "padding 0": Case(padded, ignoring_alone(0)),
+    "padding 0 by hand": Case(padded_by_hand, ignoring_alone(0)),
+    "padding 1 in the labels alone": Case(padded_by_hand, ignoring(0)),
+    "token weights": Case(token_weighted, with_token_weights),
+    "detection": Case(detected),
+    "contrastive": Case(contrastive, warned="depends on the batch as a whole"),
+    "triplets": Case(triplets),
+    "variational": Case(variational),
+    "dice": Case(dice, refused='no mean over items.*loss.items=none.*items="none"'),
+    "dice of samples": Case(dice_of_samples),
+    "rmse": Case(rmse, refused="sqrt of what it has summed.*loss.items=none"),
+    "two masks": Case(two_masks, with_two_masks, refused=ELSE),
+    "nanoGPT": Case(nano_gpt, ignoring(-1)),
+    "nanoGPT with a penalty": Case(penalised, ignoring(-1)),
+    "several tokens": Case(several_tokens, holes=False),
+    "several tokens that are ignored later": Case(several_tokens, ignoring(-100), refused=ELSE),
+    "learned weights of tasks": Case(learned_weights),
+    "a loop over samples": Case(looped),
+    "class weights of the batch": Case(weights_of_the_batch, refused=ELSE),
+    "class weights": Case(weights_of_classes),
+    "a sum": Case(summed),
+    "targets that are NaN": Case(without_nan, with_nan),
+    "normalised weights": Case(normalised_weights, refused="nothing that the batch holds"),
+}
+
+
+def parts(batch):
+    """The microbatches of a step."""
+    first = {name: tensor[: SIZES[0]] for name, tensor in batch.items()}
+    return [first, {name: tensor[SIZES[0] :] for name, tensor in batch.items()}]
+
+
+def made(case, zero):
+    torch.manual_seed(1)
+    return case.kind(case.loss, zero).double()
+
+
+def of_one_batch(case, steps, zero):
+    """Weights after steps of gradient descent on whole batches; PyTorch alone."""
+    model = made(case, zero)
+    for batch in steps:
+        model.zero_grad()
+        if case.kind is Whole:
+            model.loss(model(batch), batch).backward()
+        else:
+            case.loss(model, batch).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["", "zero head"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_of_ones_own_is_that_of_one_batch_or_refused(name, zero, caplog):
+    case = CASES[name]
+    steps = [case.change(batch) for batch in batches(holes=case.holes)]
+    model = made(case, zero)
+    microbatches = [part for batch in steps for part in parts(batch)]
+    options = {"accumulation_steps": 2, "optimizers": torch.optim.SGD(model.parameters(), lr=0.01)}
+    trainer = Trainer(model, microbatches, f"{STEPS}ba", log=Log([Rows()]), **options)
+    if case.refused:
+        with pytest.raises(DivisorError, match=case.refused):
+            trainer.fit()
+        return
+    trainer.fit()
+    assert case.warned in caplog.text
+    assert case.warned or "divides" not in caplog.text
+    if not case.warned:
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(weights, of_one_batch(case, steps, zero), rtol=0, atol=1e-13)
+
+
+# -- over ranks
+
+
+def parts_of_rank(batch, rank):
+    """The samples of rank 0 or 1 in each microbatch of a step: 1 and 2, or 2 and 3."""
+    taken = []
+    for part in parts(batch):
+        cut = len(part["x"]) // 2
+        rows = slice(0, cut) if rank == 0 else slice(cut, None)
+        taken.append({name: tensor[rows] for name, tensor in part.items()})
+    return taken
+
+
+def rows_of(name, plugin):
+    """Loss and norm of each step on two ranks, and the held-out loss, or why it is refused."""
+    case, made_plugin, rows = CASES[name], plugin(), Rows()
+    steps = [case.change(batch) for batch in batches(holes=case.holes)]
+    model = made(case, zero=False)
+    of_rank = [part for batch in steps for part in parts_of_rank(batch, made_plugin.data_rank)]
+    held_out = of_rank[: len(of_rank) - made_plugin.data_rank]  # of another length on each rank
+    trainer = Trainer(
+        model,
+        of_rank,
+        f"{STEPS}ba",
+        eval_dataloader=held_out,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+        booster=Booster(plugin=made_plugin),
+        accumulation_steps=2,
+        log=Log([rows]),
+    )
+    try:
+        trainer.fit()
+    except DivisorError as error:
+        return str(error)
+    return [(row["train/loss"], row["grad/norm"]) for row in rows.rows], rows.rows[-1]["eval/loss"]
+
+
+def rows_of_each(names, plugin):
+    return {name: rows_of(name, plugin) for name in names}
+
+
+def rows_by_hand(name):
+    """The same of one batch, by PyTorch alone."""
+    case = CASES[name]
+    steps = [case.change(batch) for batch in batches(holes=case.holes)]
+    model = made(case, zero=False)
+    rows = []
+    for batch in steps:
+        model.zero_grad()
+        loss = model.loss(model(batch), batch) if case.kind is Whole else case.loss(model, batch)
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        squares = [gradient.square().sum() for gradient in gradients if gradient is not None]
+        rows.append((loss.item(), torch.stack(squares).sum().sqrt().item()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+    whole = {key: torch.cat([batch[key] for batch in steps]) for key in steps[0]}
+    last = parts_of_rank(steps[-1], 1)[-1]
+    seen = {key: tensor[: -len(last["x"])] for key, tensor in whole.items()}
+    held_out = model.loss(model(seen), seen) if case.kind is Whole else case.loss(model, seen)
+    return rows, held_out.item()
+
+
+def require_rows(name, found):
+    case = CASES[name]
+    if isinstance(found, str):
+        assert case.refused, (name, found)
+        return
+    assert not case.refused, name
+    if case.warned:
+        return
+    rows, held_out = rows_by_hand(name)
+    for actual, expected in zip(found[0], rows, strict=True):
+        assert actual == pytest.approx(expected, rel=1e-12), name
+    if name != "a sum":
+        assert found[1] == pytest.approx(held_out, rel=1e-12), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", [Ddp, Fsdp, Zero])
+def test_a_loss_of_ones_own_is_that_of_one_batch_or_refused_on_two_ranks(plugin):
+    names = [name for name in CASES if "later" not in name]
+    for results in run_ranks(rows_of_each, 2, names, plugin):
+        for name, found in results.items():
+            require_rows(name, found)

@@ -23,14 +23,15 @@ class RunningMean(ClipMode):
     """Limit the norm to threshold times its running mean, this step included."""
 
     info = ModeInfo(stat="‖G‖ ÷ its running mean", unit="mean", note="The threshold is a factor.")
-    initial_history = {"total": 0.0, "weight": 0.0}
+    by_norm_alone = True
+    initial_memory = {"total": 0.0, "weight": 0.0}
 
     decay: Annotated[float, Field(ge=0, lt=1, description="weigh the steps before")] = 0.9
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         for name, value in (("total", stats.norm), ("weight", 1.0)):
-            self.history[name] = self.decay * self.history[name] + (1 - self.decay) * value
-        mean = self.history["total"] / self.history["weight"]
+            self.memory[name] = self.decay * self.memory[name] + (1 - self.decay) * value
+        mean = self.memory["total"] / self.memory["weight"]
         return limit_norm(
             stats.norm, self.limit * mean, max_stat=stats.norm / mean, threshold=self.limit
         )

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from runner.cli import pages
 from runner.cli.main import COMMANDS
 from runner.config.folders import find, options
+from runner.config.modes import MODES, options_of
 from runner.data.dataset import TensorPairs, collate_pairs
 from runner.request import recipes
 from runner.request.request import request
@@ -54,8 +55,9 @@ def flattened(mapping, prefix=""):
 
 
 def known_keys():
-    """The keys of every option of every group, and those of config.yaml."""
+    """The keys of every option of every group, those of config.yaml, and options of modes."""
     found = set(flattened(content("config.yaml")))
+    found |= {f"clip.{option}" for mode in MODES.values() for option in options_of(mode)}
     for file in [*find("conf").rglob("*/*.yaml"), *find("conf").glob("*_keys.yaml")]:
         group = ".".join(file.parent.relative_to(find("conf")).parts)
         found |= set(flattened(content(file), f"{group or file.stem.removesuffix('_keys')}."))

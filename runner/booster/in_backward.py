@@ -49,7 +49,7 @@ class InBackward:
         self._broken = False  # whether the host knows of a gradient that is not finite
         self._decisions: dict[str, Decision] = {}
         self._powers: list[Powers] = []
-        self._history: dict[str, Number] = {}
+        self._memory: dict[str, Number] = {}
 
     def callback(self) -> Callable[[Tensor], None]:
         weak = ref(self)  # A hook lives as long as its parameter.
@@ -67,7 +67,7 @@ class InBackward:
         """Clip a gradient that has become final."""
         if self.began is None:
             self.began = self.mode.ready_for_parts()
-            self._history = dict(self.mode.history)
+            self._memory = dict(self.mode.memory)
         name = self._names.get(id(parameter))
         if not self.began or name is None:
             return
@@ -119,7 +119,7 @@ class InBackward:
 
     def decide(self, norm: Number, finite: bool | Tensor) -> Decision:
         self.mode.end_parts()
-        self.mode.undo(self._history, finite)
+        self.mode.undo(self._memory, finite)
         if finite is False:
             return Decision.skipped(norm, self.mode.threshold)
         p = self.mode.norm_type

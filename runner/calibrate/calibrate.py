@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from runner.clip import Layout, Number, transfer
 from runner.clip import build as build_mode
-from runner.clip.mode import HIGHEST, LOWEST, NEVER, Tally
+from runner.clip.mode import NEVER
 from runner.config.modes import MODES, ModeInfo, info_of
 from runner.config.notation import Duration, percent, plural, rounded
 from runner.config.schema import RunConfig
@@ -29,6 +32,51 @@ from runner.train.build import make_trainer
 
 POINTS = (50, 75, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
+
+
+# Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.
+LOWEST = -16
+HIGHEST = 12
+PER_DECADE = 40
+BINS = (HIGHEST - LOWEST) * PER_DECADE
+
+
+class Tally:
+    """Counts elements or units in bins, on their device, without waiting for the host.
+
+    Zeros and values beyond the bounds count in the total alone, and NaN nowhere.
+    """
+
+    def __init__(self, skip: int = 0) -> None:
+        self._skip = skip
+        self._counts: Tensor | None = None  # of each bin, and of everything
+        self._step: Tensor | None = None
+
+    def add(self, values: Tensor, weight: float) -> None:
+        """Count ``values`` of the current step."""
+        if self._skip > 0 or values.numel() == 0:
+            return
+        wide = transfer.widest(values.device)
+        if self._step is None:
+            self._step = torch.zeros(BINS + 1, dtype=wide, device=values.device)
+        # A float32 bin would not count beyond 2^24, and a wide copy of all takes much memory.
+        for part in torch.split(values.detach().reshape(-1), 2**24):
+            self._step[:-1] += torch.histc(part.to(wide).log10(), BINS, LOWEST, HIGHEST) * weight
+            self._step[-1] += (part == part).sum().to(wide) * weight
+
+    def end_step(self, norm: Number) -> None:
+        """Keep the counts of the current step, unless its gradient was not finite."""
+        self._skip -= 1
+        step, self._step = self._step, None
+        if step is not None:
+            counted = step * torch.as_tensor(norm).isfinite().to(step)
+            self._counts = counted if self._counts is None else self._counts + counted
+
+    def gather(self, layout: Layout) -> tuple[list[float], float]:
+        """Return the counts of each bin and of everything, over all ranks; one collective."""
+        counts = [0.0] * (BINS + 1) if self._counts is None else self._counts.tolist()
+        *everywhere, total = (math.fsum(map(float, column)) for column in layout.gather(counts))
+        return everywhere, total
 
 
 @dataclass(frozen=True)
@@ -95,8 +143,7 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     clip = config.clip
     end = end_of(config)
     threshold = None if clip.threshold is None else NEVER
-    options = {**clip.options, **clip.described.unclipped, "threshold": threshold}
-    mode = build_mode(clip.kind, **options)
+    mode = build_mode(clip.options, **clip.options.unclipped, threshold=threshold)
     tally = mode.tally = Tally(warm_up(end.value, config.calibrate.warmup_steps))
     trainer = make_trainer(config, sinks, mode=mode, max_duration=end, evaluates=False)
     trainer.fit()

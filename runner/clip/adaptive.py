@@ -336,7 +336,7 @@ class AdaptiveClip(Adaptive, ClipMode):
         power = units.index.power(units.norms)
         powers = None
         if each or not VANISHES < power < OVERFLOWS:
-            power, powers = powers_of(*layout.gradients(), 2.0, each=True)
+            power, powers = powers_of(layout, *layout.gradients(), 2.0, each=True)
         return GradStats.measured(combine(layout.gather([power])[0], 2.0), powers, units)
 
     def _unit_norms(self, layout: Layout, dtype: torch.dtype) -> UnitNorms:

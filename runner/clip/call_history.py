@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode, build
+from runner.clip.mode import ClipMode, build, memory_of
 from runner.config.modes import Mode
 
 
@@ -73,7 +73,15 @@ class CallHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; other histories are forgotten."""
         self._called = {}
-        self._states = dict(state)
+        self._states = {_key_of_now(key): value for key, value in state.items()}
+
+
+def _key_of_now(key: str) -> str:
+    """Return a key as :func:`key_of` does; earlier versions saved ``history`` as true or false."""
+    if key.startswith(("AdaGCClip(", "PercentileClip(", "ZScoreClip(")):
+        key = key.replace("history=True", "history='clipped'")
+        key = key.replace("history=False", "history='raw'")
+    return key
 
 
 def key_of(mode: ClipMode) -> str:
@@ -82,8 +90,6 @@ def key_of(mode: ClipMode) -> str:
     for option in fields(mode):
         if option.init and option.name != "threshold":
             options[option.name] = getattr(mode, option.name)
-    if "history" in options:  # an option whose attribute has become the memory of the mode
-        options["history"] = mode.keeps_clipped
     named = ", ".join(f"{name}={_text(value)}" for name, value in options.items())
     return f"{_class_name(type(mode))}({named})"
 
@@ -119,6 +125,6 @@ def _has_history(state: Any) -> bool:
     """Return whether the state of a mode, or of a mode inside of it, has more than a threshold."""
     if not isinstance(state, dict):
         return False
-    if state.get("history"):
+    if memory_of(state):
         return True
     return any(_has_history(value) for value in state.values())

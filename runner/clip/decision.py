@@ -61,14 +61,15 @@ class GradStats:
 
         With ``each`` there are ``powers``; as on an accelerator, and where ‖G‖ is not finite.
         """
-        power, powers = powers_of(*layout.gradients(), norm_type, each or split)
+        power, powers = powers_of(layout, *layout.gradients(), norm_type, each or split)
         if not split:
             return cls.measured(combine(layout.gather([power])[0], norm_type), powers)
         assert powers is not None
-        nothing = transfer.on_device([0.0], layout.device)  # where there is no gradient
+        wide = transfer.widest(layout.device)
+        nothing = torch.zeros(1, dtype=wide, device=layout.device)  # where there is no gradient
         shares = torch.cat([powers.each.to(nothing), nothing])
-        mask = [shard.scaled for shard in powers.shards] + [False]
-        scaled = transfer.on_device(mask, layout.device) > 0
+        scales = layout.constant("scaled", powers.shards, lambda shard: shard.scaled)
+        scaled = torch.cat([scales, nothing]) > 0
         parts = torch.stack([shares.where(scaled, 0.0), shares.where(~scaled, 0.0)])
         sums = parts.amax(1) if math.isinf(norm_type) else parts.sum(1)
         of_scaled, of_unscaled = layout.gather([transfer.read(power) for power in sums])
@@ -233,9 +234,7 @@ class Decision:
         whole = replace(self, norm=norm, norm_clipped=after, norm_scaled=split.scaled)
         if not isinstance(self.coef, Tensor) and self.coef == 1.0:
             return whole
-        multiplied = [float(parameter.scaled) for parameter in layout.parameters.values()]
-        mask = transfer.on_device(multiplied, layout.device) > 0
-        scales = torch.where(mask, transfer.on_device([self.coef], layout.device), 1.0)
+        scales = torch.where(layout.scaled, transfer.on_device([self.coef], layout.device), 1.0)
         return replace(whole, coef=transfer.ratio(after, norm), scales=scales)
 
     def if_finite(self, finite: bool | Tensor) -> Decision:
@@ -266,7 +265,7 @@ class Decision:
         if layout.group is None and not isinstance(changed, Tensor) and changed == 0:
             return Decision.untouched(norm, limit, self.max_stat, total)
         if power is None:
-            power, _ = powers_of(*layout.gradients(), norm_type)
+            power, _ = powers_of(layout, *layout.gradients(), norm_type)
         powers, changes, totals, maxima = layout.gather([power, changed, total, self.max_stat])
         after = combine(powers, norm_type)
         max_stat = combine(maxima, math.inf)

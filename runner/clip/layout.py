@@ -85,16 +85,46 @@ class Layout:
         self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
         self.heads_known = True
         self._elsewhere = elsewhere
+        self._constants: dict[str, tuple[list[int], Tensor]] = {}
+        self._scaled: Tensor | None = None
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
         """Position of each parameter in ``names``."""
         return {name: i for i, name in enumerate(self.names)}
 
-    def positions_of(self, names: Iterable[str]) -> Tensor:
-        """Return the position in ``names`` of each of these parameters, on the device."""
-        at = [self.positions[name] for name in names]
-        return transfer.on_device(at, self.device).long()
+    def positions_of(self, shards: Sequence[ParamShard]) -> Tensor:
+        """Return the position in ``names`` of each of these shards, on the device."""
+        return self.constant("positions", shards, lambda shard: self.positions[shard.name]).long()
+
+    @property
+    def scaled(self) -> Tensor:
+        """Whether a coefficient multiplies each of ``names``, see :meth:`leave_unscaled`."""
+        if self._scaled is None or not self._holds(self._scaled):
+            scaled = [parameter.scaled for parameter in self.parameters.values()]
+            self._scaled = transfer.on_device(scaled, self.device) > 0
+        return self._scaled
+
+    def replicas_of(self, shards: Sequence[ParamShard]) -> Tensor:
+        """Return ``num_replicas`` of each of these shards, on the device."""
+        return self.constant("replicas", shards, lambda shard: shard.num_replicas)
+
+    def constant(
+        self, name: str, shards: Sequence[ParamShard], value: Callable[[ParamShard], float]
+    ) -> Tensor:
+        """Return a value of each of these shards, [shards], on the device.
+
+        It is kept under ``name`` until it is asked of other shards, so that a step makes no tensor
+        of numbers of the host.
+        """
+        ids = [id(shard) for shard in shards]
+        if name in self._constants:
+            of_ids, tensor = self._constants[name]
+            if of_ids == ids and self._holds(tensor):
+                return tensor
+        tensor = transfer.on_device([value(shard) for shard in shards], self.device)
+        self._constants[name] = (ids, tensor)
+        return tensor
 
     @property
     def counts_common(self) -> bool:
@@ -159,6 +189,8 @@ class Layout:
             for name, whole in self.parameters.items()
         }
         self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
+        self._constants = {}
+        self._scaled = None
 
     def restricted(self, names: Iterable[str]) -> Layout:
         """Return the layout of some parameters, over the same ranks, which all know ``names``."""
@@ -177,6 +209,11 @@ class Layout:
     def device(self) -> torch.device:
         """Device on which values are summed; its type is the same on all ranks."""
         return self.shards[0].param.device if self.shards else torch.device(self._elsewhere)
+
+    def _holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the device of the model, which may have been moved."""
+        device = self.device
+        return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
     def gradients(self) -> tuple[list[ParamShard], list[Tensor]]:
         """Return the shards that have a gradient of at least one element, and these gradients."""

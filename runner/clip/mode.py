@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -19,61 +19,28 @@ from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
 from runner.clip.layout import Layout
 from runner.clip.transfer import Number
-from runner.config.modes import MODES, NAMES, Mode, model_of
+from runner.config import modes
+from runner.config.modes import MODES, NAMES, Mode, checked
 from runner.config.problem import or_list
-from runner.config.section import read
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 TINY = 1e-30  # A coefficient below this one is applied in float64
 _DTYPE = attrgetter("dtype")
-# Modules of this room with several modes; each other one has the name of its mode.
-_MODULES = {
-    **dict.fromkeys(("none", "percentile", "zscore"), "norm"),
-    "adagc": "per_parameter",
-    **dict.fromkeys(("chain", "groups", "schedule"), "nested"),
-    **dict.fromkeys(("spike", "update"), "second_moment"),
+_CLASSES: Mapping[type[Mode], str] = {
+    modes.AdaGC: "per_parameter.AdaGCClip",
+    modes.Adaptive: "adaptive.AdaptiveClip",
+    modes.ByGroups: "nested.GroupsClip",
+    modes.Chain: "nested.ChainClip",
+    modes.Norm: "norm.NormClip",
+    modes.PerParameter: "per_parameter.PerParameterClip",
+    modes.Percentile: "norm.PercentileClip",
+    modes.Schedule: "nested.ScheduleClip",
+    modes.Spike: "second_moment.SpikeClip",
+    modes.Unclipped: "norm.NoClip",
+    modes.Update: "second_moment.UpdateClip",
+    modes.Value: "value.ValueClip",
+    modes.ZScore: "norm.ZScoreClip",
 }
-# Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.
-LOWEST, HIGHEST, PER_DECADE = -16, 12, 40
-BINS = (HIGHEST - LOWEST) * PER_DECADE
-
-
-class Tally:
-    """Counts elements or units in bins, on their device, without waiting for the host.
-
-    Zeros and values beyond the bounds count in the total alone, and NaN nowhere.
-    """
-
-    def __init__(self, skip: int = 0) -> None:
-        self._skip = skip
-        self._counts: Tensor | None = None  # of each bin, and of everything
-        self._step: Tensor | None = None
-
-    def add(self, values: Tensor, weight: float) -> None:
-        """Count ``values`` of the current step."""
-        if self._skip > 0 or values.numel() == 0:
-            return
-        wide = transfer.widest(values.device)
-        if self._step is None:
-            self._step = torch.zeros(BINS + 1, dtype=wide, device=values.device)
-        # A float32 bin would not count beyond 2^24, and a wide copy of all takes much memory.
-        for part in torch.split(values.detach().reshape(-1), 2**24):
-            self._step[:-1] += torch.histc(part.to(wide).log10(), BINS, LOWEST, HIGHEST) * weight
-            self._step[-1] += (part == part).sum().to(wide) * weight
-
-    def end_step(self, norm: Number) -> None:
-        """Keep the counts of the current step, unless its gradient was not finite."""
-        self._skip -= 1
-        step, self._step = self._step, None
-        if step is not None:
-            counted = step * torch.as_tensor(norm).isfinite().to(step)
-            self._counts = counted if self._counts is None else self._counts + counted
-
-    def gather(self, layout: Layout) -> tuple[list[float], float]:
-        """Return the counts of each bin and of everything, over all ranks; one collective."""
-        counts = [0.0] * (BINS + 1) if self._counts is None else self._counts.tolist()
-        *everywhere, total = (math.fsum(map(float, column)) for column in layout.gather(counts))
-        return everywhere, total
 
 
 @dataclass(eq=False)
@@ -84,36 +51,46 @@ class ClipMode(Mode, ABC):
     units or tensors. Options and ``info`` are described in :class:`runner.config.mode.Mode`.
 
     Attributes:
-        history: what the mode remembers of earlier steps, by name: floats, or tensors on the
-            device. It starts as ``initial_history``, and holds finite steps only:
+        by_norm_alone: whether :meth:`decide_finite` reads ``stats.norm`` and nothing else of the
+            gradient, and decides on one coefficient. An optimizer's step may then multiply by it
+            instead of :meth:`apply`, and in a chain the norm of the link before is enough.
+        memory: what the mode remembers of earlier steps, by name: floats, or tensors on the
+            device. It starts as ``initial_memory``, and holds finite steps only:
             :meth:`decide_finite` replaces values, and what it derives from a gradient that is not
             finite is dropped. Never write into a tensor of it in place.
-        keeps_clipped: whether an option ``history`` of the mode was ``"clipped"``.
-        tally: counts the elements or units that the mode compares with λ, where it is set.
+        tally: counts the elements or units that the mode compares with λ, where it is set: a
+            :class:`runner.calibrate.calibrate.Tally`.
     """
 
-    initial_history: ClassVar[Mapping[str, Number]] = {}
+    by_norm_alone: ClassVar[bool] = False
+    initial_memory: ClassVar[Mapping[str, Number]] = {}
 
-    history: dict[str, Number] = field(init=False, repr=False)
-    keeps_clipped: bool = field(default=False, init=False, repr=False)
-    tally: Tally | None = field(default=None, init=False, repr=False)
+    memory: dict[str, Any] = field(init=False, repr=False)
+    tally: Any = field(default=None, init=False, repr=False)
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "initial_history"):
+            raise TypeError(
+                f"{cls.__name__}: initial_history is called initial_memory, and history memory"
+            )
+        for kind in cls.__mro__:
+            if "by_norm_alone" in vars(kind):
+                return
+            for name in ("measure", "clip", "apply"):
+                if cls.by_norm_alone and name in vars(kind):
+                    raise TypeError(
+                        f"{kind.__name__} has {name} of its own: add by_norm_alone = False, so "
+                        "that it is always called"
+                    )
 
     def __post_init__(self) -> None:
-        self.keeps_clipped = vars(self).get("history") == "clipped"
+        # A class that is called directly has options that nothing has validated.
         if self.threshold is not None and not self.threshold > 0:
             raise ValueError(f"the clipping threshold must be above 0, not {self.threshold}")
         if not self.norm_type >= 1:
             raise ValueError(f"norm_type must be at least 1 (or inf), not {self.norm_type}")
-        if self.scales not in ("auto", "all"):
-            raise ValueError(f"scales must be auto or all, not {self.scales}")
-        self.history = dict(self.initial_history)
-        self.info = self.info_with(vars(self))  # type: ignore[misc]  # with these options
-
-    @property
-    def _past(self) -> dict[str, Any]:
-        """``history``, for a mode that has an option of this name."""
-        past: dict[str, Any] = vars(self)["history"]
-        return past
+        self.memory = dict(self.initial_memory)
+        self.info = self.info_here()  # type: ignore[misc]  # with these options
 
     @property
     def limit(self) -> float:
@@ -161,7 +138,7 @@ class ClipMode(Mode, ABC):
         """Decide what to do to the gradients of ``layout``, without changing them.
 
         The host does not wait for an accelerator. A step that is not finite is skipped, and leaves
-        ``history`` as it was. Where only some gradients are multiplied (:meth:`scales_some`),
+        ``memory`` as it was. Where only some gradients are multiplied (:meth:`scales_some`),
         :meth:`decide_finite` decides by their norm, as if there were no others.
 
         Args:
@@ -172,7 +149,7 @@ class ClipMode(Mode, ABC):
         if stats.finite is False:
             # A limit that follows from earlier steps is that of no step but its own.
             return Decision.skipped(stats.norm, None if self.limit_moves else self.threshold)
-        before = dict(self.history)
+        before = dict(self.memory)
         if stats.part or not self.scales_some(layout):
             decision = self.decide_finite(layout, stats)
         else:
@@ -187,7 +164,7 @@ class ClipMode(Mode, ABC):
             return decision
         self.undo(before, stats.finite)
         if self.limit_moves:
-            # A history that was loaded consists of floats until the device has taken a step.
+            # A memory that was loaded consists of floats until the device has taken a step.
             moved = transfer.where(stats.finite, decision.threshold, math.nan)
             decision = replace(decision, threshold=moved)
         return decision.if_finite(stats.finite)
@@ -196,15 +173,15 @@ class ClipMode(Mode, ABC):
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         """Decide for a gradient that is finite.
 
-        On an accelerator it may turn out not to be: decision and history are then dropped. Ranks
+        On an accelerator it may turn out not to be: decision and memory are then dropped. Ranks
         hold the same ``stats``, and have to make the same decision.
         """
 
     def undo(self, before: Mapping[str, Any], finite: bool | Tensor) -> None:
-        """Make ``before`` the history again, unless the gradient turns out to be ``finite``."""
-        for name, value in self.history.items():
+        """Make ``before`` the memory again, unless the gradient turns out to be ``finite``."""
+        for name, value in self.memory.items():
             if value is not before[name]:
-                self.history[name] = transfer.where(finite, value, before[name])
+                self.memory[name] = transfer.where(finite, value, before[name])
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         """Change the gradients in place, as decided; return the completed decision."""
@@ -240,13 +217,11 @@ class ClipMode(Mode, ABC):
     @property
     def may_fold(self) -> bool:
         """Whether an optimizer's step may multiply gradients by the coefficient instead."""
-        kind = type(self)
-        return kind.clip is ClipMode.clip and kind.apply is ClipMode.apply
+        return self.by_norm_alone
 
     def decides_by(self, stats: GradStats) -> bool:
         """Return whether ``stats`` of another mode are enough, as for one that needs ‖G‖ alone."""
-        kind = type(self)
-        return kind.measure is ClipMode.measure and kind.apply_parts is ClipMode.apply_parts
+        return self.by_norm_alone
 
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Prepare to limit the update of a step, where ``decision.update`` is not None.
@@ -286,7 +261,7 @@ class ClipMode(Mode, ABC):
             yield "clip.step_in_backward", "this mode limits the step itself: use true"
 
     def of_part(self, layout: Layout) -> ClipMode:
-        """Return this mode for some parameters of its layout, with the same history.
+        """Return this mode for some parameters of its layout, with the same memory.
 
         For modes with ``info.by_tensor``, which clip in the backward pass: in each step the parts
         decide one after the other, and then :meth:`end_parts` is called. A step that is not finite
@@ -304,47 +279,61 @@ class ClipMode(Mode, ABC):
         """Note that all parts have decided, once a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the threshold and, where there is one, the history."""
+        """Return the threshold and, where there is one, the memory."""
         state: dict[str, Any] = {"threshold": self.threshold}
-        return state | {"history": dict(self.history)} if self.history else state
+        return state | {"memory": dict(self.memory)} if self.memory else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; a state without a threshold leaves it as it is."""
         self.threshold = state.get("threshold", self.threshold)
-        for name, value in state.get("history", {}).items():
-            # An accelerator's history may go on on a host, where single numbers are floats.
+        for name, value in memory_of(state).items():
+            # An accelerator's memory may go on on a host, where single numbers are floats.
             single = isinstance(value, Tensor) and not value.ndim
-            self.history[name] = float(value) if single else value
+            self.memory[name] = float(value) if single else value
 
 
-def build(mode: str | type[Mode], **options: Any) -> ClipMode:
+def memory_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the memory in the state of a mode; earlier versions called it ``history``."""
+    memory: dict[str, Any] = state.get("memory", state.get("history", {}))
+    return memory
+
+
+def build(mode: str | type[Mode] | Mode, **options: Any) -> ClipMode:
     """Make a clipping mode.
 
     Args:
-        mode: a name of :data:`runner.config.modes.NAMES`, or a class of your own.
+        mode: a name of :data:`runner.config.modes.NAMES`, a class of your own, or a mode whose
+            options were validated, as those of a request.
         options: options of the mode: ``threshold``, ``norm_type``, and its own.
 
     Raises:
         ValueError: there is no such mode, it has no such option, or an option is out of range.
     """
-    kind: Any = mode
-    if isinstance(mode, str):
-        if mode not in NAMES:
-            raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
-        module = import_module(f"runner.clip.{_MODULES.get(mode, mode)}")
-        subclasses = MODES[mode].__subclasses__()
-        kind = next(one for one in subclasses if one.__module__ == module.__name__)
-    known = [one.name for one in fields(kind) if one.init]
+    if isinstance(mode, Mode):
+        chosen = {declared.name: getattr(mode, declared.name) for declared in _options(mode)}
+        return class_of(type(mode))(**{**chosen, **options})
+    if isinstance(mode, str) and mode not in NAMES:
+        raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
+    kind = MODES[mode] if isinstance(mode, str) else mode
+    known = [declared.name for declared in _options(kind)]
     if unknown := [name for name in options if name not in known]:
         raise ValueError(f"mode {mode} has no option {unknown[0]}: it has {', '.join(known)}")
-    if isinstance(mode, str):
-        threshold = options.get("threshold")
-        own = {key: value for key, value in options.items() if key not in ("norm_type", "scales")}
-        # A limit that is never reached may be infinite, for which conf/ has no number.
-        own["threshold"] = NEVER if threshold == math.inf else threshold
-        read(model_of(MODES[mode]), own)
-    made: ClipMode = kind(**options)
-    return made
+    if not isinstance(mode, str):
+        return class_of(kind)(**options)
+    return build(checked(kind, options))
+
+
+def _options(mode: Mode | type[Mode]) -> list[Field[Any]]:
+    return [declared for declared in fields(mode) if declared.init]
+
+
+def class_of(kind: type[Mode]) -> type[ClipMode]:
+    """Return the class of this room that clips as a class of options says."""
+    if issubclass(kind, ClipMode):
+        return kind
+    module, _, name = _CLASSES[kind].partition(".")
+    found: type[ClipMode] = getattr(import_module(f"runner.clip.{module}"), name)
+    return found
 
 
 def scale(layout: Layout, coef: Number) -> None:

@@ -8,7 +8,7 @@ Groups of parameters are measured and clipped by themselves. The norm of a group
 parameters; the reported ‖G‖ counts the whole model.
 
 A chain of one mode, or one group of all parameters, is that mode, to the bit. A step that is not
-finite is skipped by all, and no history changes.
+finite is skipped by all, and no memory changes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ NAN = math.nan
 
 def build_inner(configured: Any, outer: Mode, **options: Any) -> ClipMode:
     """Make a mode inside of another one."""
-    kind, inner_options = inner_mode(configured, **options)
-    return build(kind, **inner_options, **options, norm_type=outer.norm_type, scales=outer.scales)
+    mode = inner_mode(configured, **options)
+    return build(mode, norm_type=outer.norm_type, scales=outer.scales)
 
 
 def bind(mode: ClipMode, layout: Layout, where: str) -> None:
@@ -131,6 +131,11 @@ class ChainClip(Chain, NestedMode):
     """Clip by one mode after the other."""
 
     kind = "link"
+    by_norm_alone = True  # if its links are
+
+    @property
+    def may_fold(self) -> bool:
+        return self.by_norm_alone and all(mode.may_fold for mode in self._links)
 
     @property
     def _links(self) -> list[ClipMode]:
@@ -148,8 +153,7 @@ class ChainClip(Chain, NestedMode):
             bind(mode, layout, f"links.{name}")
 
     def decides_by(self, stats: GradStats) -> bool:
-        measures_itself = type(self).measure is not ChainClip.measure
-        return not measures_itself and all(mode.decides_by(stats) for mode in self._links)
+        return self.by_norm_alone and all(mode.decides_by(stats) for mode in self._links)
 
     def scales_some(self, layout: Layout) -> bool:
         scale_whole_gradients = all(mode.info.parts is None for mode in self._links)
@@ -247,7 +251,9 @@ class GroupsClip(ByGroups, NestedMode):
         if names:
             part = layout if len(names) == len(layout.names) else layout.restricted(names)
             bind(mode, part, f"groups.{name}")
-            self._bound.append(_Group(name, mode, part, layout.positions_of(part.names)))
+            numbers = [layout.positions[parameter] for parameter in part.names]
+            positions = transfer.on_device(numbers, layout.device).long()
+            self._bound.append(_Group(name, mode, part, positions))
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         if self._layout is not layout:
@@ -266,7 +272,9 @@ class GroupsClip(ByGroups, NestedMode):
         shards: list[ParamShard] = []
         powers: list[Tensor] = []
         for group, stats in zip(self._bound, measured, strict=True):
-            part = stats.powers or powers_of(*group.layout.gradients(), p, each=True)[1]
+            part = stats.powers
+            if part is None:
+                _, part = powers_of(group.layout, *group.layout.gradients(), p, each=True)
             if part is not None and part.shards:
                 shards += part.shards
                 powers.append(part.each)
@@ -330,7 +338,8 @@ class ScheduleClip(Schedule, ClipMode):
     ``warmup=constant`` (``grad_clip_warmup_steps`` in https://github.com/allenai/OLMo).
     """
 
-    initial_history: ClassVar = {"step": 0}
+    by_norm_alone = True  # if ``inner`` is
+    initial_memory: ClassVar = {"step": 0}
 
     inner: ClipMode = field(init=False, repr=False)
 
@@ -344,12 +353,10 @@ class ScheduleClip(Schedule, ClipMode):
 
     @property
     def may_fold(self) -> bool:
-        kind = type(self)
-        applies_itself = kind.clip is not ClipMode.clip or kind.apply is not ScheduleClip.apply
-        return not applies_itself and self.inner.may_fold
+        return self.by_norm_alone and self.inner.may_fold
 
     def decides_by(self, stats: GradStats) -> bool:
-        return type(self).measure is ScheduleClip.measure and self.inner.decides_by(stats)
+        return self.by_norm_alone and self.inner.decides_by(stats)
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         self._set_limit()  # the mode may look for what is above λ
@@ -357,7 +364,7 @@ class ScheduleClip(Schedule, ClipMode):
 
     def decide(self, layout: Layout, stats: GradStats) -> Decision:
         self._set_limit()
-        self.history["step"] = self._step + 1
+        self.memory["step"] = self._step + 1
         return self.inner.decide(layout, stats)
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -380,7 +387,7 @@ class ScheduleClip(Schedule, ClipMode):
 
     @property
     def _step(self) -> int:
-        return int(self.history["step"])
+        return int(self.memory["step"])
 
     def _factor(self, step: int) -> float:
         """Return λ ÷ threshold of a step."""

@@ -56,6 +56,8 @@ def limit_norm(
 class NormClip(Norm, ClipMode):
     """Scale the whole gradient so that its norm is at most λ."""
 
+    by_norm_alone = True
+
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         return limit_norm(stats.norm, self.limit)  # no collective: every rank has the same ‖G‖
 
@@ -64,36 +66,37 @@ class NormClip(Norm, ClipMode):
 class NoClip(Unclipped, ClipMode):
     """Leave the gradients alone; everything is still measured."""
 
+    by_norm_alone = True
+
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         return Decision.untouched(stats.norm, None, stats.norm)
 
-    def apply(self, layout: Layout, decision: Decision) -> Decision:
-        return decision
-
 
 @dataclass(eq=False)
-class PercentileClip(Percentile, ClipMode):  # type: ignore[misc]
+class PercentileClip(Percentile, ClipMode):
     """Scale the whole gradient so that its norm is at most a percentile of the norms so far.
 
     ``λ_t = percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated. AutoClip (Seetharaman et al.
     2020, arXiv 2007.14469) takes unclipped norms of all steps, this one included, and clips from
-    the first one on. A percentile of 0, which would stop the training, clips nothing. The history
+    the first one on. A percentile of 0, which would stop the training, clips nothing. The memory
     holds ``norms``, in the order of the steps, with inf where there is none; each step sorts them.
     """
 
+    by_norm_alone = True
+
     def decide(self, layout: Layout, stats: GradStats) -> Decision:
         """Make room for one more norm, and decide."""
-        norms = self._past.get("norms", torch.empty(0))
+        norms = self.memory.get("norms", torch.empty(0))
         norms = norms.to(layout.device, transfer.widest(layout.device))
         # Only the device may know whether the step is finite: an inf that stays is no norm.
         room = 1 if self.window is None else self.window - len(norms)
-        self._past["norms"] = torch.cat([norms.new_full((room,), math.inf), norms])
+        self.memory["norms"] = torch.cat([norms.new_full((room,), math.inf), norms])
         return super().decide(layout, stats)
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         norm = transfer.on_device([stats.norm], layout.device)
-        before = self._past["norms"][1:]
+        before = self.memory["norms"][1:]
         rising = torch.cat([before, norm]).sort().values
         count = (rising < math.inf).sum(dtype=norm.dtype).view(1)
         position = (count - 1.0) * (self.limit / 100.0)
@@ -102,24 +105,27 @@ class PercentileClip(Percentile, ClipMode):  # type: ignore[misc]
         limit = torch.lerp(rising[low.long()], rising[high.long()], position - low)  # as NumPy does
         clips = (count >= self.min_steps) & (limit > 0)
         limit = torch.where(clips, limit, math.inf)
-        kept = torch.minimum(norm, limit) if self.keeps_clipped else norm
-        self._past["norms"] = torch.cat([before, kept])
+        kept = torch.minimum(norm, limit) if self.history == "clipped" else norm
+        self.memory["norms"] = torch.cat([before, kept])
         in_force = transfer.read(torch.where(clips, limit, math.nan)[0])
         return limit_norm(stats.norm, transfer.read(limit[0]), threshold=in_force)
 
     def state_dict(self) -> dict[str, Any]:
-        past = {name: norms[norms < math.inf] for name, norms in self._past.items()}
-        return super().state_dict() | ({"history": past} if past else {})
+        state = super().state_dict()
+        if "norms" in self.memory:
+            norms = self.memory["norms"]
+            state["memory"] = {"norms": norms[norms < math.inf]}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; of more norms than the window has, the latest."""
         super().load_state_dict(state)
-        if self.window is not None and "norms" in self._past:
-            self._past["norms"] = self._past["norms"][-self.window :]
+        if self.window is not None and "norms" in self.memory:
+            self.memory["norms"] = self.memory["norms"][-self.window :]
 
 
 @dataclass(eq=False)
-class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
+class ZScoreClip(ZScore, ClipMode):
     """Scale down a gradient whose norm lies far above a running mean.
 
     ZClip (Kumar, Owen, Chowdhury and Güra 2025, arXiv 2504.02507). With μ and σ of the steps
@@ -135,11 +141,12 @@ class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
     σ ≤ ε·μ the norms are on a plateau, so that any change would have a huge z: nothing is clipped.
     """
 
-    initial_history: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
+    by_norm_alone = True
+    initial_memory: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        past = self._past
+        past = self.memory
         count = past["count"]
         mean = past["mean"]
         variance = past["variance"]
@@ -157,7 +164,7 @@ class ZScoreClip(ZScore, ClipMode):  # type: ignore[misc]
         elif self.rule == "adaptive_scaling":
             excess = transfer.where(above, norm - mean, 1.0)
             to = mean + z * z * deviation * (deviation + eps) / excess
-        kept = transfer.where(above, to, norm) if self.keeps_clipped else norm
+        kept = transfer.where(above, to, norm) if self.history == "clipped" else norm
         # One form of both: a running variance weighs the last square by one (1 - weight) more.
         weight = transfer.where(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
         change = kept - mean

@@ -51,18 +51,18 @@ class Powers(NamedTuple):
 
     def of_parameters(self, layout: Layout) -> Tensor:
         """Return the share of each parameter, [parameters], on the device of ``layout``."""
-        at = layout.positions_of(shard.name for shard in self.shards)
+        positions = layout.positions_of(self.shards)
         each = self.each.to(layout.device, transfer.widest(layout.device))
         shares = each.new_zeros(len(layout.names))
         # A tied parameter may lie on this rank twice.
         if math.isinf(self.norm_type):
-            return shares.scatter_reduce_(0, at, each, "amax")
-        return shares.index_add_(0, at, each)
+            return shares.scatter_reduce_(0, positions, each, "amax")
+        return shares.index_add_(0, positions, each)
 
 
 def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
     """Return ‖G‖ of all gradients of ``layout``; one small collective if it spans ranks."""
-    power, _ = powers_of(*layout.gradients(), norm_type)
+    power, _ = powers_of(layout, *layout.gradients(), norm_type)
     return combine(layout.gather([power])[0], norm_type)
 
 
@@ -90,7 +90,11 @@ def combined_norms(every: Tensor, norm_type: float) -> Tensor:
 
 
 def powers_of(
-    shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float, each: bool = False
+    layout: Layout,
+    shards: Sequence[ParamShard],
+    gradients: Sequence[Tensor],
+    norm_type: float,
+    each: bool = False,
 ) -> tuple[Number, Powers | None]:
     """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each gradient.
 
@@ -104,7 +108,7 @@ def powers_of(
             return values.amax(), Powers(shards, values, norm_type)
         values = values**norm_type
         if max(replicas) > 1:
-            values = values / transfer.on_device(replicas, values.device)
+            values = values / layout.replicas_of(shards)
         return values.sum(), Powers(shards, values, norm_type)
     if math.isinf(norm_type):
         shares = list(map(largest, gradients))

@@ -42,7 +42,7 @@ class TensorMode(ClipMode):
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         p = self.norm_type
-        _, powers = powers_of(*layout.gradients(), p, each=True)
+        _, powers = powers_of(layout, *layout.gradients(), p, each=True)
         assert powers is not None
         presence = powers._replace(each=torch.ones_like(powers.each))
         on_this_rank = torch.stack([powers.of_parameters(layout), presence.of_parameters(layout)])
@@ -154,7 +154,7 @@ def block_of(name: str) -> str:
 
 
 @dataclass(eq=False)
-class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
+class AdaGCClip(AdaGC, TensorMode):
     """Limit the norm of each tensor to λ times its running mean γ_p.
 
     Wang et al. 2025 (AdaGC, arXiv 2502.11034, algorithm 1), where G is the whole gradient and g_p
@@ -165,31 +165,31 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
 
     A step whose gradient is zero, or absent, leaves γ_p as it is: with the published rule a zero in
     the warm-up makes h_p 0 for ever. A parameter that gets its first gradient after the warm-up is
-    not clipped in that step, which begins its γ_p. In the history ``gamma`` [parameters] is
+    not clipped in that step, which begins its γ_p. In the memory ``gamma`` [parameters] is
     infinite before a gradient.
     """
 
     limit_moves = True  # the warm-up has no λ
     _names: Sequence[str] = field(default=(), init=False, repr=False)
     _layout: Layout | None = field(default=None, init=False, repr=False)
-    # Positions in the history of the parameters of a part; None for the whole model
+    # Positions in the memory of the parameters of a part; None for the whole model
     _positions: Tensor | None = field(default=None, init=False, repr=False)
     _warm: bool = field(default=True, init=False, repr=False)
 
     def bind(self, layout: Layout) -> None:
-        past = self._past
+        memory = self.memory
         device = layout.device
         wide = transfer.widest(device)
-        past["step"] = torch.as_tensor(past.get("step", 0.0)).to(device, wide)
-        before = torch.as_tensor(past.get("gamma", ())).to(device, wide)
+        memory["step"] = torch.as_tensor(memory.get("step", 0.0)).to(device, wide)
+        before = torch.as_tensor(memory.get("gamma", ())).to(device, wide)
         # A name that is new takes the value behind the others.
         padded = torch.cat([before, before.new_full((1,), math.inf)])
-        past["gamma"] = padded[self._positions_of(layout, len(before))]
+        memory["gamma"] = padded[self._positions_of(layout, len(before))]
         self._layout = layout
         self._names = layout.names
 
     def _positions_of(self, layout: Layout, new: int) -> Tensor:
-        """Return the positions of the parameters of ``layout`` in the history."""
+        """Return the positions of the parameters of ``layout`` in the memory."""
         by_name = {name: i for i, name in enumerate(self._names)}
         positions = [by_name.get(name, new) for name in layout.names]
         return transfer.on_device(positions, layout.device).long()
@@ -201,24 +201,24 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
         tensors = self.tensors(layout, stats)
         norms = tensors.norms
         present = tensors.present
-        past = self._past
-        gamma = past["gamma"] if self._positions is None else past["gamma"][self._positions]
-        warm = past["step"] < self.warmup_steps
+        memory = self.memory
+        gamma = memory["gamma"] if self._positions is None else memory["gamma"][self._positions]
+        warm = memory["step"] < self.warmup_steps
         begun = gamma.isfinite()
         bound = self.limit * gamma
         whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
         over = torch.where(warm, whole > self.absolute, norms > bound) & present
         scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / norms), 1.0)
         after = tensors.scaled(scales)
-        entering = after.norms if self.keeps_clipped else norms
+        entering = after.norms if self.history == "clipped" else norms
         mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
         updated = torch.where(warm, gamma.minimum(entering), mean)
         updated = torch.where(norms > 0, updated, gamma)
         if self._positions is None:
-            past["gamma"] = updated
+            memory["gamma"] = updated
             self.end_parts()
         else:
-            past["gamma"] = past["gamma"].index_copy(0, self._positions, updated)
+            memory["gamma"] = memory["gamma"].index_copy(0, self._positions, updated)
         return decide_on_tensors(
             self,
             layout,
@@ -237,11 +237,11 @@ class AdaGCClip(AdaGC, TensorMode):  # type: ignore[misc]
     def ready_for_parts(self) -> bool:
         """Return whether the warm-up is over, in which ‖G‖ decides; it waits for an accelerator."""
         if self._warm:
-            self._warm = bool(self._past["step"] < self.warmup_steps)
+            self._warm = bool(self.memory["step"] < self.warmup_steps)
         return not self._warm
 
     def end_parts(self) -> None:
-        self._past["step"] = self._past["step"] + 1
+        self.memory["step"] = self.memory["step"] + 1
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"names": list(self._names)}

@@ -263,22 +263,21 @@ class UpdateClip(Update, OptimizerMode):
         gradient.
         """
         self.require_bound()
-        power, powers = powers_of(*layout.gradients(), self.norm_type, each)
+        power, powers = powers_of(layout, *layout.gradients(), self.norm_type, each)
         device = layout.device
         sums = torch.zeros(2, len(layout.names), dtype=transfer.widest(device), device=device)
-        names = []
+        stepped = []
         ratios = []
-        sizes = []
         for shard, gradient in zip(*layout.gradients(), strict=True):
             moment = self.moment(shard)
             if moment is not None:
-                names.append(shard.name)
+                stepped.append(shard)
                 ratios.append(self._ratio(shard, gradient, moment))
-                sizes.append(float(gradient.numel()))
-        if names:
-            positions = layout.positions_of(names)
+        if stepped:
+            positions = layout.positions_of(stepped)
+            sizes = layout.constant("elements", stepped, lambda shard: shard.weight.numel())
             sums[0].index_add_(0, positions, torch.stack(ratios))
-            sums[1].index_add_(0, positions, transfer.on_device(sizes, device))
+            sums[1].index_add_(0, positions, sizes)
         row = torch.cat([transfer.on_device([power], device), sums.view(-1)])
         of_ranks = layout.rows_of_ranks(row)
         norm = combine([transfer.read(power) for power in of_ranks[:, 0]], self.norm_type)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+SHORT = 8  # numbers of the host that are filled in on a device one by one
 Number = float | Tensor
 """A float on a CPU, a 0-dimensional tensor on an accelerator."""
 
@@ -88,9 +89,14 @@ def is_finite(value: Number) -> bool | Tensor:
 
 
 def on_device(values: Sequence[Number], device: torch.device) -> Tensor:
-    """Return one vector of ``values`` on ``device``, in its widest type, without waiting for it."""
+    """Return one vector of ``values`` on ``device``, in its widest type.
+
+    The host does not wait, unless it copies a long vector of its own numbers: make such a vector
+    once, as :meth:`Layout.constant` does.
+    """
     dtype = widest(device)
-    if any(isinstance(value, Tensor) for value in values):
+    short = device.type != "cpu" and len(values) <= SHORT
+    if short or any(isinstance(value, Tensor) for value in values):
         tensors = []
         for value in values:
             if isinstance(value, Tensor):
@@ -99,10 +105,7 @@ def on_device(values: Sequence[Number], device: torch.device) -> Tensor:
                 # A fill is a kernel; a copy from pageable memory would wait for the queue.
                 tensors.append(torch.full((), value, dtype=dtype, device=device))
         return torch.stack(tensors)
-    vector = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        return vector.pin_memory().to(device, non_blocking=True)
-    return vector.to(device)
+    return torch.tensor(values, dtype=dtype).to(device)
 
 
 def start_gather(row: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:

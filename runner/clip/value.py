@@ -94,7 +94,7 @@ class ValueClip(Value, ClipMode):
         elements = Elements.of(layout, self.limit)
         norm = combine(layout.gather([elements.power])[0], 2.0)
         named = each or not transfer.is_finite(norm)
-        powers = powers_of(*layout.gradients(), 2.0, each=True)[1] if named else None
+        powers = powers_of(layout, *layout.gradients(), 2.0, each=True)[1] if named else None
         return GradStats.measured(norm, powers, elements)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class ValueClip(Value, ClipMode):
             power = elements.clamped if self.norm_type == 2.0 else None
             parts = Parts(elements.above, total, elements.exceeding, power)
             return Decision.change_parts(stats.norm, limit, elements.largest, parts)
-        largest, _ = powers_of(*layout.gradients(), math.inf)
+        largest, _ = powers_of(layout, *layout.gradients(), math.inf)
         above = [transfer.count(g.abs() > limit) / shard.num_replicas for shard, g in pairs]
         parts = Parts(sum(above, 0.0), total, [gradient for _, gradient in pairs])
         return Decision.change_parts(stats.norm, limit, largest, parts)

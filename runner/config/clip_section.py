@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from runner.config import section as t
-from runner.config.mode import Mode, ModeInfo
-from runner.config.modes import MODES, load, model_of
-from runner.config.section import Conflicts, Section, key
+from runner.config.mode import Mode, ModeInfo, validated
+from runner.config.modes import class_of
+from runner.config.section import Conflicts, Section, key, together
 
 WINDOW = 128  # kept steps that ``sigma`` compares with by default
-_SHORT = BeforeValidator(lambda one: {"rule": one} if one is None or isinstance(one, str) else one)
+_SHORT = BeforeValidator(
+    lambda given: {"rule": given} if given is None or isinstance(given, str) else given
+)
 
 
 class Skip(Section):
@@ -40,7 +52,7 @@ class Skip(Section):
 
 
 class Clip(Section):
-    """The keys of all modes; `runner.config.schema.examine` checks the options of the mode."""
+    """The keys of all modes, and under any further key the options of the mode."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -57,22 +69,40 @@ class Clip(Section):
     skip: Annotated[Skip, _SHORT] = key("leave out steps whose gradient norm is a spike", Skip())
     what_if: list[t.Positive] = key("log the share of steps that these thresholds would clip")
 
-    @property
-    def described(self) -> type[Mode]:
-        return MODES[self.mode] if self.target is None else load(self.target)
+    _options: Mode = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_options(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the keys of all modes and the options of this one; errors of both together."""
+        errors = []
+        options = Mode()
+        if isinstance(given, Mapping) and given.keys() & {"mode", "_target_"}:
+            keys = {field.alias or name for name, field in cls.model_fields.items()}
+            own = {name: value for name, value in given.items() if name not in keys}
+            if "threshold" in given:
+                own["threshold"] = given["threshold"]
+            try:
+                options = validated(class_of(given), own)
+            except ValidationError as error:
+                errors += error.errors(include_url=False)
+        try:
+            clip = handler(given)
+        except ValidationError as error:
+            errors += error.errors(include_url=False)
+        if errors:
+            raise together(errors)
+        clip._options = replace(options, norm_type=clip.norm_type, scales=clip.scales)
+        return clip
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Clip) and self.model_dump() == other.model_dump()
 
     @property
-    def kind(self) -> str | type[Mode]:
-        """Name of the mode, or the user's own class."""
-        return self.mode if self.target is None else self.described
+    def options(self) -> Mode:
+        """The mode with its options, as :func:`runner.clip.build` takes it."""
+        return self._options
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments that make the mode: those of all modes, and options of its own."""
-        given = {"threshold": self.threshold, **(self.model_extra or {})}
-        own = dict(model_of(self.described).model_validate(given))
-        return {**own, "norm_type": self.norm_type, "scales": self.scales}
-
-    @property
+    @cached_property
     def info(self) -> ModeInfo:
-        return self.described.info_with(self.options)
+        return self._options.info_here()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
-from inspect import get_annotations
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from inspect import get_annotations, isabstract
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ArgsKwargs, to_jsonable_python
 
-from runner.config.section import Conflicts, Positive, Section, key
+from runner.config.section import Conflicts, refusal, sentence
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,17 @@ class ModeInfo:
         return None if self.clips in (None, "steps") else self.clips
 
 
+def option(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declare an option: its default, or what makes it, its meaning, and pydantic's limits."""
+    metadata = {"description": meaning, **limits}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(eq=False)
 class Mode:
-    """Description of a clipping mode: a dataclass whose fields are the options of the mode.
+    """A clipping mode with its options: a dataclass whose fields pydantic validates.
 
     Attributes:
         info: facts about the mode.
@@ -70,29 +80,79 @@ class Mode:
         unclipped: options that let it clip nothing beside a threshold that no gradient reaches.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        validate_default=True,
+        arbitrary_types_allowed=True,  # of what a mode keeps beside its options
+    )
+
     info: ClassVar[ModeInfo] = ModeInfo()
     at_once: ClassVar[Mapping[str, Any]] = {}
     unclipped: ClassVar[Mapping[str, Any]] = {}
 
-    threshold: float | None = None
-    norm_type: float = 2.0
-    scales: Literal["auto", "all"] = "auto"
+    # Infinity, which a request does not allow, is a limit that is never reached.
+    threshold: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = option(
+        None, "lower it to clip more; `calibrate` suggests one"
+    )
+    norm_type: float = option(2.0, "measure this norm of the gradient", ge=1, allow_inf_nan=True)
+    scales: Literal["auto", "all"] = option("auto", "scale all gradients; auto: not Muon's")
 
-    @classmethod
-    def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        """Return the facts about the mode with ``options``, on which they may depend."""
-        return cls.info
+    def info_here(self) -> ModeInfo:
+        """Return the facts about the mode with these options, on which they may depend."""
+        return type(self).info
 
-    @classmethod
-    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        """Yield what is wrong with ``options`` that are right one by one: the option, and why."""
+    def conflicts(self) -> Conflicts:
+        """Yield what is wrong with options that are right one by one: the option, and why."""
         yield from ()
 
 
-def option(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declare an option: its default, or what makes it, its meaning, and pydantic's limits."""
-    made = {"default_factory" if callable(default) else "default": default}
-    return field(**made, metadata={"option": Field(description=meaning, **limits)})
+COMMON = ("norm_type", "scales")  # options that a mode inside of another one takes from it
+AnyMode = TypeVar("AnyMode", bound=Mode)
+_CHECKED: dict[Any, tuple[Mapping[str, FieldInfo], TypeAdapter[Any]]] = {}
+
+
+def options_of(kind: type[Mode]) -> Mapping[str, FieldInfo]:
+    """Return λ and the own options of a mode."""
+    return _checked(kind)[0]
+
+
+def _checked(kind: Any) -> tuple[Mapping[str, FieldInfo], TypeAdapter[Any]]:
+    """Return the options of a mode, and what validates them; made once for each mode."""
+    if kind not in _CHECKED:
+        hints = get_type_hints(kind, include_extras=True)
+        options = {
+            declared.name: FieldInfo.from_annotated_attribute(hints[declared.name], declared)
+            for declared in fields(kind)
+            if declared.init and declared.name not in COMMON
+        }
+        _CHECKED[kind] = (options, TypeAdapter(kind))
+    return _CHECKED[kind]
+
+
+def validated(kind: type[AnyMode], options: Mapping[str, Any]) -> AnyMode:
+    """Return a mode with these options; a ValidationError has everything that is wrong."""
+    mode = kind.__new__(kind)
+    # As pydantic's own dataclasses do it: a strict validator takes no mapping for a dataclass.
+    _, adapter = _checked(kind)
+    adapter.validator.validate_python(ArgsKwargs((), dict(options)), self_instance=mode)
+    takes_threshold = kind.info.takes_threshold
+    if (mode.threshold is None) == takes_threshold:
+        needs = "needs a finite number greater than 0" if takes_threshold else "takes none"
+        raise refusal([("threshold", f"this mode {needs}")])
+    if conflicts := list(mode.conflicts()):
+        raise refusal(conflicts)
+    return mode
+
+
+def checked(kind: type[AnyMode], options: Mapping[str, Any]) -> AnyMode:
+    """Return a mode with options of a program, where tuples are lists; a ValueError names all."""
+    given = to_jsonable_python(options)
+    try:
+        return validated(kind, given)
+    except ValidationError as error:
+        raise ValueError(sentence(error, options_of(kind), given)) from None
 
 
 @cache
@@ -102,57 +162,21 @@ def load(target: str) -> type[Mode]:
     if not module:
         raise ValueError("must be the full name of a class")
     try:
-        kind: type[Mode] = getattr(import_module(module), name)
+        kind: Any = getattr(import_module(module), name)
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ValueError(f"importing it raised {type(error).__name__}: {text}") from error
     if not (isinstance(kind, type) and issubclass(kind, Mode) and hasattr(kind, "decide")):
         raise ValueError("is no clipping mode: derive the class from runner.clip.ClipMode")
+    if isabstract(kind):
+        missing = ", ".join(sorted(getattr(kind, "__abstractmethods__", ())))
+        raise ValueError(f"is abstract: it needs {missing}")
     annotated = {key for key, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)}
-    if undeclared := sorted(annotated - {one.name for one in fields(kind)}):
+    if undeclared := sorted(annotated - {declared.name for declared in fields(kind)}):
         raise ValueError(f"put @dataclass above the class, so that {undeclared[0]} is an option")
     try:
-        model_of(kind)
+        _checked(kind)
     except Exception as error:  # pydantic and typing raise several kinds for odd types
         raise ValueError(f"the types of its options cannot be checked: {error}") from error
-    return kind
-
-
-class Options(Section):
-    """λ of a mode; the model that `model_of` makes has the mode's own options as further fields."""
-
-    model_config = ConfigDict(validate_default=True)
-
-    described: ClassVar[type[Mode]] = Mode
-
-    threshold: Positive | None = key("lower it to clip more; `calibrate` suggests one", None)
-
-    def conflicts(self) -> Conflicts:
-        info = self.described.info
-        if (self.threshold is None) == info.takes_threshold:
-            needs = "needs a finite number greater than 0" if info.takes_threshold else "takes none"
-            yield "threshold", f"this mode {needs}"
-        else:
-            yield from self.described.conflicts(dict(self))
-
-
-_MODELS: dict[Any, type[Options]] = {}
-
-
-def model_of(mode: type[Mode]) -> type[Options]:
-    """Return the pydantic model of the options of a mode, which is made once."""
-    if mode in _MODELS:
-        return _MODELS[mode]
-    options: dict[str, Any] = {}
-    hints = get_type_hints(mode, include_extras=True)
-    for one in fields(mode):
-        if one.init and one.name not in ("threshold", "norm_type", "scales"):
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            hint: Any = hints[one.name]
-            hint = Annotated[hint, one.metadata.get("option", Field())]
-            options[one.name] = hint, ... if default is MISSING else default
-    made: Any = create_model(mode.__name__, __base__=Options, **options)
-    made.model_rebuild()
-    made.described = mode
-    _MODELS[mode] = made
-    return _MODELS[mode]
+    mode: type[Mode] = kind
+    return mode

@@ -1,4 +1,4 @@
-"""The clipping modes by name: their options and facts, without torch; and the model of each."""
+"""The clipping modes by name: their options and facts, without torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 
 from runner.config import section as t
-from runner.config.mode import Mode, ModeInfo, load, model_of, option
+from runner.config.mode import (
+    COMMON,
+    Mode,
+    ModeInfo,
+    checked,
+    load,
+    option,
+    options_of,
+    validated,
+)
 from runner.config.problem import did_you_mean
 from runner.config.section import Conflicts, problems_of, refusal
 
-__all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "info_of", "load", "model_of"]
+__all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "checked", "info_of", "load", "options_of"]
 
 Dims = Annotated[dict[str, int | list[int]], Field(min_length=1)]
 # A mode inside of another one; the second without a threshold, which the mode around it sets.
 Inner = Annotated[Any, PlainValidator(lambda given: inner_mode(given) and given)]
-InnerWithout = Annotated[Any, PlainValidator(lambda one: inner_mode(one, threshold=1.0) and one)]
+InnerWithout = Annotated[
+    Any, PlainValidator(lambda given: inner_mode(given, threshold=1.0) and given)
+]
 
 
 @dataclass(eq=False)
@@ -119,12 +130,11 @@ class Percentile(Mode):
     history: Literal["raw", "clipped"] = option("raw", "norms that the percentile is of")
     min_steps: t.Count = option(10, "clip from this step on; 1: as published")
 
-    @classmethod
-    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        if options["threshold"] > 100:
+    def conflicts(self) -> Conflicts:
+        if self.threshold is not None and self.threshold > 100:
             yield "threshold", "is the percentile for clip=percentile: at most 100"
-        window, least = options["window"], options["min_steps"]
-        if window is not None and window < least:
+        least = self.min_steps
+        if self.window is not None and self.window < least:
             yield "window", f"never holds clip.min_steps={least} norms: use at least {least}"
 
 
@@ -198,20 +208,16 @@ class Schedule(Mode):
     steps: t.Count | None = option(None, "let the decay take so many steps after the warm-up")
     end_factor: t.Positive = option(0.1, "multiply the threshold by this after the decay")
 
-    @classmethod
-    def info_with(cls, options: Mapping[str, Any]) -> ModeInfo:
-        kind, own = inner_mode(options["of"], threshold=1.0)
-        inner: ModeInfo = MODES.get(kind, kind).info_with(own)
-        note = cls.info.note if inner.limits_norm else inner.note
+    def info_here(self) -> ModeInfo:
+        inner = inner_mode(self.of, threshold=1.0).info_here()
+        note = type(self).info.note if inner.limits_norm else inner.note
         return replace(inner, follows=inner.follows or "steps", note=note)
 
-    @classmethod
-    def conflicts(cls, options: Mapping[str, Any]) -> Conflicts:
-        kind, _ = inner_mode(options["of"], threshold=options["threshold"])
-        if kind == "schedule":
+    def conflicts(self) -> Conflicts:
+        if isinstance(inner_mode(self.of, threshold=self.threshold), Schedule):
             yield "of", "has no threshold of its own that a schedule could set"
-        if options["decay"] != "constant" and options["steps"] is None:
-            yield "steps", f"clip.decay={options['decay']} needs the number of its steps"
+        if self.decay != "constant" and self.steps is None:
+            yield "steps", f"clip.decay={self.decay} needs the number of its steps"
 
 
 @dataclass(eq=False)
@@ -262,7 +268,8 @@ def info_of(name: str, recorded: Mapping[str, Any] | None = None) -> ModeInfo:
 
 def class_of(given: Mapping[str, Any]) -> type[Mode]:
     """Return the class that ``mode`` or ``_target_`` names, with a refusal as `inner_mode` has."""
-    kind, target = given.get("mode"), given.get("_target_")
+    kind = given.get("mode")
+    target = given.get("_target_")
     if target is None:
         if kind in NAMES:
             return MODES[str(kind)]
@@ -274,8 +281,8 @@ def class_of(given: Mapping[str, Any]) -> type[Mode]:
         raise refusal([("_target_", str(error), target)]) from error
 
 
-def inner_mode(given: Any, **outer: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the name or the class of a mode inside of another one, and its options.
+def inner_mode(given: Any, **outer: Any) -> Mode:
+    """Return a mode inside of another one.
 
     The refusal names options that are wrong, also beside ``outer``, which the mode around it sets.
     """
@@ -285,17 +292,21 @@ def inner_mode(given: Any, **outer: Any) -> tuple[Any, dict[str, Any]]:
         given = {"mode": given or "none"}
     elif not isinstance(given, Mapping):
         raise ValueError("must be a mode, such as {mode:norm,threshold:1.0}, or a number or none")
-    described, kind = class_of(given), given.get("mode")
-    own = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
-    found = [(name, "is set around this mode", own[name]) for name in own if name in outer]
-    if described.info.needs_optimizer:
-        found.append(("mode", "limits what the optimizer does: no mode can hold it", kind))
-    model, options = model_of(described), {"threshold": described.threshold, **own, **outer}
+    kind = class_of(given)
+    options = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
+    problems: list[tuple[Any, ...]] = []
+    for name in [name for name in options if name in outer or name in COMMON]:
+        problems.append((name, "is set around this mode", options.pop(name)))
+    if kind.info.needs_optimizer:
+        text = "limits what the optimizer does: no mode can hold it"
+        problems.append(("mode", text, given.get("mode")))
+    options |= outer
+    mode = Mode()
     try:
-        model.model_validate(options)
+        mode = validated(kind, options)
     except ValidationError as error:
-        named = problems_of(error.errors(), model.model_fields, options)
-        found += ((one.key, one.message, one.value) for one in named)
-    if found:
-        raise refusal(found)
-    return kind if given.get("_target_") is None else described, own
+        for problem in problems_of(error.errors(), options_of(kind), options):
+            problems.append((problem.key, problem.message, problem.value))
+    if problems:
+        raise refusal(problems)
+    return mode

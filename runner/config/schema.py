@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from runner.config import section as t
 from runner.config.clip_section import Clip
 from runner.config.folders import options
-from runner.config.mode import model_of
+from runner.config.mode import options_of
 from runner.config.modes import MODES, NAMES, class_of
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
@@ -224,7 +224,7 @@ class RunConfig(Section):
 
     def across(self) -> Conflicts:
         """Yield values of several sections that exclude each other: the key, and why."""
-        clip, info = self.clip, self.clip.described.info
+        clip, info = self.clip, type(self.clip.options).info
         if clip.scales == "all" and info.parts is not None:
             yield "clip.scales", "this mode multiplies no gradients by one coefficient: use auto"
         if clip.what_if and (info.nested or info.follows == "norms"):
@@ -254,13 +254,13 @@ def examine(
 
     Values of the sections ``unsettled``, whose option does not exist, are judged one by one alone.
     """
-    known, clip = owned_keys(plain), plain.get("clip") or {}
-    chosen = isinstance(clip, Mapping) and clip.keys() & {"mode", "_target_"}
-    config, errors = None, _wrong_options(clip) if chosen else []
+    known = owned_keys(plain)
+    config = None
+    errors: list[ErrorDetails] = []
     try:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:
-        errors += error.errors(include_url=False)
+        errors = error.errors(include_url=False)
     errors = [one for one in errors if one["type"] != "conflict" or one["loc"][0] not in unsettled]
     empty = {name: one for name, one in leaves("", plain) if one == MISSING}
     problems = [
@@ -272,22 +272,10 @@ def examine(
     return None if problems else config, problems
 
 
-def _wrong_options(clip: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Return what is wrong with the mode of section ``clip`` and its own options."""
-    fields = {field.alias or name for name, field in Clip.model_fields.items()} - {"threshold"}
-    try:
-        model_of(class_of(clip)).model_validate({k: v for k, v in clip.items() if k not in fields})
-    except ValidationError as error:
-        return [{**one, "loc": ("clip", *one["loc"])} for one in error.errors(include_url=False)]
-    return []
-
-
 def _of_a_mode(one: Problem) -> Problem:
     """Name the modes that have an option that the chosen one lacks."""
     section, _, option = one.key.partition(".")
-    having = [
-        f"clip={name}" for name, mode in MODES.items() if option in model_of(mode).model_fields
-    ]
+    having = [f"clip={name}" for name, mode in MODES.items() if option in options_of(mode)]
     if section == "clip" and having and one.message.startswith("unknown key"):
         return replace(one, message=f"is an option of {or_list(having)}")
     return one
@@ -295,12 +283,13 @@ def _of_a_mode(one: Problem) -> Problem:
 
 def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, FieldInfo]:
     """Return the keys that this project owns by their dotted names, in the order of the schema."""
-    found = dict(_fixed_keys())
+    keys = dict(_fixed_keys())
     clip = (plain or {}).get("clip")
-    with suppress(ValidationError):  # of a mode that does not exist
-        model = model_of(class_of(clip)) if isinstance(clip, Mapping) else None
-        found |= {f"clip.{name}": one for name, one in model.model_fields.items()} if model else {}
-    return found
+    if isinstance(clip, Mapping):
+        with suppress(ValidationError):  # of a mode that does not exist
+            for name, field in options_of(class_of(clip)).items():
+                keys[f"clip.{name}"] = field
+    return keys
 
 
 @cache

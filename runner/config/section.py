@@ -112,7 +112,7 @@ def problems_of(
         parts = [*map(str, one["loc"])]
         # What is inside of a value, or one of the types that it may have, is no key.
         above = [".".join(parts[:end]) for end in range(len(parts), 0, -1)] or [""]
-        if one["type"] in ("extra_forbidden", "invalid_key"):
+        if one["type"] in ("extra_forbidden", "invalid_key", "unexpected_keyword_argument"):
             for name, value in leaves(above[0], one["input"]):
                 every = known if "." in name else {*known, *right}
                 yield unknown_key(name, every, value)
@@ -132,8 +132,27 @@ def read(model: type[Section], given: Mapping[str, Any]) -> Any:
     try:
         return model.model_validate(to_jsonable_python(given))  # tuples are lists there
     except ValidationError as error:
-        found = problems_of(error.errors(), model.model_fields, given)
-        raise ValueError("; ".join(f"{one.key} {one.message}" for one in found)) from None
+        raise ValueError(sentence(error, model.model_fields, given)) from None
+
+
+def sentence(error: ValidationError, known: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Return what is wrong with the values of one section, or with the options of one mode."""
+    problems = problems_of(error.errors(), known, given)
+    return "; ".join(f"{problem.key} {problem.message}" for problem in problems)
+
+
+def together(errors: Iterable[ErrorDetails]) -> ValidationError:
+    """Return one error of several, for a validator to raise."""
+    details = []
+    for error in errors:
+        kind: Any = error["type"]
+        if kind == "conflict":
+            kind = PydanticCustomError("conflict", "{text}", {"text": error["msg"]})
+        context = error.get("ctx", {})
+        details.append(
+            InitErrorDetails(type=kind, loc=error["loc"], input=error["input"], ctx=context)
+        )
+    return ValidationError.from_exception_data("several", details)
 
 
 def value_at(plain: Any, name: str) -> Any:

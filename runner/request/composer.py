@@ -36,6 +36,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.config.folders import Refusal, find, outputs
 from runner.config.masking import masked_words, remember, secrets_in
+from runner.config.modes import MODES, NAMES, options_of
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, leaves, unknown_key
 from runner.config.schema import SHORT, owned_keys
 from runner.request.recipes import Recipe, files_of, read
@@ -271,6 +272,7 @@ class Composer:
             if key not in made.unsettled:
                 values.append((one.input_line or "", key, value, adds))
         _set(values, made)
+        _add_defaults_of_the_mode(made.config)
         return made
 
     def chooses(self, override: Override) -> bool:
@@ -404,6 +406,19 @@ def _set(values: Iterable[tuple[str, str, Any, bool]], made: Composed) -> None:
             made.problems.append(Problem(word, NOTHING, reason(error)))
 
 
+def _add_defaults_of_the_mode(config: DictConfig) -> None:
+    """Add the options of a clipping mode that no file and no override gives."""
+    clip = config.get("clip")
+    if not isinstance(clip, DictConfig) or clip.get("_target_") is not None:
+        return
+    mode = clip.get("mode")
+    if mode in NAMES:
+        with open_dict(clip):
+            for name, declared in options_of(MODES[mode]).items():
+                if name not in clip:
+                    clip[name] = declared.get_default(call_default_factory=True)
+
+
 def _drop_arguments(config: DictConfig, section: str, given: Any, target: Any) -> None:
     """Remove what a section is ``given`` if it gets another target."""
     if isinstance(given, dict) and target not in (None, NOTHING, given.get("_target_")):
@@ -418,6 +433,8 @@ def _unknown(key: str, value: Any, plain: Mapping[str, Any]) -> Iterator[Problem
     if section not in OPEN and value is not NOTHING:
         return  # the typed check names them
     there = dict(leaves("", plain))
+    if value is NOTHING:
+        there |= dict.fromkeys(owned_keys(plain))  # such as an option that has its default
     for leaf, content in leaves(key, value):
         if not any(f"{name}.".startswith(f"{leaf}.") for name in there):
             problem = unknown_key(leaf, {*owned_keys(plain), *there}, content)

@@ -178,7 +178,7 @@ class Gauges:
         return row
 
     def _squares(self, shards: Sequence[ParamShard], tensors: Sequence[Tensor]) -> Tensor:
-        powers = powers_of(shards, tensors, 2.0, each=True)[1]
+        powers = powers_of(self.layout, shards, tensors, 2.0, each=True)[1]
         assert powers is not None
         return powers.of_parameters(self.layout)
 

@@ -301,7 +301,7 @@ def make_trainer(
 
 def _algorithm(config: RunConfig) -> ClipMode | InBackward:
     clip = config.clip
-    mode = build_mode(clip.kind, **clip.options)
+    mode = build_mode(clip.options)
     return InBackward(mode, clip.step_in_backward) if clip.when == "backward" else mode
 
 

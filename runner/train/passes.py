@@ -226,10 +226,11 @@ class Passes:
     @torch.no_grad()
     def square_of_gradients(self) -> Number:
         """Return ‖G‖² of what backward passes have added up on this rank, unscaled."""
-        shards = [one for one in self.optimizer.layout.shards if one.param.grad is not None]
-        gradients = [cast(Tensor, one.param.grad) for one in shards]
+        layout = self.optimizer.layout
+        shards = [shard for shard in layout.shards if shard.param.grad is not None]
+        gradients = [cast(Tensor, shard.param.grad) for shard in shards]
         scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.scale
-        return powers_of(shards, gradients, 2.0)[0] / scale**2
+        return powers_of(layout, shards, gradients, 2.0)[0] / scale**2
 
     def to_device(self, batch: Any) -> Any:
         if self.device.type == "cpu":

@@ -237,14 +237,16 @@ def _plugin(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator
 def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:
     clip = config.clip
     try:
-        mode = build_mode(clip.kind, **clip.options)
+        mode = build_mode(clip.options)
         if model is not None:
             mode.bind(Layout.of_model(model))
         if clip.when == "backward":
             for key, why in _refused_in_backward(config, mode):
                 yield Problem(key, attrgetter(key)(config), why)
     except OptionError as error:
-        value = clip.options.get(error.option) if error.value is NOTHING else error.value
+        value = error.value
+        if value is NOTHING:
+            value = getattr(clip.options, error.option)
         yield Problem(f"clip.{error.option}", value, str(error))
     except Exception as error:
         if clip.target is None:
@@ -282,8 +284,8 @@ def _optimizer_and_scheduler(
                 raise TargetError("steps whole parameters: use plugin=ddp, which shards none")
             if clip.step_in_backward and (why := why_not_in_parts(each)):
                 raise TargetError(why)
-        if clip.described.info.needs_optimizer and clip.target is None:
-            build_mode(clip.kind, **clip.options).require_optimizers(made[:1])
+        if clip.info.needs_optimizer and clip.target is None:
+            build_mode(clip.options).require_optimizers(made[:1])
         return made[0]
 
     def make_scheduler(target: Target) -> None:

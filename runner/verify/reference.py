@@ -55,7 +55,7 @@ def make_mode(config: RunConfig, name: str) -> tuple[ClipMode, bool]:
     """Make a clipping mode; also return True if its threshold is still to be derived."""
     chosen = config.clip
     if name == chosen.mode:
-        return build(chosen.kind, **chosen.options), False
+        return build(chosen.options), False
     described = MODES[name]
     info = described.info
     # A mode that needs the optimizer has nothing to compare with in the first step.

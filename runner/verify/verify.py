@@ -144,8 +144,8 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
 
 
 def _remembers(state: Mapping[str, Any]) -> bool:
-    """Return whether a mode, or one inside of it, has a history of earlier steps."""
-    if "history" in state:
+    """Return whether a mode, or one inside of it, remembers earlier steps."""
+    if "memory" in state:
         return True
     return any(_remembers(inner) for inner in state.values() if isinstance(inner, Mapping))
 
@@ -154,6 +154,8 @@ def _watch(mode: ClipMode, trainer: Trainer, seen: Callable[..., None]) -> None:
     """Call ``seen`` on the first rank with each step's metrics, gradients and naive norms."""
 
     class Watched(type(mode)):  # type: ignore[misc]
+        by_norm_alone = False
+
         def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
             naive = naive_norm(layout, self.norm_type)
             decision: Decision = super().clip(layout, stats)

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import weakref
 
 import pytest
@@ -152,6 +153,23 @@ def test_calls_remember_a_model_and_go_on_from_a_saved_state(name, given, tmp_pa
     assert any(after < norm for (after, _), norm in zip(found, norms, strict=True))
 
 
+@pytest.mark.parametrize("name", ["percentile", "zscore"])
+def test_a_state_that_was_saved_before_the_memory_had_its_name_goes_on(name):
+    norms = SEQUENCES["usual"][:120]
+    first, second = OneWeight(), OneWeight()
+    called(first, GIVEN["module"], name, norms[:50], **HISTORIES[name])
+    [(key, state)] = clipping_state_dict(first).items()
+    is_clipped = HISTORIES[name].get("history") == "clipped"
+    earlier_key = re.sub("history='(raw|clipped)'", f"history={is_clipped}", key)
+    assert earlier_key != key
+    state["history"] = state.pop("memory")
+    load_clipping_state_dict(second, {earlier_key: state})
+    steps = called(second, GIVEN["module"], name, norms[50:], **HISTORIES[name])
+    wanted = list(REFERENCE[name](norms, **HISTORIES[name]))[50:]
+    for step, right in zip(steps, wanted, strict=True):
+        assert step == pytest.approx(right, rel=1e-9, nan_ok=True)
+
+
 def test_the_optimizer_of_a_boosted_model_saves_the_history_of_calls():
     raw, _, optimizer = boosted()
     for scale in (1.0, 2.0, 4.0):
@@ -160,13 +178,13 @@ def test_the_optimizer_of_a_boosted_model_saves_the_history_of_calls():
         optimizer.zero_grad()
     assert decision.clipped == 1.0
     [state] = optimizer.state_dict()["calls"].values()
-    assert len(state["history"]["norms"]) == 3
+    assert len(state["memory"]["norms"]) == 3
     other, _, second = boosted()
     second.load_state_dict(optimizer.state_dict())
     second.backward(other(torch.ones(3, 4)).square().sum())
     apply_gradient_clipping(other, "percentile", 50.0, min_steps=2)
     [state] = clipping_state_dict(other).values()
-    assert len(state["history"]["norms"]) == 4
+    assert len(state["memory"]["norms"]) == 4
 
 
 def test_calls_by_adagc_are_the_reference_for_a_list_of_parameters():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from runner.calibrate.calibrate import Tally
 from runner.clip import Layout, build
-from runner.clip.mode import Tally
 from tests.clip.reference import on, unwaited
 
 STEPS = 400
@@ -203,7 +203,7 @@ def test_moments_of_large_norms_keep_their_digits():
     norms = [1e9 + step % 2 for step in range(25)]
     mode = build("zscore", threshold=2.5)
     clipped(mode, norms)
-    state = mode.state_dict()["history"]
+    state = mode.state_dict()["memory"]
     assert state["mean"] == pytest.approx(fmean(norms), rel=1e-15)
     assert state["variance"] == pytest.approx(pvariance(norms), rel=1e-6)
 
@@ -212,10 +212,10 @@ def test_norms_beyond_the_window_are_forgotten():
     usual = SEQUENCES["usual"]
     mode = build("percentile", threshold=10.0, window=20, min_steps=5)
     clipped(mode, [100.0] * 50 + usual[:20])
-    assert mode.state_dict()["history"]["norms"].tolist() == pytest.approx(usual[:20])
+    assert mode.state_dict()["memory"]["norms"].tolist() == pytest.approx(usual[:20])
     shorter = build("percentile", threshold=10.0, window=5, min_steps=5)
     shorter.load_state_dict(mode.state_dict())
-    assert shorter.state_dict()["history"]["norms"].tolist() == pytest.approx(usual[15:20])
+    assert shorter.state_dict()["memory"]["norms"].tolist() == pytest.approx(usual[15:20])
 
 
 # -- schedule

@@ -10,6 +10,7 @@ import torch
 from runner.clip import GradStats, Layout, build
 from runner.clip.layout import OptionError
 from runner.clip.nested import ChainClip, ScheduleClip
+from runner.clip.norm import NormClip
 from tests.clip.reference import on, refused
 from tests.clip.test_tensor_modes import (
     AdaGC,
@@ -132,7 +133,7 @@ def test_an_infinite_gradient_that_a_link_would_clamp_is_skipped_by_all_links(ke
         with on(kept):
             decision = mode.clip(layout)
         assert bool(decision.finite) == (each is good)
-        histories.append(mode.state_dict()["links"]["1"]["history"])
+        histories.append(mode.state_dict()["links"]["1"]["memory"])
     assert torch.equal(histories[0]["gamma"], histories[1]["gamma"])
     assert [float(h["step"]) for h in histories] == [1.0, 1.0, 2.0]
 
@@ -154,6 +155,8 @@ def test_links_that_scale_the_whole_are_one_coefficient_that_a_step_may_take():
 
 
 class Twice:
+    by_norm_alone = False
+
     def measure(self, layout, each=False):
         return GradStats.measured(2 * super().measure(layout, each).norm, None)
 
@@ -175,6 +178,11 @@ def test_a_link_of_ones_own_decides_by_what_it_measures(kind, options):
     own = {"_target_": f"{__name__}.{kind}", **options}
     decision = build("chain", links=[100.0, own]).clip(layout_of(made))
     assert decision.inner[1].decision.norm == pytest.approx(2 * norm)
+
+
+def test_a_mode_that_measures_itself_has_to_say_that_the_norm_alone_is_not_enough():
+    with pytest.raises(TypeError, match="measure of its own: add by_norm_alone = False"):
+        type("Silent", (NormClip,), {"measure": Twice.measure})
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -226,7 +234,7 @@ def test_histories_go_on_in_any_order_of_names(name):
         near = pytest.approx(expected.metrics, rel=1e-12, nan_ok=True)
         assert clip(reordered, reordered_layout, gradients).metrics == near
     if name == "adagc":
-        assert whole.state_dict()["history"]["step"] == 98  # Two of them are not finite
+        assert whole.state_dict()["memory"]["step"] == 98  # Two of them are not finite
 
 
 def test_thresholds_of_links_are_loaded_unless_the_run_keeps_its_own():

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from runner.calibrate.calibrate import Histogram
+from runner.calibrate.calibrate import HIGHEST, LOWEST, Histogram, Tally
 from runner.clip import GradStats, Layout, apply_gradient_clipping, build
-from runner.clip.mode import HIGHEST, LOWEST, Tally, scale_each
+from runner.clip.mode import scale_each
 from tests.clip.reference import REFERENCE, adaptive, norm_of, on, unwaited
 from tests.clip.test_layout import Ranks, one_layout, shards, whole
 

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.config.folders import find, options, read_yaml
-from runner.config.modes import MODES, NAMES, model_of
+from runner.config.modes import MODES, NAMES, options_of
 from runner.config.schema import parse
 from runner.request.request import request
 from tests.config.composed import changed, plain, problems
@@ -34,13 +34,21 @@ def test_every_option_of_a_group_gives_what_its_file_says():
             fixed = {key: one for key, one in content.items() if not referring.search(str(one))}
             assert fixed.items() <= config[group].items(), (group, option)
             # A clipping mode has its own options besides, and no others.
-            own = model_of(MODES[option]).model_fields if group == "clip" else {}
+            own = options_of(MODES[option]) if group == "clip" else {}
             assert set(own) <= set(config[group])
             keys[group].add(tuple(key for key in config[group] if key not in own))
             if group in ("clip", "plugin", "precision", "tracker"):
                 assert content.get("name", content.get("mode")) == option
     assert all(len(found) == 1 for group, found in keys.items() if group not in OPEN)
     assert options("clip") == NAMES
+
+
+def test_a_default_of_a_clipping_mode_stands_in_its_dataclass_alone():
+    for name, mode in MODES.items():
+        content = read_yaml(find("conf") / "clip" / f"{name}.yaml")
+        for option in content.keys() & options_of(mode).keys() - {"threshold"}:
+            default = options_of(mode)[option].get_default(call_default_factory=True)
+            assert content[option] != default, (name, option)
 
 
 def commands():

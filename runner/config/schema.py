@@ -123,6 +123,7 @@ class Telemetry(Section):
     per_layer: bool = key("log the gradient norm of each parameter, to find the layer that spikes")
     update_ratio: bool = key("log the norm of each update over that of the weights", False)
     noise_scale: bool = key("log how large a batch pays", False)  # earlier runs lack both
+    profile: t.StepRange | None = key("profile these steps: 10:13; see profile/", None)
     probe: t.Natural = key("print so many elements of the first parameter after each microbatch")
 
 

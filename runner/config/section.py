@@ -32,6 +32,14 @@ def _order(value: Any) -> float:
     return float(value)
 
 
+def _step_range(value: Any) -> str:
+    """Check a range of steps such as ``10:13``, both ends included."""
+    match = re.fullmatch(r"(\d+):(\d+)", value) if isinstance(value, str) else None
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError("must be a range of steps, such as 10:13")
+    return match[0]
+
+
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -41,6 +49,7 @@ Texts = list[Text]
 NormOrder = Annotated[float, PlainValidator(_order)]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.\-]{0,99}$")]
 DottedName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
+StepRange = Annotated[str, PlainValidator(_step_range)]
 DurationText = Annotated[Duration, PlainValidator(Duration.parse)]
 IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
 

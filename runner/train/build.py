@@ -38,6 +38,7 @@ from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import length_of
+from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
 from runner.train.progress import total_steps
@@ -236,6 +237,7 @@ def make_trainer(
     max_duration: Duration | None = None,
     evaluates: bool = True,
     callbacks: Sequence[object] = (),
+    profile: Profile | None = None,
 ) -> Trainer:
     """Make everything that a run trains with, on this rank.
 
@@ -246,6 +248,7 @@ def make_trainer(
         max_duration: in place of the configured one.
         evaluates: whether there is held-out data.
         callbacks: further callbacks.
+        profile: what profiles some of the steps.
     """
     device = device_of(config.device)
     plugin = make_plugin(config)
@@ -294,6 +297,7 @@ def make_trainer(
             telemetry.per_layer,
             Measurements(telemetry.update_ratio, telemetry.noise_scale),
             bar=False,
+            profile=profile,
         ),
         callbacks=[SkippedSteps(config.clip.max_skips), *callbacks],
     )

@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -120,6 +120,7 @@ class Passes:
     optimizer: OptimizerWrapper
     loss: WindowLoss
     device: torch.device
+    region: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
 
     def __post_init__(self) -> None:
         # Without autocast the wrapper would only cost a call.
@@ -177,13 +178,16 @@ class Passes:
     def _train(self, host: Any, count: float | None, weight: Callable[[], float]) -> Tensor:
         batch = self.to_device(host)
         if self.model.pipeline is None:
-            outputs = self.loss.forward(self._module, batch)
-            loss = self.loss.sum(outputs, batch, count)
-            self.optimizer.backward(loss, weight())
+            with self.region("forward"):
+                outputs = self.loss.forward(self._module, batch)
+                loss = self.loss.sum(outputs, batch, count)
+            with self.region("backward"):
+                self.optimizer.backward(loss, weight())
             return loss.detach()
-        return self.booster.train_pipeline(
-            self.model, self.optimizer, self.loss, (host, batch), weight(), count is not None
-        )
+        with self.region("forward"):  # A schedule mixes forward and backward passes.
+            return self.booster.train_pipeline(
+                self.model, self.optimizer, self.loss, (host, batch), weight(), count is not None
+            )
 
     @torch.no_grad()
     def evaluate(self, loader: Any, metrics: EvalMetrics) -> dict[str, float]:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 
 from runner.checkpoint.content import CheckpointSaver, load_weights
@@ -24,6 +25,7 @@ from runner.data.dataset import length_of
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import decode, encode, read_object
 from runner.telemetry import guidance
+from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import print_line
 from runner.train.build import make_callbacks, make_data, make_trainer
@@ -52,7 +54,7 @@ def execute(
     callbacks = make_callbacks(config)
     if folder is not None and (config.checkpoint.keep or config.checkpoint.save_final):
         callbacks.append(_saver(config, folder, recorded))
-    trainer = make_trainer(config, sinks, callbacks=callbacks)
+    trainer = make_trainer(config, sinks, callbacks=callbacks, profile=_profile(config, folder))
     if trainer.plugin.rank == 0:
         _announce(trainer, config, folder)
     if resume is not None:
@@ -90,6 +92,16 @@ def _recorded(folder: Path) -> dict[str, Any] | None:
         return None
     recorded: dict[str, Any] = decode(encode(yaml.safe_load(file.read_text(encoding="utf-8"))))
     return recorded
+
+
+def _profile(config: RunConfig, folder: Path | None) -> Profile | None:
+    """Return what profiles the steps that were asked for, on the first rank."""
+    if config.telemetry.profile is None or folder is None:
+        return None
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return None
+    first, last = config.telemetry.profile.split(":")
+    return Profile(int(first), int(last), folder / files.PROFILE)
 
 
 def _saver(config: RunConfig, folder: Path, recorded: dict[str, Any] | None) -> CheckpointSaver:

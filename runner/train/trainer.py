@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGINT
@@ -29,6 +29,7 @@ from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
 from runner.telemetry.meter import Gauges, Meter, StepMetrics
+from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.train.callbacks import Callbacks, SkippedSteps
@@ -77,6 +78,7 @@ class Log:
         per_layer: also log each parameter's gradient norm.
         measurements: what else is measured, see :class:`runner.Measurements`.
         bar: whether :meth:`Trainer.fit` shows a bar where standard error is a terminal.
+        profile: what profiles some of the steps; give it on one rank only.
     """
 
     sinks: Sequence[Sink] = ()
@@ -86,6 +88,7 @@ class Log:
     per_layer: bool = False
     measurements: Measurements = field(default_factory=Measurements)
     bar: bool = True
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,9 @@ class Trainer:
         called = _without(callbacks, self.saver, self.skipped_steps)
         self.callbacks = Callbacks(called, self.plugin)
         self._log = log or Log()
+        self._profile = self._log.profile
+        self._region = _no_region if self._profile is None else self._profile.region
+        self.passes.region = self._region
         self._accumulation_steps = accumulation_steps
         mode = self._bind(algorithms)
         if not isinstance(schedulers, Sequence):
@@ -308,11 +314,20 @@ class Trainer:
         callbacks.call("on_start", self)
         self.model.train()
         self._started = time.perf_counter()
-        for window in () if callbacks.ended else state.read(self.max_duration):
+        windows = state.read(self.max_duration)
+        while not callbacks.ended:
+            if self._profile is not None:
+                self._profile.begin_step(state.progress.step + 1)
+            with self._region("data"):
+                window = next(windows, None)
+            if window is None:
+                break
             defer()  # from here on a signal lets the step end
             self._step(window)
-            if callbacks.ended:
-                break
+            if self._profile is not None:
+                self._profile.end_step(state.progress.step)
+        if self._profile is not None:
+            self._profile.close()
         state.step_schedulers()
         if self.saver is not None:
             state.meter.flush()
@@ -360,10 +375,10 @@ class Trainer:
         gauges = self.state.meter.layers
         if not evaluates and not self.state.meter.row_due(progress.step):
             gauges = None
+        per_layer = gauges is not None and gauges.per_layer
         try:
-            decision = optimizer.clip(
-                state.mode, fold=True, each=gauges is not None and gauges.per_layer
-            )
+            with self._region("clipping"):
+                decision = optimizer.clip(state.mode, fold=True, each=per_layer)
         except NonFiniteGradient as error:
             raise self.skipped_steps.described(error, before, window, float(loss)) from None
         self.skipped_steps.note(decision, before, window)
@@ -371,7 +386,8 @@ class Trainer:
         # Step
         measure_after = None if gauges is None else gauges.begin(optimizer.powers)
         lr = optimizer.optimizers[0].param_groups[0]["lr"]
-        optimizer.step()
+        with self._region("optimizer"):
+            optimizer.step()
         layers = None if measure_after is None else measure_after()
         measure_after = None  # it holds a copy of the weights
         state.schedulers_behind = True
@@ -391,7 +407,8 @@ class Trainer:
             layers=layers,
             first=self._first_microbatch(first_square, items, total),
         )
-        self._record(metrics, evaluates)
+        with self._region("record"):
+            self._record(metrics, evaluates)
         self._save_or_stop(requests, before)
         self._started = time.perf_counter()
 
@@ -515,6 +532,10 @@ class Trainer:
                 of other optimizers. Nothing was loaded then.
         """
         checkpoint.load(self, Path(path), verify, keep)
+
+
+def _no_region(part: str) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 def _only(kind: type[T], callbacks: Sequence[object]) -> T | None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
@@ -26,6 +22,7 @@ from runner.clip.norms import powers_of
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
 from runner.run_folder import keys
+from runner.train.metrics import EvalMetrics
 from runner.train.stop import beat
 from runner.train.windows import Window, Windows, has_no_sample, held_out
 
@@ -48,19 +45,21 @@ ENDED = (
     "the data of some of the {} data-parallel ranks has ended before that of the others: use "
     "plugin.prepare_dataloader, or let an IterableDataset yield equally many batches on each rank"
 )
-MISSING = 'needs torchmetrics: pip install "clip-runner[metrics]"'
-NOTHING = "cannot be computed: the targets are no classes of these outputs, nor numbers alike"
-_FULL = {"f1": "F1Score", "auroc": "AUROC", "mse": "MeanSquaredError"}
-_FULL |= {"mae": "MeanAbsoluteError", "r2": "R2Score"}
 
 
 class Asked(NamedTuple):
+    """What a rank asks of all ranks after this step."""
+
     stop: int = 0  # number of a signal, or 0
     save: bool = False
 
 
-Sums = tuple[Count, Asked, bool]
-"""Counts of a window over all ranks, what some rank asks for, whether it is the epoch's last."""
+class Sums(NamedTuple):
+    """What all ranks know of a window."""
+
+    total: Count
+    asked: Asked
+    ends_epoch: bool
 
 
 def count(
@@ -71,39 +70,77 @@ def count(
     Returns the items of each microbatch of this rank, None for one that it has no sample of, and
     what waits for the sums. What ranks ask travels with them, so that it costs no collective.
     """
-    numbered, loader = enumerate(window.batches, window.first), windows.loader
-    held = [None if has_no_sample(loader, at) else loss.items(batch) for at, batch in numbered]
-    items = [None if one is None else one.items for one in held]
-    here = [one for one in held if one is not None]
-    own = here[0] if len(here) == 1 else Count(*map(sum, zip((0.0, 0, 0), *here, strict=True)))
+    counts: list[Count | None] = []
+    for number, batch in enumerate(window.batches, window.first):
+        counts.append(None if has_no_sample(windows.loader, number) else loss.items(batch))
+    items = [None if counted is None else counted.items for counted in counts]
+    local = _sum(counts)
     if plugin.world_size == 1:
-        return items, lambda: (own, asked, window.last)
-    size, length = plugin.data_size, len(window.batches)
-    alike = isinstance(loader, StreamLoader) and loader.mark
-    mark = 0
-    if first and size > 1:
-        mark = alike or (0 if _is_partitioned(loader) else checksum(window.batches[0]))
-    mine = [*own, window.last, length, length**2, mark, mark**2]
-    # Every rank may ask, also one whose samples another rank counts.
-    counted = mine if plugin.reports_metrics else [0.0] * len(mine)
-    summing = plugin.start_sum_over_ranks([*counted, asked.stop > 0, asked.save])
+        return items, lambda: Sums(local, asked, window.last)
+    size = plugin.data_size
+    length = len(window.batches)
+    reads_all = isinstance(windows.loader, StreamLoader) and windows.loader.mark != 0
+    mark = _mark_of(window, windows.loader) if first and size > 1 else 0
+    values = [*local, window.last, length, length**2, mark, mark**2]
+    if not plugin.reports_metrics:
+        values = [0.0] * len(values)  # Another rank counts these samples.
+    # Every rank may ask.
+    summing = plugin.start_sum_over_ranks([*values, asked.stop > 0, asked.save])
 
     def wait() -> Sums:
-        all_items, *others = summing()
-        samples, tokens, ended, lengths, squares, marks, squared_marks, *some = map(int, others)
-        same = squared_marks * size == marks**2
-        if mark and same != bool(alike):
-            raise ValueError(OTHER_SAMPLES if alike else SAME_SAMPLES.format(size))
+        total_items, *totals = summing()
+        samples, tokens, ended, lengths, squares, marks, squared_marks, stops, saves = map(
+            int, totals
+        )
+        if mark:
+            _require_own_samples(squared_marks * size == marks**2, reads_all, size)
         # A last window can have fewer batches here than on another rank.
-        if (0 < ended < size and not windows.uneven) or squares * size != lengths**2:
+        some_ended = 0 < ended < size and not windows.uneven
+        if some_ended or squares * size != lengths**2:
             raise ValueError(ENDED.format(size))
-        stop = asked.stop
-        if some[0]:  # Some rank asks to stop; which signal did, all of them learn.
-            dist.all_reduce(signal := torch.tensor(stop), dist.ReduceOp.MAX)
-            stop = int(signal)
-        return Count(all_items, samples, tokens), Asked(stop, some[1] > 0), ended == size
+        stop = _signal_of_any_rank(asked.stop) if stops else asked.stop
+        total = Count(total_items, samples, tokens)
+        return Sums(total, Asked(stop, saves > 0), ended == size)
 
     return items, cache(wait)
+
+
+def _sum(counts: Sequence[Count | None]) -> Count:
+    items = 0.0
+    samples = 0
+    tokens = 0
+    for counted in counts:
+        if counted is not None:
+            items += counted.items
+            samples += counted.samples
+            tokens += counted.tokens
+    return Count(items, samples, tokens)
+
+
+def _mark_of(window: Window, loader: Any) -> int:
+    """Return a checksum of the samples of a window; 0 if nothing is to compare."""
+    if isinstance(loader, StreamLoader) and loader.mark:
+        return loader.mark
+    return 0 if _is_partitioned(loader) else checksum(window.batches[0])
+
+
+def _require_own_samples(same: bool, reads_all: bool, ranks: int) -> None:
+    """Refuse data of which all ranks train the same part.
+
+    ``same``: all ranks have read the same first samples. ``reads_all``: they should, as each reads
+    the whole stream and keeps a part.
+    """
+    if reads_all and not same:
+        raise ValueError(OTHER_SAMPLES)
+    if same and not reads_all:
+        raise ValueError(SAME_SAMPLES.format(ranks))
+
+
+def _signal_of_any_rank(number: int) -> int:
+    """Return which signal asked some rank to stop; a collective."""
+    signal = torch.tensor(number)
+    dist.all_reduce(signal, dist.ReduceOp.MAX)
+    return int(signal)
 
 
 def _is_partitioned(loader: Any) -> bool:
@@ -111,6 +148,55 @@ def _is_partitioned(loader: Any) -> bool:
         return loader.dataset.divided_by != "itself"
     parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
     return any(isinstance(part, PartitionedBatches | DistributedSampler) for part in parts)
+
+
+class _SummedScores(NamedTuple):
+    """Scores over all ranks."""
+
+    loss: float
+    items: float
+    right: float  # targets that were predicted
+    graded: float  # targets that are classes
+    ungraded: float  # ranks whose targets are no classes
+    ranks: float  # ranks that have a sample
+
+
+class _Scores:
+    """What an evaluation adds up on this rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[Number] = []
+        self._items = 0.0
+        self._has_samples = False
+        self._right: list[Number] = []
+        self._graded: list[Number] = []
+        self._ungraded = False
+
+    def note_items(self, items: float | None) -> None:
+        """Add the items of a batch, None for a batch without weight."""
+        if items is not None:
+            self._items += items
+            self._has_samples = True
+
+    def note_correct(self, correct: tuple[Number, Number] | None, idle: bool) -> None:
+        """Add how many targets were predicted, and of how many; None if they are no classes."""
+        if correct is None:
+            self._ungraded = True
+        elif not idle:
+            self._right.append(correct[0])
+            self._graded.append(correct[1])
+
+    def over_ranks(self, plugin: Plugin) -> _SummedScores:
+        """Return the scores over all data-parallel ranks; a collective."""
+        values = [
+            transfer.add(self.losses),
+            self._items,
+            transfer.add(self._right),
+            transfer.add(self._graded),
+            self._ungraded,
+            self._has_samples,
+        ]
+        return _SummedScores(*plugin.sum_over_data(values))
 
 
 @dataclass
@@ -140,13 +226,13 @@ class Passes:
             return self.booster.plugin.data_size / self.loss.divisor(items())
 
         total: Tensor | None = None
-        for number, (batch, own) in enumerate(zip(batches, counts, strict=True), 1):
+        for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
             beat()
             last = number == len(batches)
             # Ranks synchronise their gradients on the last microbatch only.
             with nullcontext() if last else self.booster.no_sync(self.model, self.optimizer):
                 try:
-                    loss = self._train(batch, own, weight)
+                    loss = self._train(batch, count, weight)
                 except (ValueError, RuntimeError) as error:
                     if _too_few_for_batch_norm(error):
                         error.add_note(ONE_SAMPLE)
@@ -192,40 +278,34 @@ class Passes:
     @torch.no_grad()
     def evaluate(self, loader: Any, metrics: EvalMetrics) -> dict[str, float]:
         """Compute the mean loss over the items of ``loader``, and the metrics; a collective."""
-        loss, plugin, pipeline = self.loss, self.booster.plugin, self.model.pipeline
+        plugin = self.booster.plugin
         self.model.eval()
-        losses: list[Number] = []
-        right: list[Number] = []
-        graded: list[Number] = []
-        items, ungraded, samples = 0.0, False, False
+        scores = _Scores()
         for idle, host in self._settled(held_out(loader, plugin)):
             beat()
-            batch, count = self.to_device(host), None if idle else loss.items(host).items
-            if count is not None:
-                items, samples = items + count, True
-            if pipeline is None:
-                outputs = loss.forward(self._module, batch)
-            else:
-                outputs = pipeline.evaluate(loss.call(batch).only_tensor())
+            items = None if idle else self.loss.items(host).items
+            scores.note_items(items)
+            batch = self.to_device(host)
+            outputs = self._outputs(batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
-            losses.append(transfer.read(loss.sum(outputs, batch, count)))
+            scores.losses.append(transfer.read(self.loss.sum(outputs, batch, items)))
             metrics.update(outputs, batch, idle)
-            correct = loss.correct(outputs, batch)
-            ungraded = ungraded or correct is None
-            if correct is not None and not idle:
-                right.append(correct[0])
-                graded.append(correct[1])
-        counts = transfer.add(right), transfer.add(graded)
-        here = [transfer.add(losses), items, *counts, ungraded, samples]
-        total, items, rights, classes, unknown, ranks = plugin.sum_over_data(here)
+            scores.note_correct(self.loss.correct(outputs, batch), idle)
+        summed = scores.over_ranks(plugin)
         self.model.train()
-        if not items:
+        if not summed.items:
             return {}
-        found = {keys.EVAL_LOSS: total / items}
-        if classes and not unknown:
-            found[keys.EVAL_ACCURACY] = rights / classes
-        return found | metrics.compute(plugin, int(ranks))
+        values = {keys.EVAL_LOSS: summed.loss / summed.items}
+        if summed.graded and not summed.ungraded:
+            values[keys.EVAL_ACCURACY] = summed.right / summed.graded
+        return values | metrics.compute(plugin, int(summed.ranks))
+
+    def _outputs(self, batch: Any) -> Any:
+        """Return the outputs of a held-out batch; None on a rank that does not have them."""
+        if self.model.pipeline is None:
+            return self.loss.forward(self._module, batch)
+        return self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
 
     @torch.no_grad()
     def square_of_gradients(self) -> Number:
@@ -239,138 +319,10 @@ class Passes:
     def to_device(self, batch: Any) -> Any:
         if self.device.type == "cpu":
             return batch
-        if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
+        move = getattr(batch, "to", None)
+        if not isinstance(batch, Tensor) and callable(move):
             return move(self.device)
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
-
-
-Wanted = str | Mapping[str, Any]  # a metric
-
-
-class MetricError(ValueError):
-    def __init__(self, asked: Wanted, message: str) -> None:
-        super().__init__(message)
-        self.asked = asked
-
-
-class EvalMetrics:
-    """Updates metrics with the batches of one evaluation after the other.
-
-    A metric is given by its name (``f1``, ``auroc``, ``mse``) or as a mapping with the ``_target_``
-    of a :class:`torchmetrics.Metric`. It compares outputs and targets that are numbers of one
-    shape; else probabilities [N, C] and classes [N] that are not ignored, or, under binary cross
-    entropy, probabilities [N, L] and labels [N, L] of 0 and 1. One that is named takes the mean
-    over the classes; ``accuracy`` is the share of correct ones.
-    """
-
-    def __init__(self, asked: Sequence[Wanted], loss: WindowLoss) -> None:
-        self._asked, self._loss = {name_of(one): one for one in asked}, loss
-        self._made: dict[str, Any] = {}
-        self._group: dist.ProcessGroup | None = None
-
-    def update(self, outputs: Any, batch: Any, idle: bool = False) -> None:
-        """Add a batch; one without a sample of this rank only tells what is compared."""
-        if not self._asked:
-            return
-        kind, size, predictions, targets = self._compared(outputs, batch)
-        for name, one in self._asked.items():
-            if (name, kind) == ("accuracy", "classes"):
-                continue  # the evaluation counts it
-            with _naming(one):
-                if name not in self._made:
-                    self._made[name] = _made(one, kind, size).to(predictions.device)
-                if not idle:
-                    self._made[name].update(predictions, targets)
-
-    def compute(self, plugin: Plugin, ranks: int) -> dict[str, float]:
-        """Return the metrics over all ranks, so many of which had a batch, and begin anew."""
-        if not self._asked:
-            return {}
-        if ranks < plugin.data_size:
-            one = next(iter(self._asked.values()))
-            raise MetricError(one, f"needs held-out data of at least {plugin.data_size} batches")
-        if plugin.world_size > 1 and self._group is None:
-            # Metrics sum over the ranks that report: one of each data-parallel replica.
-            flags = [False] * plugin.world_size
-            dist.all_gather_object(flags, plugin.reports_metrics)
-            reporting = [rank for rank, reports in enumerate(flags) if reports]
-            every = dist.group.WORLD if all(flags) else dist.new_group(reporting)
-            self._group = cast(dist.ProcessGroup, every)
-        made, self._made = self._made, {}
-        here = {}
-        for name, metric in made.items() if plugin.reports_metrics else ():
-            metric.process_group = self._group
-            here[keys.EVAL + name] = self._value(name, metric)
-        found = [here] * plugin.world_size
-        if plugin.world_size > 1:  # ranks of other stages have none
-            dist.all_gather_object(found, here)
-        return next(filter(None, found), {})
-
-    def try_on(self, outputs: Tensor, batch: Any) -> None:
-        made_up = torch.linspace(0.1, 0.9, outputs.numel()).reshape(outputs.shape)
-        self.update(made_up.to(outputs.dtype), batch)
-        for name, metric in self._made.items():
-            metric.sync_on_compute = False
-            self._value(name, metric)
-
-    def _compared(self, outputs: Any, batch: Any) -> tuple[str, int, Tensor, Tensor]:
-        if (classified := self._loss.classified(outputs, batch)) is not None:
-            logits, classes = (classified[0].flatten(0, -2), classified[1].flatten())
-            counted = classes != self._loss.ignored
-            return "classes", logits.shape[-1], logits[counted].softmax(-1), classes[counted]
-        pair = self._loss.paired(outputs, batch)
-        if pair is None:
-            raise MetricError(next(iter(self._asked.values())), NOTHING)
-        outputs, targets = pair
-        size = outputs.shape[-1] if outputs.ndim > 1 else 1
-        if not self._loss.binary:
-            return "numbers", size, outputs, targets
-        flat = outputs.reshape(-1, size) if size > 1 else outputs.flatten()
-        # torchmetrics would take a batch of logits that are all from 0 to 1 for probabilities.
-        flat = flat.sigmoid() if self._loss.binary == "logits" else flat
-        return "labels", size, flat, targets.reshape(flat.shape).long()
-
-    def _value(self, name: str, metric: Any) -> float:
-        # They warn of a class without samples, say.
-        with _naming(self._asked[name]), warnings.catch_warnings(action="ignore"):
-            return float(metric.compute())
-
-
-@contextmanager
-def _naming(asked: Wanted) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError:
-        raise MetricError(asked, MISSING) from None
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise MetricError(asked, f"does not fit: {type(error).__name__}: {reason}") from error
-
-
-def name_of(asked: Wanted) -> str:
-    """Return the name of a metric: as given, or that of its class in small letters."""
-    if isinstance(asked, str):
-        return asked
-    kind = str(asked["_target_"]).rpartition(".")[2]
-    return str(asked.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower())
-
-
-def _made(asked: Wanted, kind: str, size: int) -> Any:
-    if not isinstance(asked, str):
-        named = {key: value for key, value in asked.items() if key != "name"}
-        return instantiate(named, _convert_="all")
-    import torchmetrics
-
-    full = _FULL.get(asked) or "".join(part.capitalize() for part in asked.split("_"))
-    make = getattr(torchmetrics, full)
-    if kind == "numbers":
-        return make()
-    labels = "binary" if size == 1 else "multilabel"
-    given: dict[str, Any] = {"task": "multiclass" if kind == "classes" else labels}
-    given |= {"num_classes": size, "num_labels": size}
-    given["average"] = "micro" if asked == "accuracy" else "macro"
-    taken = inspect.signature(make.__new__).parameters.keys() & given.keys()
-    return make(**{name: given[name] for name in taken})
 
 
 def _too_few_for_batch_norm(error: BaseException | None) -> bool:

@@ -55,7 +55,8 @@ from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build
 from runner.train.build import TargetError
 from runner.train.callbacks import Callbacks
-from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO, EvalMetrics, MetricError, name_of
+from runner.train.metrics import EvalMetrics, MetricError, name_of
+from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO
 
 T = TypeVar("T")
 INSTALL = 'is not installed: pip install "clip-runner[tensorboard]"'
@@ -335,7 +336,7 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> Ite
     except (BatchError, DataUnavailable) as error:
         yield Problem("data._target_", config.data.target, str(error))
     except MetricError as error:
-        yield Problem("eval.metrics", error.asked, str(error))
+        yield Problem("eval.metrics", error.metric, str(error))
     except TargetError as error:
         yield Problem(*place, str(error))
     except Exception as error:

@@ -33,11 +33,11 @@ from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.train.callbacks import Callbacks, SkippedSteps
+from runner.train.metrics import EvalMetrics
 from runner.train.passes import (
     NO_NOISE_SCALE,
     NO_UPDATE_RATIO,
     Asked,
-    EvalMetrics,
     Passes,
     Sums,
     count,
@@ -110,7 +110,7 @@ class Evaluate:
 
     Args:
         dataloader: the held-out data, see ``train_dataloader`` of the Trainer; None for none.
-        metrics: further metrics, see :class:`runner.train.passes.EvalMetrics`: ``["f1"]``.
+        metrics: further metrics, see :class:`runner.train.metrics.EvalMetrics`: ``["f1"]``.
         interval: a duration between evaluations; there is always one at the end.
     """
 

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, transfer
+from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, host, transfer
+from runner.clip.host import OVERFLOWS, SMALL, VANISHES, gathered
 from runner.clip.layout import OptionError
-from runner.clip.norms import OVERFLOWS, ROW, SMALL, VANISHES, combine, gathered, powers_of
+from runner.clip.norms import combine, powers_of
 from runner.clip.shard import local
 from runner.config.modes import Adaptive
 from runner.config.notation import first_few
@@ -35,8 +36,6 @@ from runner.config.notation import first_few
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)
 FEW = 4_096  # elements of the largest matrix that is copied beside others
-SPARSE = 4  # clipped units are written alone if they are at most one in 4
-LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
 
 
 @dataclass(slots=True)
@@ -226,47 +225,24 @@ class UnitNorms:
                 self._scale_large(gradient, place.kept, place.values(coefs))
 
     def _scale_large(self, gradient: Tensor, kept: int, factors: Tensor) -> None:
-        """Multiply the units of one gradient; a CPU writes only clipped ones where they are few."""
-        few = False
-        if transfer.can_read(factors.device):
-            clipped = (factors != 1.0).nonzero().view(-1)
-            if not len(clipped):
-                return
-            few = kept == 1 and SPARSE * len(clipped) <= len(factors)
+        """Multiply the units of one gradient."""
         wide = factors.to(torch.promote_types(gradient.dtype, self.dtype))
-        ones = (1,) * (gradient.ndim - kept)
-        if few:
-            gradient[clipped] *= wide[clipped].view(-1, *ones)
+        if transfer.can_read(factors.device):
+            host.scale_units(gradient, kept, wide)
         else:
-            gradient.mul_(wide.view(*gradient.shape[:kept], *ones))
+            gradient.mul_(wide.view(*gradient.shape[:kept], *(1,) * (gradient.ndim - kept)))
 
 
 def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     """Return the norm of each unit of a tensor whose first ``kept`` dimensions index them."""
     wide = torch.promote_types(tensor.dtype, dtype)
-    reduced = [*range(kept, tensor.ndim)]
+    reduced = list(range(kept, tensor.ndim))
     if not reduced:
         return tensor.abs().to(wide).reshape(-1)
-    if not transfer.can_read(tensor.device):
-        return _norm(tensor, reduced, wide).reshape(-1)
-    rows = tensor
-    if not rows.is_contiguous():  # A sum has no order of its own, so it takes the order of memory.
-        strides = tensor.stride()
-        rows = tensor.permute(*range(kept), *sorted(reduced, key=lambda dim: -strides[dim]))
-    if not rows.is_contiguous():
-        return _norm(tensor, reduced, torch.float64).reshape(-1)
-    rows = rows.view(prod(rows.shape[:kept]), -1)
-    if wide != torch.float32 or rows.shape[1] <= LONG:
-        return _norm(rows, 1, wide)
-    whole = rows.shape[1] // ROW * ROW
-    parts = _norm(rows[:, :whole].view(len(rows), -1, ROW), 2, wide)
-    tail = _norm(rows[:, whole:], 1, wide).unsqueeze(1)
-    return _norm(torch.cat([parts, tail], 1), 1, torch.float64)
-
-
-def _norm(tensor: Tensor, dims: int | list[int], dtype: torch.dtype) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, dims, dtype=dtype)
-    return norms
+    if transfer.can_read(tensor.device):
+        return host.unit_norms(tensor, kept, wide)
+    norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, reduced, dtype=wide)
+    return norms.reshape(-1)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,212 @@
+"""What a CPU computes by other steps than an accelerator, because that takes it less time.
+
+The plain steps stand where these are called; tests compare both. Measured on one thread, clipping
+without a kernel of this file takes, for ResNet-34, a 12-layer GPT or 2,000 tensors of 64 elements:
+
+* :func:`power_sum` without the copy of small gradients: up to 1.3 times as long,
+* :func:`compare_elements` with ``abs`` and ``>`` in place of squares: up to 2.2 times,
+* :func:`scale_units` without writing clipped units alone: up to 1.3 times.
+
+:func:`unit_norms` is here for its digits: a float32 sum of many squares on a CPU loses some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.clip.layout import Layout
+
+ROW = 2_048  # elements whose powers are summed in float32
+BLOCK = 2**20  # elements that are looked at several times: they stay in a cache
+# Largest number of elements of a gradient that is copied into one buffer with other such ones.
+SMALL = 32_768
+EXACT = 131_072  # elements up to which all gradients together are summed in float64
+LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
+SPARSE = 4  # clipped units are written alone if they are at most one in 4
+# Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
+VANISHES, OVERFLOWS = 1e-20, 1e30
+
+
+def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
+    """Return Σ|g|^p of all elements of gradients; NaN or inf where any element is."""
+    elements = sum(gradient.numel() for gradient in gradients)
+    if norm_type == 2.0 and 0 < elements <= EXACT:
+        together = flatten(gradients[0]) if len(gradients) == 1 else gathered(gradients)
+        wide = together.double()
+        return torch.dot(wide, wide).item()
+    blocks = [flatten(gradient) for gradient in gradients if gradient.numel() > SMALL]
+    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
+    if small:
+        blocks.append(gathered(small))
+    norms = [torch.empty(0)]
+    for block in blocks:
+        rows, remaining = divmod(block.numel(), ROW)
+        dtype = torch.float32 if block.dtype.itemsize < 4 else None
+        whole_rows = block.as_strided((rows, ROW), (ROW, 1))
+        norms.append(torch.linalg.vector_norm(whole_rows, norm_type, 1, dtype=dtype))
+        if remaining:
+            tail = block[rows * ROW :].view(1, -1)
+            norms.append(torch.linalg.vector_norm(tail, norm_type, 1, dtype=torch.float64))
+    power = float((torch.cat(norms).double() ** norm_type).sum())
+    if VANISHES < power < OVERFLOWS or not any(largest(block) for block in blocks):
+        return power
+    power = 0.0
+    for block in blocks:
+        for part in torch.split(block, BLOCK):
+            power += float((part.double().abs() ** norm_type).sum())
+    return power
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor on a CPU; NaN if any element is."""
+    if not tensor.numel():
+        return 0.0
+    # A tenth of the time of vector_norm; both ends are NaN where any element is.
+    low, high = torch.aminmax(tensor)
+    return max(abs(low.item()), abs(high.item()))
+
+
+def gathered(gradients: Sequence[Tensor]) -> Tensor:
+    """Return a copy of all elements, [elements], in their widest type."""
+    if all(gradient.ndim == 1 for gradient in gradients):  # saves a fifth where there are many
+        return torch.cat(list(gradients))
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return all elements in the order of memory, fit for sums: a view of any dense tensor."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    return tensor.permute(order).reshape(-1).contiguous()
+
+
+@dataclass(slots=True)
+class Elements:
+    """All elements of this rank's gradients, compared with λ by one read on a CPU."""
+
+    power: float = 0.0  # each share is divided by the ranks that hold it
+    clamped: float = 0.0  # the power after clamping
+    above: float = 0.0
+    largest: float = 0.0
+    exceeding: list[Tensor] = field(default_factory=list)
+
+    def add(self, block: Block, replicas: int, gradients: list[Tensor]) -> None:
+        """Count a block of some gradients, which so many ranks hold."""
+        if block.above and not (self.exceeding and self.exceeding[-1] is gradients[-1]):
+            self.exceeding += gradients
+        self.power += block.power / replicas
+        self.clamped += block.clamped / replicas
+        self.above += block.above / replicas
+        # The result of max() with NaN depends on the order; the power tells of it.
+        self.largest = max(self.largest, block.largest)
+
+
+class Block(NamedTuple):
+    """Some elements, compared with λ."""
+
+    power: float  # Σg²
+    clamped: float  # Σg² after clamping
+    above: int  # elements above λ
+    largest: float  # largest |g|
+
+
+def _compare(flat: Tensor, wide: Tensor, buffer: Tensor, limit: float) -> Block:
+    """Read elements once, by their squares, which are written to ``buffer``."""
+    squares = torch.mul(wide, wide, out=buffer)
+    bound = torch.tensor(limit, dtype=flat.dtype).to(squares)
+    square_of_bound = (bound * bound).item()
+    power = squares.sum().item()
+    in_range = VANISHES < power < OVERFLOWS and square_of_bound > VANISHES
+    if not in_range:
+        largest = flat.abs().amax()
+        above = int((flat.abs() > bound).sum())
+        power = power_sum([flat])
+        clamped = power_sum([flat.clamp(-bound, bound)]) if above else power
+        return Block(power, clamped, above, largest.item())
+    largest = squares.amax().sqrt()
+    if largest <= bound:
+        return Block(power, power, 0, largest.item())
+    # Two different numbers have different squares, so squares can be counted exactly. Squares
+    # above the bound's square become the next number after it.
+    after = torch.nextafter(bound * bound, bound.new_tensor(math.inf)).item()
+    clamped = squares.clamp_(max=after).sum().item()
+    above = round(squares.gt_(square_of_bound).sum().item())
+    clamped -= above * (after - square_of_bound)
+    return Block(power, clamped, above, largest.item())
+
+
+def compare_elements(layout: Layout, limit: float) -> Elements:
+    """Compare all elements of this rank's gradients with λ."""
+    elements = Elements()
+    buffers: dict[torch.dtype, Tensor] = {}
+    for flat, replicas, gradients in _blocks(layout):
+        wide = flat if flat.itemsize > 3 else flat.float()
+        if len(wide) > len(buffers.get(wide.dtype, ())):  # new memory costs as much as a read
+            buffers[wide.dtype] = wide.new_empty(max(BLOCK, len(wide)))
+        block = _compare(flat, wide, buffers[wide.dtype][: len(wide)], limit)
+        elements.add(block, replicas, gradients)
+    return elements
+
+
+def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
+    """Yield blocks of elements with their number of replicas and the gradients they belong to.
+
+    A block is a view of a large gradient, or a copy of small ones of one type.
+    """
+    small: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for shard, gradient in zip(*layout.gradients(), strict=True):
+        if gradient.numel() > SMALL:
+            for part in torch.split(flatten(gradient), BLOCK):
+                yield part, shard.num_replicas, [gradient]
+        else:
+            small.setdefault((shard.num_replicas, gradient.dtype), []).append(gradient)
+    for (replicas, _), gradients in small.items():
+        longest = max(gradient.numel() for gradient in gradients)
+        number = max(1, BLOCK // max(1, longest))
+        for first in range(0, len(gradients), number):
+            copied = gradients[first : first + number]
+            yield gathered(copied), replicas, copied
+
+
+def unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+    """Return the norm of each unit of a tensor whose first ``kept`` dimensions index them."""
+    reduced = list(range(kept, tensor.ndim))
+    rows = tensor
+    if not rows.is_contiguous():  # A sum has no order of its own, so it takes the order of memory.
+        strides = tensor.stride()
+        rows = tensor.permute(*range(kept), *sorted(reduced, key=lambda dim: -strides[dim]))
+    if not rows.is_contiguous():
+        return _norm(tensor, reduced, torch.float64).reshape(-1)
+    rows = rows.view(prod(rows.shape[:kept]), -1)
+    if dtype != torch.float32 or rows.shape[1] <= LONG:
+        return _norm(rows, 1, dtype)
+    whole = rows.shape[1] // ROW * ROW
+    parts = _norm(rows[:, :whole].view(len(rows), -1, ROW), 2, dtype)
+    tail = _norm(rows[:, whole:], 1, dtype).unsqueeze(1)
+    return _norm(torch.cat([parts, tail], 1), 1, torch.float64)
+
+
+def _norm(tensor: Tensor, dims: int | list[int], dtype: torch.dtype) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, dims, dtype=dtype)
+    return norms
+
+
+def scale_units(gradient: Tensor, kept: int, factors: Tensor) -> None:
+    """Multiply units by their factors; only clipped ones are written where they are few."""
+    clipped = (factors != 1.0).nonzero().view(-1)
+    if not len(clipped):
+        return
+    ones = (1,) * (gradient.ndim - kept)
+    if kept == 1 and SPARSE * len(clipped) <= len(factors):
+        gradient[clipped] *= factors[clipped].view(-1, *ones)
+    else:
+        gradient.mul_(factors.view(*gradient.shape[:kept], *ones))

@@ -25,6 +25,7 @@ from runner.booster.batch import (
     not_readable,
     targets_of,
 )
+from runner.booster.candidates import Candidates
 from runner.booster.criterion import (
     Criterion,
     binary_outputs,
@@ -35,7 +36,7 @@ from runner.booster.criterion import (
     option_of,
     summed,
 )
-from runner.booster.divisor import LABELS, NOTHING, Candidates, positions_inside
+from runner.booster.divisor import LABELS, NOTHING, positions_inside
 from runner.booster.outputs import logits_of, returned_loss, zero_of
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED

@@ -1,0 +1,230 @@
+"""Decide which way to count items agrees with what the losses of a batch and its parts show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.booster.batch import batch_size
+from runner.booster.candidates import Candidate, Candidates, tolerance_of
+from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
+from runner.booster.loss import WindowLoss
+from runner.booster.loss_graph import GraphError, NotLinear, Term
+
+_RANDOM = "it is random"
+_OF_THE_BATCH = (
+    "it depends on the batch as a whole, as a contrastive loss does, so that accumulated "
+    "microbatches are not one batch"
+)
+_NO_MEAN = (
+    "{} is no mean over items, as {}: no weights of its microbatches give the loss of one batch. "
+    "Set loss.items=none (the plain mean over microbatches, as in other trainers), which is "
+    'Trainer(criterion=Loss(items="none")) in a script'
+)
+
+
+class Shown(NamedTuple):
+    """What a forward pass has shown of the loss of a batch, or of a part of it."""
+
+    batch: Any
+    loss: Tensor
+    terms: Sequence[Term] = ()
+    error: GraphError | None = None
+
+    @property
+    def value(self) -> float:
+        return float(self.loss)
+
+    @property
+    def divisors(self) -> str:
+        """What the parts of the loss divide by, for a message."""
+        numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in self.terms)
+        listed = ", ".join(list(numbers)[:4])
+        return f"({listed})" if len(numbers) > 1 else listed
+
+
+class Finding(NamedTuple):
+    """What a rank finds out about a loss.
+
+    Attributes:
+        candidates: the ways to count that agree with what was seen; None if there is none.
+        problem: why the loss is refused; empty if it is not.
+        reason: what a warning says of the loss; empty for no warning.
+        retry: whether another batch may tell more.
+    """
+
+    candidates: Candidates | None = None
+    problem: str = ""
+    reason: str = ""
+    retry: bool = False
+
+
+def verdict(
+    loss: WindowLoss, whole: Shown, parts: Sequence[Shown], is_random: bool, reason: str
+) -> Finding:
+    """Compare what a batch shows with the ways to count it."""
+    loss.items(whole.batch)  # raises an error if a guess is known to be wrong
+    if isinstance(whole.error, NotLinear):
+        return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
+    if whole.error is not None:
+        return _by_values(loss, whole, parts, reason or (_RANDOM if is_random else ""))
+    candidates = _candidates(whole, parts)
+    if not candidates.candidates:
+        if _is_a_sum(whole, parts):
+            return Finding(Candidates([Candidate(Divisor(NOTHING))], known=True))
+        is_of_batch = _has_constant_divisors(whole, parts) and not _is_between(whole, parts)
+        return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
+    if is_random and not candidates.known:
+        return Finding(candidates, reason=_RANDOM)
+    if not parts or _adds_up(candidates, whole, parts):
+        return Finding(candidates)
+    if candidates.divisor.counts == NOTHING and _is_between(whole, parts):
+        return _refused(loss, whole, parts)
+    return Finding(candidates, reason=_OF_THE_BATCH)
+
+
+def divisor_of_calls(whole: Shown) -> Divisor | None:
+    """Return what a loss divides by if it is one of torch that compares labels of the batch."""
+    if whole.error is not None or not whole.terms:
+        return None
+    divisors = []
+    for term in whole.terms:
+        compared = None if term.call is None else compared_by(term.call, whole.batch)
+        if compared is None or not compared.is_certain:
+            return None
+        divisors.append(compared.divisor)
+    return divisors[0] if len(set(divisors)) == 1 else None
+
+
+def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
+    """Return the ways to count that agree with a batch and its parts."""
+    tolerance = tolerance_of(whole.loss)
+    known = divisor_of_calls(whole)
+    if known is not None:
+        return Candidates([Candidate(known)], known=True)
+    shown = [*parts, whole]
+    outer = len({len(each.terms) for each in shown}) > 1
+    factors = [[term.factor for term in each.terms] for each in shown]
+    varies = not outer and any(numbers != factors[0] for numbers in factors)
+    divides = any(term.divides for each in shown for term in each.terms)
+    if not (divides or varies):
+        return Candidates([Candidate(Divisor(NOTHING))], known=True)
+    every = list(divisors_of(whole.batch))
+    for term in whole.terms:
+        compared = None if term.call is None else compared_by(term.call, whole.batch)
+        if compared is not None:
+            every.insert(0, compared.divisor)
+    candidates = Candidates(
+        [Candidate(divisor) for divisor in every],
+        outer=outer,
+        factors=varies,
+        tolerance=tolerance,
+    )
+    for each in shown:
+        if outer and len(each.terms) == 1:
+            continue  # what divides a sum of one part divides the part
+        candidates = candidates.after(each.batch, each.loss, each.terms)
+    return candidates
+
+
+def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether the loss of the whole is that of its parts, weighted with their items."""
+    if candidates.divisor.counts == NOTHING:
+        expected = sum(part.value for part in parts)
+    else:
+        expected = _weighted(parts, candidates.items)
+    return _near(expected, whole, parts)
+
+
+def _weighted(parts: Sequence[Shown], items: Callable[[Any], float]) -> float:
+    counts = [items(part.batch) for part in parts]
+    if not sum(counts):
+        return float("nan")
+    terms = [n * part.value for n, part in zip(counts, parts, strict=True) if n]
+    return sum(terms) / sum(counts)
+
+
+def _size(whole: Shown, parts: Sequence[Shown]) -> float:
+    """Return what differences of losses are compared with, times the precision of the losses."""
+    dtype = whole.loss.dtype
+    values = [abs(shown.value) for shown in (whole, *parts)]
+    return float(torch.finfo(dtype).eps ** 0.5) * max(values)
+
+
+def _near(expected: float, whole: Shown, parts: Sequence[Shown]) -> bool:
+    if whole.value != whole.value:
+        return True  # a mean over nothing
+    return abs(expected - whole.value) <= _size(whole, parts)
+
+
+def _is_between(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether the loss of the whole lies between those of its parts, as a mean does."""
+    values = [part.value for part in parts]
+    if not values or any(value != value for value in values):
+        return not values
+    margin = _size(whole, parts)
+    return min(values) - margin <= whole.value <= max(values) + margin
+
+
+def _has_constant_divisors(whole: Shown, parts: Sequence[Shown]) -> bool:
+    numbers = {tuple(term.divisor for term in shown.terms) for shown in (whole, *parts)}
+    return bool(parts) and len(numbers) == 1
+
+
+def _is_a_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether a loss that divides by constants is the sum of those of its parts."""
+    if not _has_constant_divisors(whole, parts):
+        return False
+    return _near(sum(part.value for part in parts), whole, parts)
+
+
+def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: str) -> Finding:
+    """Compare the loss of a batch with those of its parts, as its graph does not tell."""
+    if reason or not parts:
+        return Finding(reason=reason or "a batch has one sample, or tensors of several lengths")
+
+    def items(batch: Any) -> float:
+        return loss.items(batch).items
+
+    losses = [part.value for part in parts]
+    if not all(abs(value) < float("inf") for value in (whole.value, *losses)):
+        return Finding(reason="it is not finite", retry=True)
+    if abs(losses[0] - losses[1]) <= 10 * _size(whole, parts):
+        return Finding(reason="parts of a batch have the same loss", retry=True)
+    if _near(_weighted(parts, items), whole, parts):
+        return Finding()
+    if not _is_between(whole, parts):
+        return Finding(reason=_OF_THE_BATCH)
+    return _refused(loss, whole, parts)
+
+
+def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
+    """Return why a loss is refused: what it is, what was expected, and what it divides by."""
+    samples = batch_size(whole.batch)
+    divides = f"divides by {whole.divisors} for a batch of {samples} samples"
+    if parts:
+        divides += f" and by {parts[0].divisors} and {parts[1].divisors} for its parts"
+    unexplained = "which nothing that the batch holds explains"
+    expected = _weighted(parts, lambda batch: loss.items(batch).items) if parts else whole.value
+    if _near(expected, whole, parts):
+        return Finding(problem=f"{loss.name} {divides}, {unexplained}: {loss.ways_out}")
+    numbers = _told_apart(whole.value, expected)
+    because = f", as it {divides}, {unexplained}" if whole.terms else ""
+    return Finding(
+        problem=f"the mean loss of a batch is not that of its parts: {loss.name} is {numbers[0]} "
+        f"for {samples} samples, but the mean over {loss.counted_as(whole.batch)} of its parts is "
+        f"{numbers[1]}, so that its mean is over something else{because}: {loss.ways_out}"
+    )
+
+
+def _told_apart(first: float, second: float) -> tuple[str, str]:
+    """Return two numbers with as many digits as it takes to tell them apart."""
+    texts = "", ""
+    for digits in (6, 9, 12, 17):
+        texts = f"{first:.{digits}g}", f"{second:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts

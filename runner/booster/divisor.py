@@ -70,8 +70,10 @@ class Divisor(NamedTuple):
             return float(values.sum(dtype=torch.float64))
         counted = _COUNTED[self.counts](values, self.ignored)
         mask = _tensor(batch, self.mask) if self.mask else None
-        if mask is not None:
-            counted = counted & (mask[..., 1:] if self.shifts else mask).bool()
+        if mask is not None and self.shifts:
+            mask = mask[..., 1:]
+        if mask is not None and mask.shape == counted.shape:
+            counted = counted & mask.bool()
         if self.weight is None:
             return int(torch.count_nonzero(counted))
         return float(self.weight.to(values.device)[values[counted]].sum(dtype=torch.float64))
@@ -106,30 +108,38 @@ def positions_inside(batch: Any) -> tuple[int, int] | None:
 
 
 def _tensor(batch: Any, name: Name) -> Tensor | None:
+    """Return a tensor of a batch; None if this batch has none of that name."""
     if not name:
         return targets_of(batch)
     value = batch
     for key in name:
         parts: Any = named_parts(value)
-        value = value[key] if parts is None else parts.get(key)
-    return value if isinstance(value, Tensor) else None
+        try:
+            value = value[key] if parts is None else parts[key]
+        except (LookupError, TypeError):
+            return None
+    return value if isinstance(value, Tensor) and _can_be_counted(value) else None
 
 
 def _tensors(batch: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
     """Yield the tensors [samples, ...] of a batch, the targets first, by their names."""
     targets = targets_of(batch)
-    if not name and targets is not None:
+    if not name and targets is not None and _can_be_counted(targets):
         yield (), targets
     parts = named_parts(batch)
     named: Mapping[Any, Any] = {} if parts is None else parts
     if isinstance(batch, tuple | list):
         named = dict(enumerate(batch))
     for key, value in named.items():
-        if isinstance(value, Tensor):
-            if value.ndim and value is not targets:
-                yield (*name, key), value
-        else:
+        if not isinstance(value, Tensor):
             yield from _tensors(value, (*name, key))
+        elif value is not targets and _can_be_counted(value):
+            yield (*name, key), value
+
+
+def _can_be_counted(values: Tensor) -> bool:
+    is_plain = values.layout is torch.strided and not values.is_nested
+    return values.ndim > 0 and is_plain and not values.is_complex()
 
 
 def divisors_of(batch: Any) -> Iterator[Divisor]:

@@ -10,6 +10,7 @@ at too.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -192,7 +193,8 @@ def _measured(model: _Model, batch: Any, drawn: Callable[[], bool]) -> list[Find
     for numbers in in_two(samples) if all(in_parts) else ():
         part = samples_at(batch, numbers, samples)
         try:
-            parts.append(_shown(part, loss_of(numbers)))
+            with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
+                parts.append(_shown(part, loss_of(numbers)))
         except Exception as error:
             reason = f"it does not take a part of a batch ({type(error).__name__})"
     if whole is not None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner import Booster, Log, Trainer
+from runner.booster.batch import BatchError
 from runner.booster.loss import DivisorError
 from tests.distributed.cases import Ddp, Fsdp, Zero
 from tests.distributed.training import Rows
@@ -191,6 +192,18 @@ def contrastive(net, batch):
     return F.cross_entropy(5 * pooled @ other.T, torch.arange(len(pooled)))
 
 
+def spread(net, batch):
+    """Standard deviations over the batch, as in VICReg: those of one sample are NaN."""
+    pooled = net.head(batch["x"]).mean(1)
+    return F.relu(1 - pooled.var(0).clamp(min=1e-12).sqrt()).mean() + pooled.square().mean()
+
+
+def balanced(net, batch):
+    """Cross entropy, and shares of experts over the whole batch."""
+    shares = net.head(batch["x"]).softmax(-1).flatten(0, 1).mean(0)
+    return masked(net, batch) + WORDS * shares.square().sum()
+
+
 def triplets(net, batch):
     anchor, near, far = net.head(batch["x"])[:, :3].unbind(1)
     return F.triplet_margin_loss(anchor, near, far)
@@ -351,6 +364,8 @@ CASES = {
     "token weights": Case(token_weighted, with_token_weights),
     "detection": Case(detected),
     "contrastive": Case(contrastive, warned="depends on the batch as a whole"),
+    "spread": Case(spread, warned="depends on the batch as a whole"),
+    "balanced experts": Case(balanced, warned="depends on the batch as a whole"),
     "triplets": Case(triplets),
     "variational": Case(variational),
     "dice": Case(dice, refused='no mean over items.*loss.items=none.*items="none"'),
@@ -412,11 +427,30 @@ def test_a_loss_of_ones_own_is_that_of_one_batch_or_refused(name, zero, caplog):
             trainer.fit()
         return
     trainer.fit()
-    assert case.warned in caplog.text
+    # With a head of zeros each part of a batch has the same loss.
+    assert zero or case.warned in caplog.text
     assert case.warned or "divides" not in caplog.text
     if not case.warned:
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         torch.testing.assert_close(weights, of_one_batch(case, steps, zero), rtol=0, atol=1e-13)
+
+
+def test_sums_of_a_mask_in_half_precision_tell_what_was_left_out():
+    batch = batches()[1]
+    halves = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+    model = made(CASES["masked cross entropy"], zero=False).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, parts(halves), "1ba", accumulation_steps=2, optimizers=optimizer)
+    trainer.fit()
+    counted = [trainer.loss.items(part).items for part in parts(halves)]
+    assert counted == [int(part["mask"].sum()) for part in parts(halves)]
+
+
+def test_labels_that_a_model_does_not_get_and_nobody_ignores_are_refused():
+    x = torch.randn(2, LENGTH, WIDTH)
+    labels = torch.full((2, LENGTH), -1)
+    with pytest.raises(BatchError, match=r"label -1 is no class.*ignores -100 alone.*dictionaries"):
+        Trainer(nn.Linear(WIDTH, WORDS), [(x, labels)] * 2, "1ba", accumulation_steps=2).fit()
 
 
 # -- over ranks

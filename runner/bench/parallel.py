@@ -23,7 +23,6 @@ from runner.bench.timing import Row, Setting, Side, clocked, compared, interleav
 from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
 from runner.clip import Layout, build, total_norm
 from runner.launch.supervise import train
-from runner.request.request import request
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,
@@ -35,11 +34,10 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 def on_ranks(measure: Callable[[Setting], list[Row]], number: int, setting: Setting) -> list[Row]:
     """Run ``measure`` on ``number`` local ranks, joined by gloo; return the rows of the first."""
     words = ["plugin=ddp", f"plugin.nproc={number}", "tracker=none", "device=cpu"]
-    [job] = request(words).jobs
     folder = setting.folder / f"ranks-{secrets.token_hex(3)}"
     folder.mkdir()
     # A partial object, which unlike a closure can be sent to other processes.
-    ended = train(job.config, folder, [], partial(_work, measure, setting))
+    ended = train(setting.config_of(words), folder, [], partial(_work, measure, setting))
     return ended["rows"]  # type: ignore[no-any-return]
 
 

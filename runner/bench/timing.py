@@ -41,9 +41,10 @@ HEADER = f"{'':<{WIDTH}}  median   quartiles        limit         medians in ms"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a benchmark is asked for."""
+    """What a benchmark is asked for; ``config_of`` returns the configuration of overrides."""
 
     folder: Path
+    config_of: Callable[[list[str]], Any]
     quick: bool = False
     peers: bool = False
     device: str = "cpu"

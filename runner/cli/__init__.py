@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from runner.config.folders import Refusal, outputs, read_yaml
 from runner.config.notation import higher_is_better
+from runner.config.ordinary import show_path
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.run_folder import files
 from runner.run_folder.strict_json import obstacle
@@ -49,7 +50,9 @@ def folder(text: str) -> Path:
     """Return the path of a folder, the value of a flag."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"must be a folder that exists, not {text}")
-    return Path(text).absolute()
+    path = Path(text).absolute()
+    show_path(path)
+    return path
 
 
 def _run(text: str) -> Path:

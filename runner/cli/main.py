@@ -16,7 +16,7 @@ from inspect import getdoc
 
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.environment import join_slurm_step, joins, started_rank
-from runner.config.problem import RequestError
+from runner.config.problem import RefusedOnAllRanks, RequestError
 from runner.config.reading import DamagedFile
 from runner.launch import signals
 from runner.launch.failure import Failure
@@ -72,12 +72,11 @@ def main(arguments: Sequence[str]) -> int:
                 print_line(ending(code), sys.stderr)
         sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
     except RequestError as error:
-        started = started_rank()
-        if started is None or started.rank == 0 or started.local_rank == 0:
-            print_line(str(error), sys.stderr)
-        else:
+        if isinstance(error, RefusedOnAllRanks) and not _is_first_of_machine():
             # torchrun ends all ranks with the first that fails: not before the message is printed.
             time.sleep(5.0)
+        else:
+            print_line(str(error), sys.stderr)
         code = WRONG_REQUEST
     except KeyboardInterrupt as interrupt:
         if not isinstance(interrupt, signals.Interrupted) and not joins():
@@ -107,14 +106,28 @@ def _command(arguments: list[str]) -> int:
 
         print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
         return 0
-    if command != "bench" and COMMANDS[command] != "pages":
+    trains = command != "bench" and COMMANDS[command] != "pages"
+    if trains:
         join_slurm_step()
     flags = {argument for argument in arguments if argument.startswith("-")}
-    if command != "bench" and COMMANDS[command] != "pages" and flags <= {"-m", "--multirun"}:
+    if trains and flags <= {"-m", "--multirun"}:
         announce("clip-runner: reading the configuration")
     with signals.deferred():
         work = getattr(import_module(f"runner.cli.{COMMANDS[command]}"), command)
     if flags & {"-h", "--help"} and command in ("calibrate", "plan", "verify"):
         print(getdoc(work))
         return 0
-    return int(work(arguments))
+    try:
+        return int(work(arguments))
+    except RequestError as error:
+        started = started_rank()
+        if not trains or started is None or started.world_size == 1:
+            raise
+        with signals.deferred():
+            from runner.launch.agreement import refused_on_all_ranks
+        raise refused_on_all_ranks(error) from None
+
+
+def _is_first_of_machine() -> bool:
+    started = started_rank()
+    return started is None or started.rank == 0 or started.local_rank == 0

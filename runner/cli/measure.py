@@ -14,6 +14,7 @@ from runner.config.environment import joins, started_rank
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
+from runner.config.request import request
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt
@@ -189,10 +190,23 @@ def bench(words: Sequence[str]) -> int:
         raise RequestError([Problem("--device", "cuda", "this machine has no CUDA device")])
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        setting = Setting(Path(scratch), asked.quick, asked.peers, device, asked.pairs)
+        setting = Setting(
+            Path(scratch),
+            config_of,
+            quick=asked.quick,
+            peers=asked.peers,
+            device=device,
+            rounds=asked.pairs,
+        )
         command = shlex.join(["python", "-m", "runner", "bench", *words])
         ended = attempt(lambda: record(asked.tables or [*TABLES], setting, home, command))
     if isinstance(ended, Failure):
         raise ended
     print_line(f"\n{home / FILE}")
     return 0
+
+
+def config_of(words: list[str]) -> RunConfig:
+    """Return the configuration of the overrides of one run."""
+    [job] = request(words).jobs
+    return job.config

@@ -3,7 +3,8 @@
 Secret are the value of a key whose words say so (:func:`is_secret`), the user part of a URL, the
 default of ``${oc.env:NAME,DEFAULT}``, what ``hydra.job.env_set`` sets, and the value of an
 environment variable with a secret name, wherever it stands. A reference such as ``${oc.env:TOKEN}``
-is no secret. Secrets that this process has read (:func:`remember`) are masked in all texts.
+is no secret. Secrets that this process has read (:func:`remember`) are masked in all texts, unless
+one is equal to a name or a path of this program (`ordinary.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
+from runner.config.ordinary import is_ordinary
+
 MASK = "***"
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -28,19 +31,25 @@ _ABOUT = re.compile(
     r"|dim|rate|prob|weight|loss|layers?|width|depth|heads|embeddings?|limit"
 )
 _ALWAYS = re.compile(
-    r"(^|_)(passwords?|passwd|passphrases?|passcode|secrets?|credentials?|creds|bearer"
-    r"|authorization|cookies?|jwt|webhook|env_set"
+    r"(passwords?|passwd|passphrases?|secrets?)(_|$)"  # also PGPASSWORD, clientsecret
+    r"|(^|_)(passcode|credentials?|creds|bearer|authorization|cookies?|jwt|webhook|env_set|t?otp"
+    r"|(recovery|backup)_codes?|mnemonic|seed_phrase"
     r"|(api|access|secret|private|auth|encryption|decryption|signing|account|master|service"
-    r"|licen[sc]e|ssh|rsa|pgp|gpg|hmac|aes|deploy|storage|subscription|openai|anthropic|wandb|hf"
-    r"|aws|azure|google|github|gitlab|kaggle|comet|neptune)_?keys?"
-    r"|(db|user|smtp|mysql|redis|ftp|http|proxy|login|mail|pg|postgres|root|admin|key)_?pass)(_|$)"
-    r"|(^|_)auth$|.[_](pwd)$"
+    r"|licen[sc]e|ssh|ssl|tls|cert|client|rsa|pgp|gpg|hmac|aes|fernet|deploy|storage|subscription"
+    r"|pass|openai|anthropic|wandb|hf|aws|azure|google|github|gitlab|kaggle|comet|neptune)_?keys?"
+    r"|(db|user|smtp|mysql|redis|ftp|http|proxy|login|mail|pg|postgres|root|admin|key|ssh|sudo)"
+    r"_?pass)(_|$)"
+    r"|(^|_)(o?auth|hmac)$|._(pwd|pat)$"
 )
+# A key that is one of these words and no more, unless its value is a path or a small number.
+_SHORT = ("pass", "pwd", "pin", "sas", "pem")
 _LOGINS = (
     "access|api|auth|bearer|refresh|session|secret|github|gitlab|hub|hf|wandb|bot|id|csrf|xsrf"
     "|oauth|oauth2|bearer|security|service|personal|deploy|job"
 )
-_LOGIN_TOKEN = re.compile(rf"(^|_)({_LOGINS})_?tokens?$")
+_LOGIN_TOKEN = re.compile(
+    rf"(^|_)(({_LOGINS})_?token|(access|api|auth|bearer|refresh|session|secret)_?tokens)$"
+)
 # Before ``token``: it is one of a vocabulary, or counted.
 _OF_MODELS = re.compile(
     r"(^|_)(bos|eos|pad|padding|unk|unknown|sep|separator|cls|class|masked|mask|start|end|stop"
@@ -53,6 +62,8 @@ _OF_MODELS = re.compile(
 )
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
 _PATH = re.compile(r"(\.{0,2}|~|\$\w+)/[^@]*")
+# A token of a vocabulary: its number, a short word, or one in brackets. Those of logins are longer.
+_OF_VOCABULARY = re.compile(r"\d{1,6}|[A-Za-z]{1,7}|\[\w+\]|<[/|\w]+>")
 
 # An interpolation without others inside, or with some that have none.
 _INNER = r"\$\{[^${}]*\}"
@@ -63,12 +74,17 @@ _DEFAULT = re.compile(
 )
 # No pattern starts anew inside of a long word: the time would grow with its square.
 _URL = re.compile(r"([\w+.-]{0,30})://((?:\$\{[^{}]*\}|(?!\$\{)[^\s/?#'\"<>])+)@")
-_SIGNED = re.compile(r"([?&](?:sig|signature|key|x-(?:amz|goog)-signature)=)[^\s&#'\"]+", re.I)
+_SIGNED = re.compile(
+    r"([?&](?:sig|signature|key|x-(?:amz|goog)-signature)="
+    r"|hooks\.slack\.com/services/|/api/webhooks/)[^\s&#'\"]+",
+    re.IGNORECASE,
+)
 _QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
 _VALUE = re.compile(rf"{_QUOTED}|{_REFERENCE.pattern}|[^\s,;&|)}}\]'\"]+")
 _PAIR = re.compile(r"(?<![\w.-])([\w.-]+)(['\"]?\s*=\s*|['\"]?:)(\s*)")
 _FLAG = re.compile(rf"(?<![\w-])(--?[A-Za-z][\w-]*)(['\"]?(?:\s+|\s*,\s*))({_VALUE.pattern})")
-_BEARER = re.compile(r"\b(Bearer|Basic)(\s+)(?=[\w.~+/=-]*[\d=])[\w.~+/=-]{6,}")
+_LOGIN = r"Bearer|Basic|[Aa]uthorization['\"]?\s*[:=]\s*['\"]?\w+"
+_BEARER = re.compile(rf"\b({_LOGIN})(\s+)(?=[\w.~+/=-]*[\d=])[\w.~+/=-]{{6,}}")
 _INSIDE = re.compile(r"[{,]\s*['\"]?([\w.@/-]+)['\"]?\s*:")  # a key of a mapping in an override
 
 _remembered: dict[str, None] = {}
@@ -89,6 +105,8 @@ def _names_secret(name: str) -> bool:
     if not words or _ABOUT.fullmatch(words[-1]):
         return False
     joined = "_".join(words)
+    if joined in _SHORT:
+        return True
     if _ALWAYS.search(joined) or _LOGIN_TOKEN.search(joined):
         return True
     return words[-1] == "token" and not _OF_MODELS.search(joined)
@@ -106,8 +124,11 @@ def _is_open(key: str, value: Any) -> bool:
     text = str(value).strip()
     if text.lower() in ("", "null", "none", "true", "false", "''", '""', "???", MASK):
         return True
-    if key.lower().endswith("token") and text.isdecimal() and len(text) <= 6:
-        return True  # its number in a vocabulary
+    last = re.split(r"[.@/:]", key.lower())[-1]
+    if last.endswith(("token", "tokens")) and _OF_VOCABULARY.fullmatch(text):
+        return True
+    if last in _SHORT and (_PATH.match(text) or re.fullmatch(r"\d{1,3}", text)):
+        return True
     return _is_reference(text)
 
 
@@ -232,12 +253,14 @@ def secrets_in(value: Any, key: str = "", secret: bool = False) -> Iterator[str]
 
 def _of_environment() -> list[str]:
     """Return the values of environment variables with secret names."""
-    return [*_variants(value for name, value in os.environ.items() if is_secret(name))]
+    return [*_variants(value for name, value in os.environ.items() if hides(name, value))]
 
 
 def _variants(values: Iterable[str]) -> Iterator[str]:
     """Yield secrets that are long enough to be found in texts, as these may spell them."""
     for value in values:
+        if len(value) < 6 or is_ordinary(value):
+            continue
         parts = [value, *value.splitlines()] if "\n" in value else [value]
         for part in parts:
             if len(part) < 6 or part == MASK:
@@ -278,7 +301,7 @@ def _text_masked(text: str, known: Iterable[str]) -> str:
         text = _pairs_masked(text)
     if "-" in text:
         text = _FLAG.sub(_flag_masked, text)
-    return _BEARER.sub(rf"\1\2{MASK}", text) if "B" in text else text
+    return _BEARER.sub(rf"\1\2{MASK}", text) if "B" in text or "uthoriz" in text else text
 
 
 def _defaults_masked(text: str, secret: bool) -> str:

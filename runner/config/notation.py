@@ -1,4 +1,4 @@
-"""Durations, numbers, lists of names and metrics: read from text, and as text in plain ASCII."""
+"""Durations, numbers, names, metrics and exceptions: read from text, and as text in plain ASCII."""
 
 from __future__ import annotations
 
@@ -58,6 +58,50 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 def ranks_as_text(ranks: Sequence[int]) -> str:
     """Format a list of ranks: ``rank 1``, ``ranks 0, 2``."""
     return f"rank{'' if len(ranks) == 1 else 's'} {first_few([str(rank) for rank in ranks], 8)}"
+
+
+LONGEST = 500  # characters of one exception's message in a line
+MEMBERS = 3  # exceptions of a group that a line names
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an exception, its notes and its causes in one line.
+
+    Of a message that has several paragraphs, the line has the first one.
+    """
+    parts = [_kind_and_message(error)]
+    parts += [" ".join(str(note).split()) for note in getattr(error, "__notes__", ())]
+    seen = {id(error)}
+    cause = error.__cause__
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        parts.append(f"from {_kind_and_message(cause)}")
+        cause = cause.__cause__
+    return "; ".join(parts)
+
+
+def message_of(error: BaseException) -> str:
+    """Return the text of an exception, whose class may fail to give one."""
+    try:
+        return str(error)
+    except Exception:
+        return "<its text cannot be read>"
+
+
+def _kind_and_message(error: BaseException) -> str:
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("builtins", "__main__"):
+        name = f"{kind.__module__}.{name}"
+    paragraph = message_of(error).strip().partition("\n\n")[0]
+    message = " ".join(paragraph.split())
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} ..."
+    text = f"{name}: {message}" if message else name
+    if not isinstance(error, BaseExceptionGroup):
+        return text
+    members = [in_one_line(member) for member in error.exceptions]
+    return f"{text}: {first_few(members, MEMBERS)}"
 
 
 _HIGHER = (

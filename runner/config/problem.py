@@ -72,6 +72,10 @@ class RequestError(Exception):
         return text
 
 
+class RefusedOnAllRanks(RequestError):
+    """A request of several ranks cannot be run, and each of them raises this error."""
+
+
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
 _OURS = {
     "fp16": ("16", "amp", "float16", "half"),

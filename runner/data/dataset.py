@@ -42,6 +42,13 @@ def length_of(dataset: Dataset[Any]) -> int | None:
     return len(dataset)  # type: ignore[arg-type]
 
 
+def is_dataset(made: Any) -> bool:
+    """Return whether a loader can read an object: by index and length, or as a stream."""
+    return isinstance(made, IterableDataset) or (
+        hasattr(made, "__getitem__") and hasattr(made, "__len__")
+    )
+
+
 def first_sample(dataset: Dataset[Any]) -> Any:
     """Return the first sample of a data set that is not empty; a stream is begun for it."""
     if not isinstance(dataset, IterableDataset):
@@ -100,6 +107,11 @@ def own(
     """Train on one data set, evaluate on another or on a share of it; see conf/data/own.yaml."""
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")
+    for key, made in (("data.train", train), ("data.eval", eval)):
+        if not (is_dataset(made) or (made is None and key == "data.eval")):
+            kind = type(made).__name__
+            needed = "a data set has __len__ and __getitem__, or is an IterableDataset"
+            raise DataUnavailable(f"{key} is of class {kind}, which is no data set: {needed}")
     train, eval = (_tensors(one, columns) for one in (train, eval))
     if eval is None and eval_fraction > 0 and not isinstance(train, IterableDataset):
         samples = len(train)

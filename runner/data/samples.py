@@ -43,6 +43,35 @@ def draws_nothing(dataset: Any) -> bool:
     return in_memory or getattr(dataset, "draws_nothing", False) is True
 
 
+def is_share(dataset: Any) -> bool:
+    """Return True if a data set is some samples of another one, which are read as that reads."""
+    kind = type(dataset)
+    return (
+        isinstance(dataset, Subset)
+        and kind.__getitem__ is Subset.__getitem__
+        and kind.__getitems__ is Subset.__getitems__
+    )
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Return True if a data set reads several samples at once; a share reads as the whole does."""
+    if is_share(dataset):
+        return reads_batches(dataset.dataset)
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def origin(dataset: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
+    """Return the data set that a share is taken of, and the indices of these samples there."""
+    while True:
+        if isinstance(dataset, SeededSamples):
+            dataset = dataset.dataset
+        elif is_share(dataset) and all(index < len(dataset) for index in indices):
+            indices = [int(dataset.indices[index]) for index in indices]
+            dataset = dataset.dataset
+        else:
+            return dataset, indices
+
+
 @dataclass(eq=False, repr=False)
 class SeededSamples(Dataset[Any]):
     """A data set whose samples depend on seed, epoch and index alone.
@@ -99,9 +128,8 @@ class SeededSamples(Dataset[Any]):
 
     def _batch(self, indices: Sequence[int]) -> Any:
         self.reading = indices
-        read = getattr(self.dataset, "__getitems__", None)
-        if callable(read):
-            return read(indices)
+        if reads_batches(self.dataset):
+            return self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
         samples = []
         for index in indices:
             self.reading = [index]

@@ -33,7 +33,15 @@ from runner.data.order import (
     set_epoch,
     unchanged,
 )
-from runner.data.workers import Unread, arrived, begin, shielded, start_method, unread
+from runner.data.workers import (
+    Unread,
+    arrived,
+    begin,
+    place_of,
+    shielded,
+    start_method,
+    unread,
+)
 
 T = TypeVar("T")
 
@@ -97,7 +105,7 @@ class Stream(IterableDataset[Read]):
                 yield read
                 number += 1
         except (Exception, SystemExit) as error:
-            yield unread(self.dataset, f"microbatch {number}", error)
+            yield unread(f"{place_of(self.dataset)}, microbatch {number}", error)
 
     def _microbatches(self, worker: int) -> Iterator[Read]:
         start, position = self.start, self.position

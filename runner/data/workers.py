@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from runner.data.samples import SeededSamples
+from runner.config.notation import first_few, in_one_line
+from runner.data.samples import SeededSamples, origin
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class WorkerDataset(SeededSamples):
             return super().__getitems__(indices)
         except (Exception, SystemExit) as error:
             # Not the exception itself: a class that cannot be pickled would never arrive
-            return unread(self.dataset, samples_of(self.reading), error)
+            return unread(place_of(self.dataset, self.reading), error)
 
 
 @dataclass(eq=False, repr=False)
@@ -84,21 +85,20 @@ class Collate:
             if missing and in_worker:
                 reason = TypeError("the sample is None")
                 reason.__cause__ = error
-                return unread(self.dataset, missing, reason)
+                return unread(place_of(self.dataset, missing), reason)
             if missing:
-                raise DataError(f"{place_of(self.dataset)}, {missing}: it is None") from error
+                raise DataError(f"{place_of(self.dataset, missing)}: it is None") from error
             if in_worker:
-                return unread(self.dataset, samples_of(self.indices_of_batch()), error)
+                return unread(place_of(self.dataset, self.indices_of_batch()), error)
             raise
         return batch
 
-    def _missing(self, samples: Any) -> str:
-        """Return the samples that are None, in words."""
+    def _missing(self, samples: Any) -> list[int]:
+        """Return the indices of samples that are None."""
         if not isinstance(samples, list):
-            return ""
+            return []
         pairs = zip(self.indices_of_batch(), samples, strict=False)
-        missing = [index for index, sample in pairs if sample is None]
-        return samples_of(missing) if missing else ""
+        return [index for index, sample in pairs if sample is None]
 
     def _require_sendable(self, batch: Any) -> None:
         """Raise an error for what a worker cannot send: torch would wait for it for ever."""
@@ -165,30 +165,25 @@ def arrived(reads: Iterator[Any], dataset: Any, timeout: float) -> Iterator[Any]
         yield batch
 
 
-def unread(dataset: Any, what: str, error: BaseException) -> Unread:
+def unread(place: str, error: BaseException) -> Unread:
     """Return what a worker sends for samples that it failed to read."""
     info = get_worker_info()
     worker = "" if info is None else f", worker {info.id}"
     called = "".join(traceback.format_exception(error))
-    where = f"{place_of(dataset)}, {what}{worker}"
-    return Unread(f"{where}: {_in_line(error)}\n\nIn the worker:\n{called}")
+    return Unread(f"{place}{worker}: {in_one_line(error)}\n\nIn the worker:\n{called}")
 
 
-def _in_line(error: BaseException) -> str:
-    """Return an exception and its causes in one line."""
-    line = " ".join(traceback.format_exception_only(error)[0].split())
-    return line if error.__cause__ is None else f"{line}; from {_in_line(error.__cause__)}"
+def place_of(dataset: Any, indices: Sequence[int] = ()) -> str:
+    """Return ``data set Images, sample 3``, or ``..., samples 3, 5, 6, 8 and 7 more``.
 
-
-def place_of(dataset: Any) -> str:
-    return f"data set {type(dataset).__name__}"
-
-
-def samples_of(indices: Sequence[int]) -> str:
-    """Return ``sample 3``, or ``samples 3, 5 and 7 more``."""
-    shown = ", ".join(str(index) for index in indices[:4])
-    more = f" and {len(indices) - 4} more" if len(indices) > 4 else ""
-    return f"sample{'s' if len(indices) > 1 else ''} {shown}{more}"
+    Of a share of a data set, that are the indices in the whole one.
+    """
+    dataset, indices = origin(dataset, indices)
+    name = f"data set {type(dataset).__name__}"
+    if not indices:
+        return name
+    numbers = first_few([str(index) for index in indices], most=4)
+    return f"{name}, sample{'s' if len(indices) > 1 else ''} {numbers}"
 
 
 def start_workers_anew(loader: Any) -> None:
@@ -251,7 +246,7 @@ def begin(worker: int, then: Callable[[int], None] | None) -> None:
         then(worker)
     except Exception as error:  # its class may be one that cannot be pickled
         called = "".join(traceback.format_exception(error))
-        raise RuntimeError(f"worker_init_fn: {_in_line(error)}\n\n{called}") from None
+        raise RuntimeError(f"worker_init_fn: {in_one_line(error)}\n\n{called}") from None
 
 
 def _watch(parent: BaseProcess) -> None:

@@ -1,53 +1,132 @@
-"""Refuse ranks of torchrun or srun that were started with different commands."""
+"""Let all ranks of torchrun or srun refuse a request that one of them cannot run as it is.
+
+Each rank reads its own command. A rank that finds a problem, and ranks whose commands differ, would
+leave the others waiting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from runner.config.environment import in_slurm_step, started_rank
+from runner.config.environment import StartedRank, in_slurm_step, started_rank
 from runner.config.identity import digest
-from runner.config.problem import MISSING, Problem, RequestError, leaves, shown
+from runner.config.notation import ranks_as_text
+from runner.config.problem import (
+    MISSING,
+    NOTHING,
+    Problem,
+    RefusedOnAllRanks,
+    RequestError,
+    leaves,
+    shown,
+)
 from runner.launch.failure import Failure
 from runner.launch.process_group import LATER, abandon, launch_from_torch, leave
 
 FREE = ("tracker", "report")  # sections that the first rank alone uses
 MOST = 10  # differing keys that a message names
+PATIENCE = 120.0  # seconds in which the others learn of a refusal; launch.timeout may be wrong too
+
+
+class Answer(NamedTuple):
+    """What a rank tells the others about its request."""
+
+    hash: str = ""
+    problems: tuple[Problem, ...] = ()  # why the rank refuses its request
 
 
 def require_same_request(request: Mapping[str, Any], timeout: float) -> None:
     """Join the ranks that were started with this one, and compare their requests.
 
-    If they differ, every rank raises the same RequestError. Nothing has been created by then.
+    If they differ, or a rank refuses its own, every rank raises the same RefusedOnAllRanks. Nothing
+    has been created by then.
     """
     started = started_rank()
     if started is None or started.world_size == 1:
         return
     compared = {key: value for key, value in request.items() if key not in FREE}
     try:
-        launch_from_torch(verbose=False, timeout=timeout + LATER)
-        other = _first_that_differs(digest(compared), started.world_size)
-        if other is None:
-            return
-        first_request = _sent_by(0, compared)
-        other_request = _sent_by(other, compared)
+        answers = _answers(Answer(digest(compared)), started, timeout)
+        problems = _refusals(answers)
+        if not problems:
+            other = _first_that_differs(answers)
+            if other is None:
+                return
+            first_request = _sent_by(0, compared)
+            other_request = _sent_by(other, compared)
+            problems = [*_differences(first_request, other_request, other)]
         leave()
     except RuntimeError as error:
+        raise _lonely(started, error) from error
+    raise RefusedOnAllRanks(problems[:MOST])
+
+
+def refused_on_all_ranks(error: RequestError) -> RequestError:
+    """Tell the other ranks that this one refuses its request; return the error of all of them.
+
+    Return the error of this rank alone if the others do not come.
+    """
+    started = started_rank()
+    if started is None or started.world_size == 1 or isinstance(error, RefusedOnAllRanks):
+        return error
+    if dist.is_initialized() and started.rank > 0:  # the first rank has no such problem to tell
+        return error
+    answer = Answer(problems=tuple(_as_text(problem) for problem in error.problems))
+    try:
+        if dist.is_initialized():  # the others wait for what the first rank tells them to do
+            refused = RefusedOnAllRanks(answer.problems)
+            dist.broadcast_object_list([refused], src=0)
+        else:
+            refused = RefusedOnAllRanks(_refusals(_answers(answer, started, PATIENCE)))
+        leave()
+    except RuntimeError:
         abandon()
-        reason = str(error).strip().partition("\n")[0]
-        why = f"rank {started.rank} did not meet the other ranks of {started.world_size}: {reason}"
-        raise Failure(f"{why}{_how_to_separate()}", started.rank) from error
-    problems = [*_differences(first_request, other_request, other)]
-    raise RequestError(problems[:MOST])
+        return error
+    return refused
 
 
-def _first_that_differs(own_hash: str, world_size: int) -> int | None:
-    hashes = [""] * world_size
-    dist.all_gather_object(hashes, own_hash)
-    for rank, other_hash in enumerate(hashes):
-        if other_hash != hashes[0]:
+def _answers(answer: Answer, started: StartedRank, timeout: float) -> list[Answer]:
+    """Join the other ranks, and return the answer of each."""
+    launch_from_torch(verbose=False, timeout=timeout + LATER)
+    answers = [answer] * started.world_size
+    dist.all_gather_object(answers, answer)
+    return answers
+
+
+def _as_text(problem: Problem) -> Problem:
+    """Return a problem that can be sent, whatever its value is; secrets are masked."""
+    return Problem(problem.word, NOTHING, problem.message, problem.job)
+
+
+def _refusals(answers: Sequence[Answer]) -> list[Problem]:
+    """Return the problems of the first rank that has some, and name the ranks if not all have."""
+    refusing = [rank for rank, answer in enumerate(answers) if answer.problems]
+    if not refusing:
+        return []
+    problems = answers[refusing[0]].problems
+    same = [rank for rank in refusing if answers[rank].problems == problems]
+    if len(same) == len(answers):
+        return [*problems]
+    place = f" (on {ranks_as_text(same)} of {len(answers)})"
+    return [
+        Problem(problem.key, NOTHING, f"{problem.message}{place}", problem.job)
+        for problem in problems
+    ]
+
+
+def _lonely(started: StartedRank, error: RuntimeError) -> Failure:
+    abandon()
+    reason = str(error).strip().partition("\n")[0]
+    why = f"rank {started.rank} did not meet the other ranks of {started.world_size}: {reason}"
+    return Failure(f"{why}{_how_to_separate()}", started.rank)
+
+
+def _first_that_differs(answers: Sequence[Answer]) -> int | None:
+    for rank, answer in enumerate(answers):
+        if answer.hash != answers[0].hash:
             return rank
     return None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from signal import SIGINT
 from typing import Any, Literal
 
+from runner.config.notation import in_one_line, message_of
 from runner.launch import signals
 from runner.run_folder.strict_json import disk_full
 from runner.train import stop
@@ -18,7 +19,6 @@ KNOBS = (
     "out of memory: lower data.batch_size (accumulation.steps keeps the size of the step), or "
     "shard the model over more ranks (plugin=fsdp, plugin=tensor, plugin=pipeline)"
 )
-LONGEST = 500  # characters of one exception's message in a summary
 _WORKER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 # Gloo writes its file before each message. Where it only checks arguments it adds "enforce fail".
@@ -81,18 +81,9 @@ def described(error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return ``error``, its notes and its causes in one line, with advice if memory is short.
-
-    Of a message that has several paragraphs, the line has the first one.
-    """
-    parts = [_kind_and_message(error), *getattr(error, "__notes__", ())]
-    cause = error.__cause__
-    while cause is not None:
-        parts.append(f"from {_kind_and_message(cause)}")
-        cause = cause.__cause__
-    if _is_out_of_memory(error):
-        parts.append(KNOBS)
-    return "; ".join(parts)
+    """Return ``error``, its notes and its causes in one line, with advice if memory is short."""
+    line = in_one_line(error)
+    return f"{line}; {KNOBS}" if _is_out_of_memory(error) else line
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -109,7 +100,7 @@ def stopped_by(error: BaseException) -> int:
         return SIGINT
     if isinstance(error, stop.Stopped | signals.Terminated):
         return error.signal
-    return stop.requested() if _WORKER.search(str(error)) or is_lost_peer(error) else 0
+    return stop.requested() if _WORKER.search(message_of(error)) or is_lost_peer(error) else 0
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -128,25 +119,13 @@ def _is_of_transport(error: BaseException) -> bool:
         return False
     from torch.distributed import DistError
 
-    return isinstance(error, DistError) or _GLOO.search(str(error)) is not None
+    return isinstance(error, DistError) or _GLOO.search(message_of(error)) is not None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` is one of memory, or follows from one, as in a pipeline's stage."""
     for raised in _chain(error):
-        of_torch = isinstance(raised, RuntimeError) and _OUT_OF_MEMORY.search(str(raised))
+        of_torch = isinstance(raised, RuntimeError) and _OUT_OF_MEMORY.search(message_of(raised))
         if of_torch or isinstance(raised, MemoryError):
             return True
     return False
-
-
-def _kind_and_message(error: BaseException) -> str:
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ != "builtins":
-        name = f"{kind.__module__}.{name}"
-    paragraph = str(error).strip().partition("\n\n")[0]
-    message = " ".join(paragraph.split())
-    if len(message) > LONGEST:
-        message = f"{message[:LONGEST]} ..."
-    return f"{name}: {message}" if message else name

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from runner.config.environment import join_slurm_step
+from runner.launch import signals
 
 LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
 
@@ -56,7 +58,7 @@ def launch_from_torch(
     # The groups of device meshes, which are given no limit, would have torch's 30 minutes.
     dist.distributed_c10d.default_pg_timeout = limit
     try:
-        dist.init_process_group(backend, timeout=limit)
+        _wait_for_peers(backend, limit)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -66,6 +68,28 @@ def launch_from_torch(
     torch.manual_seed(seed)
     if verbose:
         get_dist_logger().info(f"{dist.get_world_size()} ranks by {backend}", ranks=[0])
+
+
+def _wait_for_peers(backend: str | None, limit: timedelta) -> None:
+    """Create the process group, in a thread: a signal ends the wait for ranks that are not there.
+
+    The wait is in C++, during which Python calls no handler of a signal in that thread.
+    """
+    errors: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            dist.init_process_group(backend, timeout=limit)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join, daemon=True, name="peers")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+        signals.raise_if_noted()
+    if errors:
+        raise errors[0]
 
 
 def stand_alone() -> None:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from runner.config.environment import started_rank, variable
 from runner.config.masking import remember
+from runner.config.ordinary import show_path
+from runner.config.problem import RefusedOnAllRanks
 from runner.config.schema import RunConfig
 from runner.launch import reports, signals
 from runner.launch.failure import described, is_lost_peer, stopped_by, summary_of
@@ -84,7 +86,7 @@ def local_main(job: Job) -> dict[str, Any]:
             reported.fail(error)  # a peer that was lost, perhaps
             sys.stdout.flush()
             os._exit(signals.exit_code(number))  # a rank that returns would wait for the agent
-        _report(reported, error)
+        reported.fail(error)
         until = time.monotonic() + PATIENCE
         while is_lost_peer(error) and time.monotonic() < until and not stop.requested():
             time.sleep(0.05)
@@ -100,6 +102,9 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
     except stop.Stopped as stopped:
         leave()
         return signals.exit_code(stopped.signal)
+    except RefusedOnAllRanks:
+        leave()
+        raise
     except BaseException as error:
         abandon()
         if isinstance(error, Exception) and not is_lost_peer(error):
@@ -133,11 +138,14 @@ def train_as_rank(
         again = newest(job.folder)  # an attempt failed, and torch's agent starts all ranks again
         cut(job.folder / files.ROWS, again.step if again.checkpoint else job.step)
         job = replace(job, resume=again.checkpoint or job.resume)
-    sent = [job]
+    sent: list[Any] = [job]
     dist.broadcast_object_list(sent, src=0)
     [job] = sent
+    if isinstance(job, RefusedOnAllRanks):  # where the first rank looked: the folder of the run
+        raise job
     assert job is not None
     remember(job.secrets)
+    show_path(job.folder)
     reported.begin(started.rank)
     reports.watch(job.folder, started.rank, timeout)
     if not logging.root.handlers:
@@ -146,18 +154,10 @@ def train_as_rank(
     try:
         ended = perform(job, None if started.rank else shown)
     except BaseException as error:
-        _report(reported, error)
+        reported.fail(error)
         raise
     leave()
     return ended
-
-
-def _report(reported: Reports, error: BaseException) -> None:
-    if isinstance(error, SystemExit) and not stopped_by(error):  # by the model, or the data
-        ended = RuntimeError(f"SystemExit: {error.code}")
-        ended.__cause__ = error
-        error = ended
-    reported.fail(error)
 
 
 def perform(job: Job, shown: Sequence[Sink] | None) -> dict[str, Any]:  # None: no sinks at all

@@ -27,6 +27,7 @@ from runner.config.environment import started_rank
 from runner.config.identity import NOT_HASHED
 from runner.config.masking import hidden, hidden_in, remembered
 from runner.config.notation import with_short_numbers
+from runner.config.ordinary import show_path
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import KNOBS, Failure, attempt, is_lost_peer, stopped_by
@@ -233,6 +234,7 @@ def run(
 ) -> Failure | None:
     """Run one job, of a sweep over the keys ``swept`` if any; record and return a failure."""
     signals.set_timeout(config.shutdown.timeout)
+    show_path(folder)
     record, run_id = Record(folder), start.former.get("wandb_run_id") or new_run_id()
     run_id = str(run_id) if config.tracker.uses("wandb") else None
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded

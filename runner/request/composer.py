@@ -33,6 +33,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import KeyValidationError
 
 from runner.config.folders import Refusal, find, outputs
 from runner.config.masking import masked_words, remember, secrets_in
@@ -459,5 +460,7 @@ def reason(error: BaseException) -> str:
         return _no_option(group, option, error.options)
     lines = f"{error}\n{error.__cause__ or ''}".splitlines()
     noise = ("To append", "full_key", "object_type")
+    if isinstance(error, KeyValidationError) and "NoneType" in str(error):
+        return "a key of a mapping must be text, a number, true or false, not null"
     kept = [line.strip() for line in lines if not line.strip().startswith(noise)]
     return " ".join(filter(None, kept)) or type(error).__name__

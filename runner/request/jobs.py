@@ -33,6 +33,7 @@ from runner.config.masking import (
     remembered,
     secrets_in,
 )
+from runner.config.ordinary import show_path
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import SHORT, RunConfig, examine
@@ -199,7 +200,7 @@ def recorded(file: Path, given: Sequence[str], config_dir: Path | None = None) -
         for key, value in leaves("", OmegaConf.to_container(made.config)):
             masks = not is_recorded(str(value))
             if masks and key.partition(".")[0] not in NOT_HASHED:
-                text = f"is a secret, which is not recorded: give it again ({key}=VALUE)"
+                text = f"is a secret, which is not recorded: give it again ({key}=???)"
                 made.problems.append(Problem(key, NOTHING, text))
         return job_of(made, file.parent, origin=origin)
 
@@ -209,10 +210,12 @@ def destination(config: DictConfig, kind: str) -> Path:
     refer_to(config)
     key = f"hydra.{kind}.dir"
     try:
-        return Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()
+        path = Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()
     except (OmegaConfBaseException, ValueError) as error:
         problem = Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")
         raise RequestError([problem]) from None
+    show_path(path)
+    return path
 
 
 def searches(master: DictConfig) -> bool:

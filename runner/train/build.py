@@ -37,7 +37,7 @@ from runner.config.problem import did_you_mean
 from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
-from runner.data.dataset import length_of
+from runner.data.dataset import is_dataset, length_of
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
@@ -93,7 +93,14 @@ def make_data(config: DataSection) -> Data:
 def _data(section: bytes) -> Data:
     config = DataSection.model_validate(pickle.loads(section))
     make = maker(config)
-    data = _require(Data, make(), config)
+    data = make()
+    if not isinstance(data, Data):
+        kind = type(data).__name__
+        advice = "give a function that returns it, or data=own and the class of a data set"
+        advice += " as data.train._target_"
+        if is_dataset(data):
+            advice = f"for a data set: data=own data.train._target_={config.target}"
+        raise TargetError(f"makes a {kind}, not a runner.data.Data; {advice}")
     for dataset in (data.train, data.test):
         if dataset is not None:
             length_of(dataset)  # all but streams need one

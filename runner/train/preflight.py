@@ -36,7 +36,7 @@ from runner.config.environment import (
     started_rank,
     variable,
 )
-from runner.config.notation import plural
+from runner.config.notation import message_of, plural
 from runner.config.problem import (
     MISSING,
     NOTHING,
@@ -119,7 +119,7 @@ def _misfits(section: str, target: Target) -> Iterator[Problem]:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {message_of(error).strip().partition(chr(10))[0]}"
 
 
 def _unfit_size(config: RunConfig) -> Problem | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -37,7 +37,7 @@ def problems(recorded: Iterable[Recorded]) -> list[Problem]:
 
 
 def _may_be_called(one: Recorded) -> bool:
-    if _runs_code(one):
+    if _runs_code(one.arguments):
         return False
     try:
         made = _named(one.target)
@@ -62,13 +62,27 @@ def _named(target: str) -> Any:
     return found
 
 
-def _runs_code(one: Recorded) -> bool:
-    if any(one.arguments.get(name) for name in _RUNS_CODE):
-        return True
-    # timm and transformers fetch what such names stand for.
-    fetched = str(one.arguments.get("model_name", "")).partition(":")[1]
-    kernels = (v for k, v in one.arguments.items() if str(k).endswith("_implementation"))
-    return bool(fetched) or any("/" in str(kernel) for kernel in kernels)
+def _runs_code(arguments: Any) -> bool:
+    """Return whether arguments, or mappings and lists in them, make a library run code of others.
+
+    A mapping may become the keyword arguments of another function, as ``model_kwargs`` do.
+    """
+    if isinstance(arguments, list):
+        return any(_runs_code(item) for item in arguments)
+    if not isinstance(arguments, Mapping):
+        return False
+    for key, value in arguments.items():
+        name = str(key)
+        if name in _RUNS_CODE and value:
+            return True
+        # timm and transformers fetch what such names stand for.
+        if name == "model_name" and ":" in str(value):
+            return True
+        if name.endswith("_implementation") and "/" in str(value):
+            return True
+        if _runs_code(value):
+            return True
+    return False
 
 
 def _is_known(kind: type) -> bool:

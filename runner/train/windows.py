@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Plugin
 from runner.data.order import OwnRandom, PartitionedBatches, RandomState, generators, set_epoch
+from runner.data.samples import origin
 from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader, has_persistent_workers, start_workers_anew
 from runner.train.progress import Progress
@@ -88,7 +89,8 @@ class Windows:
             return None
         order = copy.copy(self._order)
         order.set_epoch(epoch)
-        return order.parts(microbatch)
+        dataset = getattr(self.loader, "dataset", None)
+        return [list(origin(dataset, part)[1]) for part in order.parts(microbatch)]
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Window]:
         """Read an epoch from microbatch ``first`` on, where the state was taken."""

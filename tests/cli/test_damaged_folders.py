@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import yaml
 from runner.checkpoint.content import STATE_KEYS
 from runner.cli.main import main
 from runner.request.request import request
+from tests.process import run_here
 from tests.report.examples import NORM, rows, sweep, write_run
 
 DEEP = 200_000
@@ -115,6 +117,86 @@ def test_a_reader_names_the_file_that_is_damaged(home, words, name, damages, cap
         assert len(lines) == 1, (damage, said)
         assert file.name in said or str(file.parent) in said, (damage, said)
         print(damage, words, code, lines[0])
+
+
+TRAIN = ["device=cpu", "tracker=none", "eval.interval=3ba", "checkpoint.interval=3ba"]
+TRAIN += ["data.batch_size=64"]
+FOR_RUN = ["status.json", "summary.json", "metrics.jsonl", "config.yaml", ".hydra/overrides.yaml"]
+FOR_RUN += [".hydra/hydra.yaml"]
+FOR_FINAL = ["manifest.json", "shard-00001-model-00001-of-00001.safetensors"]
+COMMANDS = {
+    "report {run}": FOR_RUN,
+    "evaluate {run}": [*FOR_RUN, *(f"checkpoints/final/{name}" for name in FOR_FINAL)],
+    "export {run}": [*FOR_RUN, *(f"checkpoints/final/{name}" for name in FOR_FINAL)],
+    "evaluate {run} --checkpoint best": FOR_RUN,
+    "export {run} --checkpoint best": FOR_RUN,
+    "resume={run} train.max_duration=5ba": [
+        *FOR_RUN,
+        *(f"checkpoints/step_000000003/{name}" for name in (*FOR_FINAL, "state.pt")),
+    ],
+    "resume={run}@3 train.max_duration=5ba": [*FOR_RUN, "checkpoints/step_000000003/state.pt"],
+    "plan resume={run} train.max_duration=5ba": FOR_RUN,
+}
+"""Readers of a run, and files that each could read."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run that has finished, with checkpoints after steps 3 and 4."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run_here(*TRAIN, "train.max_duration=4ba", f"hydra.run.dir={folder}")
+    return folder
+
+
+@pytest.fixture
+def copied(trained, tmp_path, outputs):
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def command_of(words, run):
+    more = [] if words.startswith(("report", "evaluate", "export")) else TRAIN
+    return [*words.format(run=run).split(), *more]
+
+
+def sign_again(file):
+    """Let the manifest of a checkpoint fit its damaged file, as a stranger would."""
+    if not file.is_file():
+        return
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    if file.name in manifest["files"]:
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+        manifest["files"][file.name]["sha256"] = found
+        (file.parent / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "damage"), [(words, damage) for words in COMMANDS for damage in DAMAGES]
+)
+def test_each_reader_names_each_damaged_file_that_it_needs(copied, words, damage, capsys):
+    """A file that a reader does not need, such as a report of an evaluation, changes nothing."""
+    kept = copied.with_name("kept")
+    shutil.copytree(copied, kept)
+    wrong = {}
+    for name in COMMANDS[words]:
+        file = copied / name
+        if damage == "large" and file.suffix in (".safetensors", ".pt"):
+            continue  # weights may have any size: their hash is compared
+        file.unlink()
+        DAMAGES[damage](file)
+        if file.suffix in (".safetensors", ".pt"):
+            sign_again(file)
+        capsys.readouterr()
+        code = main(command_of(words, copied))
+        said = capsys.readouterr().err
+        lines = [line for line in said.splitlines() if "this request cannot be run" not in line]
+        is_named = len(lines) == 1 and (file.name in said or str(file.parent) in said)
+        if code not in (0, 1, 2) or "Traceback" in said or (code and not is_named):
+            wrong[name] = (code, said)
+        shutil.rmtree(copied)
+        shutil.copytree(kept, copied)
+    assert not wrong
 
 
 def test_an_ordinary_file_with_anchors_and_a_deep_file_that_fits_are_read(home, capsys):

@@ -167,7 +167,8 @@ def test_a_record_calls_what_it_names_only_if_that_is_known_or_trusted(
     shutil.copytree(single, run)
     file = run / files.CONFIG
     config = yaml.safe_load(file.read_text())
-    config |= {"trust": True, "callbacks": [{}], "loss": {"checkpoint_path": "x"}}
+    nested = {"model_kwargs": [{"checkpoint_path": "x"}]}
+    config |= {"trust": True, "callbacks": [{}], "loss": nested}
     config["eval"]["metrics"] = [{"_target_": "torchmetrics.F1Score"}]
     config["optimizer"] |= {"nested": [{"deep": {"file": "x"}}], "hook": {}, "other": {}}
     config["model"] |= {"_target_": "runner.models.cnn.DigitsCNN", "width": {}}

@@ -6,6 +6,7 @@ import pytest
 
 from runner.cli.main import main
 from runner.config.modes import NAMES
+from runner.launch import agreement
 
 KEYS = [
     (
@@ -194,6 +195,10 @@ FIRST_HOUR = [
     ("gpus=4", ["did you mean plugin.nproc?"]),
     *((f"precision={word}", ["did you mean fp16?"]) for word in ("16", "amp")),
     ("model=resnet50", ["did you mean resnet34?", "model=package.name"]),
+    ("+model.id2label={null:cat}", ["a key of a mapping must be text, a number, true or false"]),
+    ("data=fractions.Fraction", ["makes a Fraction, not a runner.data.Data", "or data=own and"]),
+    ("data=tests.own_code.Flow +data.samples=9", ["data=own data.train._target_=tests.own_code.F"]),
+    ("data=own data.train=3", ["data.train is of class int, which is no data set"]),
     ("model=nomodule.Net", ["model._target_=nomodule.Net", "No module named 'nomodule'"]),
     ("model=torch.nn.Linaer", ["torch.nn has no Linaer; did you mean Linear?"]),
     (LINEAR, ["model.in_features", "model.out_features", "(2 problems)", "no value given"]),
@@ -270,6 +275,7 @@ def test_one_rank_of_a_machine_says_what_is_wrong_and_the_others_wait_for_it(
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     waited = []
     monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(agreement, "_answers", lambda answer, *_: [answer] * 4)
     assert main(["sed=1"]) == 2
     assert capsys.readouterr().err.count("this request cannot be run") == prints
     assert bool(waited) is not prints  # torchrun ends every rank when the first one fails

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 from runner import CheckpointSaver, Evaluate, Log, Trainer
 from runner.booster import SinglePlugin
 from runner.data import TensorPairs
+from runner.data.dataset import own
 from runner.data.workers import DataError
 from tests.distributed.training import Rows
 from tests.process import wait_for
@@ -217,6 +218,12 @@ def error_of(dataset, workers=1, **options):
 def test_a_sample_that_a_worker_cannot_read_is_named(fault, text):
     options = {"collate_fn": listed} if fault == "function" else {}
     assert re.match(f"data set Bad, {text}", error_of(Bad(fault), **options))
+
+
+@pytest.mark.parametrize("fault", ["raise", "none"])
+def test_the_index_of_a_sample_of_a_share_is_that_in_the_whole_data_set(fault):
+    train = own(Bad(fault), eval_fraction=0.5).train
+    assert error_of(train).startswith("data set Bad, sample 6, worker 0: ")
 
 
 def test_a_sample_that_is_none_is_named_without_workers():

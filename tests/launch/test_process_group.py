@@ -4,7 +4,7 @@ import os
 import socket
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.clip.transfer import start_gather
 from runner.config.environment import join_slurm_step
-from runner.config.problem import RequestError
+from runner.config.problem import Problem, RefusedOnAllRanks, RequestError
 from runner.launch import agreement
 from runner.launch.failure import is_lost_peer
 from runner.launch.rank import join
+from tests.launch.ends import started
 from tests.process import ROOT, python, wait_for
 from tests.ranks import run_ranks
 
@@ -148,23 +149,47 @@ def test_a_task_of_srun_is_a_rank(changed, expected):
         assert {name: os.environ.get(name) for name in expected} == expected
 
 
-def compare_requests(folder):
+def compare_requests():
     rank = dist.get_rank()
     request = {"seed": min(rank, 1), "clip": {"threshold": 1.0}, "tracker": {"group": rank}}
-    joined = patch.object(agreement, "launch_from_torch")
+    joined = patch.multiple(agreement, launch_from_torch=DEFAULT, leave=DEFAULT)
     described = patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": "3"})
     with joined, described:
         agreement.require_same_request({**request, "seed": 1}, timeout=60)  # another group is free
-        with pytest.raises(RequestError) as refused:
+        with pytest.raises(RefusedOnAllRanks) as differing:
             agreement.require_same_request(request, timeout=60)
-    return str(refused.value)
+        if rank < 2:
+            with pytest.raises(RefusedOnAllRanks) as refused:
+                agreement.require_same_request({"seed": 1}, timeout=60)
+            return str(differing.value), str(refused.value)
+        wrong = RequestError([Problem("sed", 1, "unknown key"), Problem("token", "abc1", "no")])
+        with patch.object(dist, "is_initialized", return_value=False):
+            return str(differing.value), str(agreement.refused_on_all_ranks(wrong))
 
 
-def test_ranks_with_different_requests_refuse_them_by_one_message(tmp_path):
-    first, second, third = run_ranks(compare_requests, 3, tmp_path)
-    assert first == second == third
-    assert "(1 problem)" in first
-    assert "seed=0  on rank 0, and 1 on rank 1" in first
+def test_ranks_refuse_different_requests_and_that_of_one_rank_by_one_message():
+    texts = run_ranks(compare_requests, 3)
+    [(differing, refused)] = {*texts}
+    assert "(1 problem)" in differing
+    assert "seed=0  on rank 0, and 1 on rank 1" in differing
+    assert "(2 problems)" in refused
+    assert "sed=1" in refused
+    assert "unknown key (on rank 2 of 3)" in refused
+    assert "token=***" in refused
+
+
+def test_a_rank_that_waits_for_the_others_answers_a_signal(environment):
+    with socket.create_server(("127.0.0.1", 0)) as first:  # the first rank, which says nothing
+        first.settimeout(600)
+        described = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        described |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(first.getsockname()[1])}
+        words = ["plugin=ddp", "tracker=none", "shutdown.timeout=500"]
+        with started(environment | described, words) as rank:
+            connection, _ = first.accept()
+            rank.process.terminate()
+            with connection:
+                rank.ends(143)
+    assert "it had not ended" not in rank.printed
 
 
 # The calls by which a process learns of a GPU or uses it; after any of them its children cannot.

@@ -10,6 +10,7 @@ import yaml
 
 from runner.cli.main import main
 from runner.config.masking import hidden, is_secret, masked, masked_words
+from runner.config.ordinary import show_path
 from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read
 
@@ -36,6 +37,8 @@ passphrase db_password user_password db_pass secret client_secret secrets creden
 gcp_credentials token access_token auth_token bearer_token refresh_token github_token gitlab_token
 slack_bot_token id_token hf_token hub_token my_token tokenOfMine.token use_auth_token api_tokens
 bearer authorization auth cookie webhook connection_string jwt
+pass pwd pin sas pem mysql_pwd PGPASSWORD clientsecret sshpass github_pat oauth totp_seed
+recovery_code mnemonic seed_phrase tls_key fernet_key client_cert_key passkey hmac
 """
 KEYS = SECRET_KEYS.split()
 """Keys whose words say that their value is secret."""
@@ -63,10 +66,24 @@ PARTS = [
     "+hydra.job.env_set.RUNNER_TESTS_{n}={s}",
     "+model.at_{n}='the {s} of GH_TOKEN'",  # the value of a variable
     "+model.at_{n}={{{s}:1}}",  # the value of a variable
+    "+model.at_{n}='Authorization: token {s}9'",
+    "+model.at_{n}=https://hooks.slack.com/services/T0/B0/{s}",
+    "+model.at_{n}=https://discord.com/api/webhooks/1/{s}",
+    "+model.at_{n}='https://host/x#id=1&refresh_token={s}'",
+    "+model.at_{n}='Server=h;User Id=u;Password={s};'",
+    "+model.at_{n}={{s3:{{AccessKeySecret:{s}}}}}",
+    "+model.at_{n}=[run,'--api-key={s}']",
+    "+model.at_{n}='docker run -e HF_TOKEN={s} image'",
+    "+model.at_{n}='{s}, as a value'",  # the value of a variable
 ]
 """Other ways: the user part of URLs, defaults of variables, texts, values of variables."""
 
-OF_VARIABLES = {18: "RUNNER_TESTS_PASSWORD", 20: "GH_TOKEN", 21: "RUNNER_API_KEY"}
+OF_VARIABLES = {
+    18: "RUNNER_TESTS_PASSWORD",
+    20: "GH_TOKEN",
+    21: "RUNNER_API_KEY",
+    30: "REDISCLI_AUTH",
+}
 
 RECORDED = {
     "direct": "${oc.env:HF_TOKEN}",
@@ -165,8 +182,8 @@ pad_token eos_token bos_token mask_token cls_token class_token image_token decod
 pad_token_id eos_token_id token_id tokens max_tokens num_tokens tokens_per_sample reg_tokens
 additional_special_tokens tokenizer key keys sort_key query_key public_key key_padding_mask
 keypoints
-monkey author secretary password_file secret_dim forward_pass PWD OLDPWD SSH_AUTH_SOCK
-TOKENIZERS_PARALLELISM
+monkey author secretary password_file secret_dim forward_pass OLDPWD SSH_AUTH_SOCK passes compass
+TOKENIZERS_PARALLELISM id_tokens hf_tokens first_pass pin_memory spin pattern patch oauth_provider
 """
 SHOWN = {
     "a": "${oc.env:DATA,/data/x}",
@@ -179,6 +196,12 @@ SHOWN = {
     "token": None,
     "eos_token": "</s>",
     "my_token": 50256,
+    "hub": {"token": "cls"},
+    "id": {"token": "<|end|>"},
+    "cls": {"token": "[CLS]"},
+    "api_tokens": 4,
+    "PWD": "/home/user@team/x",
+    "pass": 2,
 }
 
 
@@ -186,10 +209,28 @@ def test_what_is_ordinary_is_shown():
     assert [key for key in KEYS if not is_secret(key)] == []
     assert [key for key in ORDINARY_KEYS.split() if is_secret(key)] == []
     assert masked(SHOWN) == SHOWN
-    words = [f"+model.{key}={value}" for key, value in SHOWN.items()]
+    words = [f"+model.{key}={value}" for key, value in SHOWN.items() if not isinstance(value, dict)]
     assert masked_words(words) == words
     text = "token: must be given, and a password: too; loss=0.25 at https://host/x, eos_token=</s>"
     assert hidden(text) == text
+
+
+def test_a_secret_that_is_a_name_or_stands_in_the_path_of_the_run_hides_neither(tmp_path):
+    show_path(tmp_path / "project17")
+    shown = {"clip": "adaptive", "threshold": 1, "folder": str(tmp_path / "project17")}
+    secret = secrets.token_hex(8)
+    names = {"A_TOKEN": "adaptive", "B_TOKEN": "threshold", "C_TOKEN": "project17"}
+    with patch.dict(os.environ, {**names, "D_TOKEN": secret}):
+        assert masked({**shown, "other": secret}) == {**shown, "other": "***"}
+        assert masked({"password": "adaptive"}) == {"password": "***"}
+        assert hidden(f"clip=adaptive in {tmp_path}/project17") == (
+            f"clip=adaptive in {tmp_path}/project17"
+        )
+
+
+def test_the_advice_to_give_a_secret_again_is_not_masked():
+    advice = "is a secret, which is not recorded: give it again (model.password=???)"
+    assert hidden(advice) == advice
 
 
 @pytest.mark.parametrize("word", ["ab", "-a", "a.", "1a", "${a}", "a://"])

@@ -119,7 +119,7 @@ def test_a_node_that_hangs_ends_the_run_and_is_named(job):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_restarts_all_nodes(job, environment, tmp_path):
-    words = [*WORDS, "checkpoint.interval=5ba", "train.max_duration=40ba", *faulty("kill", 8, 22)]
-    _, status = job(*words)
+    words = [*WORDS, "checkpoint.interval=5ba", "train.max_duration=40ba"]
+    _, status = job(*words, *faulty("kill", 8, 22))
     assert status(lambda now: now["state"] == "finished")["resumed"] == [5, 20]
-    assert_is_one_machine(environment, tmp_path, *words)
+    assert_is_one_machine(environment, tmp_path, *words, *faulty("none"))

@@ -30,6 +30,6 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(mode, tmp_path):
     assert [row for row in rest if row["train/step"] > 15] == whole[15:]
     limits = {row["train/step"]: row["clip/threshold"] for row in whole if "clip/threshold" in row}
     assert len(set(limits.values())) > 10
-    curves = report.figures(tmp_path / "whole")[f"norm-{mode}"].data
+    curves = report.figures(tmp_path / "whole")["norm"].data
     [drawn] = [one for one in curves if one.name.startswith(f"threshold of {mode}")]
     assert dict(zip(drawn.x, drawn.y, strict=True)) == pytest.approx(limits)

@@ -14,13 +14,13 @@ from runner.config.environment import joins, started_rank
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
-from runner.config.request import request
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
 from runner.launch.supervise import importing_torch
 from runner.request.jobs import recorded
+from runner.request.request import request
 from runner.run_folder import files
 from runner.run_folder.status import provenance
 from runner.run_folder.strict_json import write_object

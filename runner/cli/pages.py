@@ -45,7 +45,7 @@ def report(words: Sequence[str]) -> int:
         raise RequestError([Problem("FOLDER", NOTHING, str(error))]) from None
     found = findings.find(sweep)
     if asked.baseline and found.unknown is not None:
-        labels = [group.label for group in found.groups]
+        labels = [setting.label for setting in found.settings]
         near, settings = did_you_mean(asked.baseline, labels), first_few(labels, 8)
         message = f"names no setting of {sweep.name}{near}  (settings: {settings})"
         raise RequestError([Problem(_BASELINE, asked.baseline, message)])

@@ -19,7 +19,7 @@ __all__ = ["FORMATS", "NoRunError", "Run", "figures", "frame", "read", "read_run
 
 def figures(folder: Path | str) -> dict[str, Any]:
     """Return the charts of the page by name, such as ``eval-loss``, as figures of plotly."""
-    from runner.report.charts import sections  # imports plotly, which readers need not wait for
+    from runner.report.sections import sections  # imports plotly, which readers need not wait for
 
-    findings = find(read(Path(folder)))
-    return {chart.key: chart.figure for charts in sections(findings).values() for chart in charts}
+    charts = sections(find(read(Path(folder)))).charts
+    return {chart.key: chart.figure for chart in charts}

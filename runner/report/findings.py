@@ -1,153 +1,27 @@
-"""Group runs that differ in their seed alone into settings, and measure and compare them once."""
+"""Measure the runs of a sweep once, and rank and compare its settings."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, stdev
 
 import numpy as np
 
-from runner.config.modes import NAMES, ModeInfo
 from runner.config.notation import higher_is_better
-from runner.config.problem import shown
-from runner.report.look import DASHES, NEUTRAL, OTHER_DASH, ordered, rounded
-from runner.report.run import Run, SweepRuns, natural
+from runner.report.run import Run, SweepRuns
+from runner.report.settings import Setting, differences, named, settings_of, swept_keys
 from runner.report.statistics import Difference, compare
 from runner.run_folder import keys
 from runner.run_folder.strict_json import number
 
-ABSENT = "–"
-CLIP = ("clip.mode", "clip.threshold")
-# What decides where a run is stored and shown, not what it computes
-_ASIDE = ("hydra.", "tracker.", "sweep.", "report.", "log.", "launch.", "checkpoint.")
-_COLUMNS = 8  # most of configuration keys; the others are named below the table
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 DIVERGED = "diverged_at"
-ALIKE = 0.05  # relative difference up to which results of single runs count as equal
+DONE = ("finished", "unknown")
 Metrics = dict[str, float | None]  # of a run by columns; None where it recorded nothing
 _METRICS = (keys.EVAL_LOSS, keys.EVAL_ACCURACY, keys.TRAIN_LOSS)
-
-
-@dataclass(frozen=True)
-class Group:
-    """One setting: runs that differ in their seed alone."""
-
-    index: int
-    label: str
-    runs: tuple[Run, ...]
-    color: str
-    dash: str
-
-    @property
-    def mode(self) -> str:
-        return self.runs[0].mode
-
-    @property
-    def info(self) -> ModeInfo:
-        return self.runs[0].info
-
-    @property
-    def clips(self) -> bool:
-        return self.info.clips is not None
-
-    @property
-    def threshold(self) -> float | None:
-        return self.runs[0].threshold
-
-
-def differences(runs: Sequence[Run]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the configuration keys in which runs differ: those with a column, and the others."""
-    if len(runs) == 1:
-        return CLIP, ()
-    every = dict.fromkeys(key for run in runs for key in run.config)
-    differing = [key for key in every if _differs(key, runs)]
-    typed = {key for run in runs for key in run.typed}
-    chosen = _chosen_options(runs, every, typed)
-    implied = {key for key in differing if key.split(".")[0] in (*chosen, "clip")}
-    implied -= {*typed, *CLIP}
-    listed = sorted(
-        (*chosen, *(key for key in differing if key not in implied)),
-        # The sort is stable: mode, threshold, then overridden keys in the order they were found.
-        key=lambda key: (key != "clip.mode", key not in CLIP, key == "seed", key not in typed),
-    )
-    hidden = [key for key in listed[_COLUMNS:] if key != "seed"]
-    return tuple(key for key in listed if key not in hidden), (*hidden, *sorted(implied))
-
-
-def _chosen_options(runs: Sequence[Run], every: Iterable[str], typed: set[str]) -> list[str]:
-    """Return the groups of which runs chose several options, such as ``optimizer``.
-
-    Such a group has one column, instead of one for each key of its options.
-    """
-    groups = {key.split(".")[0] for key in every if "." in key} - {"clip"}
-    return [key for key in sorted(typed & groups) if len({choice(run, key) for run in runs}) > 1]
-
-
-def _differs(key: str, runs: Sequence[Run]) -> bool:
-    """Return whether the runs have several values of a key that decides what a run computes."""
-    if key.startswith(_ASIDE):
-        return False
-    return len({_value(run.config.get(key)) for run in runs if run.config}) > 1
-
-
-def choice(run: Run, key: str) -> str:
-    """Return the text of a run in a column: the value of a key, or the option of a group."""
-    if key == "clip.threshold" and run.info.clips is None:
-        return "none"
-    if key in run.config:
-        value = run.config[key]
-        return f"{value:.12g}" if type(value) is float else shown(value)
-    names = (run.config.get(f"{key}.{inner}") for inner in ("name", "mode", "_target_"))
-    name = next((str(name).rpartition(".")[2] for name in names if name is not None), ABSENT)
-    return run.typed.get(key, name)
-
-
-def grouped(runs: Sequence[Run], columns: Sequence[str]) -> list[Group]:
-    """Return the settings by mode and rising threshold, ``none`` last; one colour each."""
-    buckets: dict[str, list[Run]] = {}
-    # A run that has not begun belongs to the setting of runs with the same overrides.
-    by_overrides = {_words(run): _setting(run) for run in runs if run.config}
-    for run in sorted(runs, key=lambda run: not run.config):
-        words = _words(run)
-        setting = _setting(run) if run.config else by_overrides.get(words, words)
-        buckets.setdefault(setting, []).append(run)
-    settings = sorted(buckets.values(), key=lambda members: _order(members[0], columns))
-    counts = Counter(members[0].mode for members in settings)
-    palettes = {mode: iter(ordered(count)) for mode, count in counts.items()}
-    groups = []
-    for index, members in enumerate(settings):
-        first = members[0]
-        unclipped = first.info.clips is None and len(palettes) > 1
-        color = NEUTRAL if unclipped else next(palettes[first.mode])
-        dash = DASHES.get(first.info.clips, OTHER_DASH) if first.mode in NAMES else OTHER_DASH
-        groups.append(Group(index, label(first, columns), tuple(members), color, dash))
-    return groups
-
-
-def label(run: Run, columns: Iterable[str]) -> str:
-    if not run.config and not run.mode:
-        return _brief(_words(run)) or "?"
-    clip = run.mode if run.threshold is None else f"{run.mode} {rounded(run.threshold)}"
-    parts = [clip]
-    for key in columns:
-        value = choice(run, key)
-        if key not in ("seed", *CLIP) and value != ABSENT:
-            parts.append(f"{key.rpartition('.')[2]}={_brief(value)}")
-    return ", ".join(parts)
-
-
-def named(groups: Iterable[Group], text: str) -> Group | None:
-    """Return the setting that ``text`` names: by its label, or by the number of one of its runs."""
-    for group in groups:
-        names = (group.label.replace("-", "−"), *(run.number for run in group.runs))
-        if text.replace("-", "−") in names:
-            return group
-    return None
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
@@ -155,29 +29,6 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     if not values or not all(math.isfinite(value) for value in values):
         return math.nan, None
     return fmean(values), stdev(values) if len(values) > 1 else None
-
-
-def _brief(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-def _value(value: object) -> str:
-    plain = json.loads(json.dumps(value, default=str))  # names of several types have no order
-    return json.dumps(plain, sort_keys=True)
-
-
-def _words(run: Run) -> str:
-    return " ".join(word for word in run.overrides if not word.startswith("seed="))
-
-
-def _setting(run: Run) -> str:
-    return _value({k: v for k, v in run.config.items() if k != "seed" and not k.startswith(_ASIDE)})
-
-
-def _order(run: Run, columns: Sequence[str]) -> tuple[object, ...]:
-    values = tuple(natural(choice(run, key)) for key in columns if key != "seed")
-    threshold = math.inf if run.threshold is None else run.threshold
-    return (not run.config, run.info.clips is None, run.mode, threshold, values)
 
 
 def measure(run: Run, metrics: Sequence[str], maximized: Mapping[str | None, bool]) -> Metrics:
@@ -227,110 +78,134 @@ def _last(run: Run, record: object, key: str) -> float | None:
 
 @dataclass(frozen=True)
 class Findings:
-    """A sweep, grouped and measured."""
+    """A sweep, by settings and measured.
+
+    Attributes:
+        columns: keys in which runs differ, and ``keys_without_column`` those too many to show.
+        swept: keys in which settings differ, most important first.
+        metric: name of the metric by which settings are compared.
+        unknown: the baseline that was asked for, if there is no such setting.
+    """
 
     sweep: SweepRuns
     columns: tuple[str, ...]
     keys_without_column: tuple[str, ...]
-    groups: tuple[Group, ...]
+    swept: tuple[str, ...]
+    settings: tuple[Setting, ...]
     metric: str | None
     metrics: tuple[str, ...]
     measured: Mapping[str, Metrics]
     higher_is_better: bool = False
-    baseline: Group | None = None
+    baseline: Setting | None = None
     unknown: str | None = None
 
     def score(self, run: Run) -> float | None:
+        """Return the best value of the metric; NaN for a run that diverged."""
         measured = self.measured[run.number]
         score = measured.get(f"best/{self.metric}")
         return math.nan if score is not None and measured[DIVERGED] is not None else score
 
     def counts(self, run: Run) -> bool:
         """Return whether a run is compared: it finished, or no run of the sweep did."""
-        return run.state == "finished" or all(r.state != "finished" for r in self.sweep.runs)
+        return run.state in DONE or not self.has_finished
 
-    def judged(self, group: Group) -> list[Run]:
-        return [run for run in group.runs if self.counts(run)]
+    @cached_property
+    def has_finished(self) -> bool:
+        """Whether any run has come to its end; of rows of somebody's own loop this is assumed."""
+        return any(run.state in DONE for run in self.sweep.runs)
 
-    def seeds(self, group: Group) -> dict[Hashable, float]:
+    def judged(self, setting: Setting) -> list[Run]:
+        return [run for run in setting.runs if self.counts(run)]
+
+    def diverged(self, setting: Setting) -> list[Run]:
+        return [run for run in setting.runs if self.measured[run.number][DIVERGED] is not None]
+
+    def seeds(self, setting: Setting) -> dict[Hashable, float]:
         """Return the scores of a setting's compared runs by seed, or their mean."""
         by_seed: dict[Hashable, list[float]] = {}
-        for run in self.judged(group):
+        for run in self.judged(setting):
             score = self.score(run)
             if score is not None:
                 by_seed.setdefault(run.seed, []).append(score)
         return {seed: fmean(scores) for seed, scores in by_seed.items()}
 
-    def mean(self, group: Group) -> tuple[float, float | None]:
+    def mean(self, setting: Setting) -> tuple[float, float | None]:
         """Return mean and standard deviation over a setting's seeds; NaN if a run diverged."""
-        return mean_and_spread(list(self.seeds(group).values()))
+        return mean_and_spread(list(self.seeds(setting).values()))
 
     @cached_property
-    def ranked(self) -> list[Group]:
-        scored = [group for group in self.groups if math.isfinite(self.mean(group)[0])]
+    def ranked(self) -> list[Setting]:
+        """Settings of which no seed diverged, best first."""
+        means = {setting.index: self.mean(setting)[0] for setting in self.settings}
+        scored = [setting for setting in self.settings if math.isfinite(means[setting.index])]
         sign = -1.0 if self.higher_is_better else 1.0
-        return sorted(scored, key=lambda group: sign * self.mean(group)[0])
+        return sorted(scored, key=lambda setting: sign * means[setting.index])
 
     @property
-    def best(self) -> Group | None:
+    def best(self) -> Setting | None:
         return self.ranked[0] if self.ranked else None
 
-    def average(self, group: Group, key: str) -> float | None:
-        values = [self.measured[run.number][key] for run in self.judged(group) or group.runs]
+    @cached_property
+    def listed(self) -> list[Setting]:
+        """All settings, best first; those without a mean last."""
+        return [*self.ranked, *(s for s in self.settings if s not in self.ranked)]
+
+    def average(self, setting: Setting, key: str) -> float | None:
+        values = [self.measured[run.number][key] for run in self.judged(setting) or setting.runs]
         finite = [value for value in values if value is not None and math.isfinite(value)]
         return fmean(finite) if finite else None
 
-    def ratio(self, group: Group) -> float | None:
-        return self.average(group, keys.CLIP_RATIO_TOTAL)
+    def ratio(self, setting: Setting) -> float | None:
+        return self.average(setting, keys.CLIP_RATIO_TOTAL)
+
+    def share(self, setting: Setting) -> float | None:
+        """Return the mean share clipped of what the mode clips: steps, elements or units."""
+        fraction = self.average(setting, keys.CLIP_FRACTION)
+        return self.ratio(setting) if fraction is None else fraction
 
     @property
-    def compared_with(self) -> Group | None:
+    def compared_with(self) -> Setting | None:
         return self.baseline or self.best
 
     @cached_property
     def comparisons(self) -> dict[int, Difference]:
         """Difference of each setting to `compared_with`, by its index."""
-        return self._compare(self.groups, self.baseline, False) if self.baseline else self.rivals
+        return self.differences_to(self.baseline) if self.baseline else self.rivals
 
     @cached_property
     def rivals(self) -> dict[int, Difference]:
-        return self._compare(self.groups, self.best, True) if self.best else {}
+        return self.differences_to(self.best) if self.best else {}
 
-    @property
-    def winner(self) -> Group | None:
-        """Best setting if the intervals tell each other setting with a score from it."""
-        if all(run.state != "finished" for run in self.sweep.runs):
+    def differences_to(self, reference: Setting) -> dict[int, Difference]:
+        scores = [self.seeds(setting) for setting in self.settings]
+        return compare(scores, reference.index)
+
+    @cached_property
+    def winner(self) -> Setting | None:
+        """Best setting if each other setting with a mean is clearly worse."""
+        if not self.has_finished:
             return None
-        rivals = self.ranked[1:]
-        return self.best if rivals and all(self._beats(rival) for rival in rivals) else None
+        others = self.ranked[1:]
+        return self.best if others and all(self.is_worse(setting) for setting in others) else None
 
-    def _beats(self, rival: Group) -> bool:
-        """Return whether the interval of a setting's difference says that the best one is better.
+    def is_worse(self, setting: Setting) -> bool:
+        """Return whether a setting is clearly worse than the best one.
 
         Where seeds are missing, the common seeds alone may favour the setting with the worse mean.
         """
-        difference = self.rivals.get(rival.index)
+        difference = self.rivals.get(setting.index)
         if difference is None or not difference.seen:
             return False
         return (difference.value < 0) == self.higher_is_better
 
-    def differ(self, groups: Sequence[Group]) -> bool:
-        """Return whether seeds tell the best of ``groups`` from another one; a lost run does."""
-        ranked = [group for group in self.ranked if group in groups]
-        if len(ranked) < len(groups) or any(len(self.seeds(group)) < 2 for group in groups):
-            means = [self.mean(group)[0] for group in groups]
-            lost = not all(math.isfinite(mean) for mean in means)
-            largest = max(abs(mean) for mean in means)
-            return lost or max(means) - min(means) > ALIKE * largest
-        differences = self._compare(ranked, ranked[0], True).values()
-        return any(difference.seen for difference in differences)
-
-    def _compare(
-        self, groups: Sequence[Group], reference: Group, chosen: bool
-    ) -> dict[int, Difference]:
-        scores = [self.seeds(group) for group in groups]
-        differences = compare(scores, groups.index(reference), chosen)
-        return {groups[place].index: difference for place, difference in differences.items()}
+    @cached_property
+    def identical(self) -> bool:
+        """Whether all settings have the same scores, such as thresholds that clip no step."""
+        others = self.ranked[1:]
+        if not others or len(self.ranked) < len(self.settings) or self.best is None:
+            return False
+        scores = self.seeds(self.best)
+        return all(self.seeds(setting) == scores for setting in others)
 
 
 def find(sweep: SweepRuns) -> Findings:
@@ -341,20 +216,22 @@ def find(sweep: SweepRuns) -> Findings:
     metrics = [key for key in _METRICS if any(run.recorded(key) for run in runs)]
     if metric is not None:
         metrics = [metric, *(key for key in metrics if key != metric)]
-    groups = tuple(grouped(runs, columns))
+    settings = settings_of(runs, columns)
     baseline = _baseline(sweep)
-    baseline_group = None if baseline is None else named(groups, baseline)
+    baseline_setting = None if baseline is None else named(settings, baseline)
+    swept = swept_keys([setting.runs[0] for setting in settings], columns)
     return Findings(
         sweep=sweep,
         columns=columns,
         keys_without_column=keys_without_column,
-        groups=groups,
+        swept=tuple(swept),
+        settings=settings,
         metric=metric,
         metrics=tuple(metrics),
         measured={run.number: measure(run, metrics, {metric: maximizes}) for run in runs},
         higher_is_better=maximizes,
-        baseline=baseline_group,
-        unknown=baseline if baseline_group is None else None,
+        baseline=baseline_setting,
+        unknown=baseline if baseline_setting is None else None,
     )
 
 

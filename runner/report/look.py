@@ -1,29 +1,33 @@
-"""How things look on the page: numbers as text, and colours, dark to bright as thresholds rise."""
+"""How things look on the page: numbers as text, and colours.
+
+Values of a number that was swept go from dark to bright as they rise; choices have eight hues.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from runner.config import notation
 
-SMOOTHING = 0.05  # curves are means over this share of a run until a reader chooses another one
+SMOOTHING = 0.05  # curves are means over this share of a run
 
-# By Smith and van der Walt, matplotlib, CC0; without its bright end on paper, its dark end at night
+# By Smith and van der Walt, matplotlib, CC0
 _VIRIDIS = np.frombuffer(
     bytes.fromhex("440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"), np.uint8
 ).reshape(-1, 3)
-_BRIGHTEST = 0.72
-_DARKEST = 0.34
+# The parts of it whose contrast is at least 3:1 on white, and on the dark screen
+_BRIGHTEST = 0.58
+_DARKEST = 0.38
 _LEVELS = 96  # parts of viridis, so that each colour has one counterpart
+
+# Of choices: at least 3:1 on both backgrounds, and far apart for the colour-blind
+HUES = ("#2f78d0", "#c9620c", "#2b8f48", "#c9509a", "#8a63d2", "#9a6b3a", "#1a8f96", "#d24a4a")
 
 # Text, what has no place in the order of thresholds, grid lines, background
 INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
-
-# Of the curves of a mode, by what it clips
-DASHES = {None: "solid", "steps": "solid", "elements": "dash", "units": "dot"}
-OTHER_DASH = "dashdot"
 
 
 def plural(count: int, noun: str) -> str:
@@ -37,8 +41,15 @@ def rounded(value: float | None, digits: int = 4) -> str:
     return text.replace("nan", "NaN").replace("inf", "∞").replace("-", "−")
 
 
-def signed(value: float) -> str:
-    return f"{'+' if value > 0 else ''}{rounded(value, 3)}"
+def signed(value: float, digits: int = 3) -> str:
+    return f"{'+' if value > 0 else ''}{rounded(value, digits)}"
+
+
+def joined(names: Sequence[str], most: int) -> str:
+    """Return names as a list, at most ``most`` of them: ``a, b and c``."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return " and ".join([*([", ".join(names[:-1])] if len(names) > 1 else []), *names[-1:]])
 
 
 def percent(share: float | None) -> str:

@@ -1,11 +1,26 @@
 "use strict";
-// Sorts the table, draws the charts, and hides settings. Verdict and table stand without it.
+// Sorts, filters and folds the table; draws the charts; lifts settings out in all of them.
+// Title, sentences and table stand without it. It computes nothing but the axis that is chosen.
 (() => {
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-  const one = (id) => document.getElementById(id);
+  const byId = (id) => document.getElementById(id);
+  const look = JSON.parse(byId("look").textContent);
+  const scheme = matchMedia("(prefers-color-scheme: dark)");
+  const touch = matchMedia("(pointer: coarse)").matches;
 
-  // ---- The table: a heading sorts; runs of one setting stay together under their mean. --------
-  const table = one("runs");
+  const state = {
+    hovered: null, // setting under the pointer
+    kept: [], // settings that were pressed, at most two
+    hues: new Map(), // colours of grey settings that were chosen
+    filtered: new Set(), // settings that the filter hides
+    seeds: false,
+    unit: "steps",
+    range: null, // zoom of all charts over steps
+    paper: false,
+  };
+
+  // ---- The table: a heading sorts, a row folds its seeds out. ----------------------------------
+  const table = byId("runs");
   const worth = (row, column) => {
     const text = row.cells[column].dataset.value ?? "";
     const size = Number(text);
@@ -21,20 +36,25 @@
     const by = (a, b) => compare(worth(a, column), worth(b, column), down ? -1 : 1);
     for (const other of all("th", table.tHead)) other.setAttribute("aria-sort", "none");
     heading.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const bodies = [...table.tBodies];
-    for (const body of bodies) {
-      body.append(...[...body.rows].filter((row) => !row.classList.contains("mean")).sort(by));
-    }
-    table.append(...bodies.sort((a, b) => by(a.rows[0], b.rows[0])));
+    table.append(...[...table.tBodies].sort((a, b) => by(a.rows[0], b.rows[0])));
   };
   for (const button of all("#runs thead button")) {
     const heading = button.closest("th");
     button.addEventListener("click", () => sort(heading, heading.ariaSort === "ascending"));
   }
+  const fold = (button, open) => {
+    button.setAttribute("aria-expanded", String(open));
+    button.textContent = open ? "▾" : "▸";
+    for (const row of all("tr.seed", button.closest("tbody"))) row.hidden = !open;
+  };
+  for (const button of all(".fold")) {
+    button.addEventListener("click", () => fold(button, button.ariaExpanded !== "true"));
+  }
+  byId("more")?.addEventListener("change", ({ target }) => {
+    table.classList.toggle("all", target.checked);
+  });
 
   // ---- Figures: colours of the screen, and arrays, which travel as bytes. ----------------------
-  const colors = JSON.parse(one("dark").textContent);
-  const scheme = matchMedia("(prefers-color-scheme: dark)");
   const arrays = { i1: Int8Array, u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array,
     u4: Uint32Array, f4: Float32Array, f8: Float64Array };
   const unpacked = ({ dtype, bdata, shape }) => {
@@ -44,32 +64,60 @@
     return Array.from({ length: rows }, (_, i) => flat.subarray(i * columns, (i + 1) * columns));
   };
   const parsed = (text, dark) => JSON.parse(text, (_, value) =>
-    value?.bdata ? unpacked(value) : (dark && colors[value]) || value);
+    value?.bdata ? unpacked(value) : (dark && look.dark[value]) || value);
 
-  // The rolling mean of runner.report.draw.smoothed.
-  const rolled = (values, share, log) => {
-    const width = Math.max(1, Math.round(share * values.length));
-    const of = Array.from(values, (value) => (log ? Math.log(value) : value));
-    return Float32Array.from(of, (here, i) => {
-      if (!Number.isFinite(here)) return NaN;
-      const from = Math.max(i - ((width - 1) >> 1), 0);
-      const near = of.slice(from, i + (width >> 1) + 1).filter(Number.isFinite);
-      const mean = near.reduce((sum, value) => sum + value, 0) / near.length;
-      return log ? Math.exp(mean) : mean;
-    });
+  // ---- The horizontal axis of curves: steps, or what a setting had done by then. ---------------
+  const titles = { steps: "step", samples: "samples", tokens: "tokens", seconds: "seconds" };
+  const converted = (steps, [known, values]) => Float64Array.from(steps, (step) => {
+    let next = known.findIndex((other) => other >= step);
+    if (next < 0) next = known.length - 1;
+    const before = Math.max(next - 1, 0);
+    const from = next === 0 ? [0, 0] : [known[before], values[before]];
+    const width = known[next] - from[0];
+    return width > 0 ? from[1] + ((step - from[0]) / width) * (values[next] - from[1]) : values[next];
+  });
+  const convert = (data, layout) => {
+    let highest = 0;
+    for (const trace of data) {
+      const axis = look.axes[trace.meta?.setting]?.[state.unit];
+      trace.visible = axis ? trace.visible : trace.meta?.setting === undefined ? trace.visible : false;
+      if (!axis) continue;
+      trace.x = converted(trace.x, axis);
+      highest = Math.max(highest, trace.x[trace.x.length - 1] || 0);
+    }
+    layout.xaxis.range = [0, highest * 1.01 || 1];
+    layout.xaxis.tickformat = ".3~s";
+    layout.xaxis.title.text = titles[state.unit];
   };
 
-  // ---- Charts: drawn when they come near the screen, and again when a control changes. --------
-  const state = { hidden: new Set(), run: null, group: null, smoothing: null, paper: false };
-  const usual = Number(one("smoothing")?.value);
-  const shown = ({ meta }) => !meta || (!state.hidden.has(meta.group) &&
-    (state.run === null || (meta.run ? meta.run === state.run : meta.group === state.group)));
-  const touch = matchMedia("(pointer: coarse)").matches;
+  // ---- Charts: drawn when they come near the screen, and again when a control changes. ---------
   const charts = all("figure[data-chart]").map((figure) => ({
     figure, key: figure.dataset.chart, plot: figure.querySelector(".plot"), log: null,
     source: figure.querySelector("script").textContent, button: figure.querySelector(".log"),
-    reading: figure.querySelector(".reading"), near: false, stale: true, at: null,
+    reading: figure.querySelector(".reading"), near: false, stale: true, at: null, resets: 0,
   }));
+  const lifted = () => (state.hovered === null ? state.kept : [...state.kept, state.hovered]);
+  const visible = ({ meta }) => {
+    if (meta?.setting === undefined) return true;
+    if (state.filtered.has(meta.setting)) return false;
+    if (meta.seed) return state.seeds || state.kept.includes(meta.setting);
+    return !(meta.band && state.seeds);
+  };
+  const opacity = ({ meta, opacity: usual }, focus) => {
+    const full = usual ?? 1;
+    if (meta?.setting === undefined) return full;
+    const inside = focus.includes(meta.setting);
+    if (meta.level && look.settings > 8 && !inside) return 0;
+    return !focus.length || inside ? full : full * 0.12;
+  };
+  const recolored = (trace) => {
+    const hue = state.hues.get(trace.meta?.setting);
+    if (!hue) return;
+    if (trace.line) trace.line.color = hue;
+    if (trace.marker) trace.marker.color = hue;
+    if (trace.fillcolor) trace.fillcolor = hue;
+    for (const bars of [trace.error_x, trace.error_y]) if (bars) bars.color = hue;
+  };
   const save = (chart, format, name) => ({
     name, title: `Download as ${name}`, icon: Plotly.Icons[format === "png" ? "camera" : "disk"],
     click: (plot) => {
@@ -89,25 +137,40 @@
     return parts.join(".").replace(/^.+(.{16})$/, (text, end) => (text.length > 17 ? `…${end}` : text));
   };
   const narrow = (chart, data, layout) => {
-    const { ticktext } = layout.yaxis;
-    if (ticktext) [layout.yaxis.ticktext, layout.margin.l] = [ticktext.map(brief), 100];
+    if (chart.key.startsWith("heat-") && layout.yaxis.ticktext) {
+      layout.yaxis.ticktext = layout.yaxis.ticktext.map(brief);
+      layout.margin.l = 100;
+    } else if (layout.yaxis.ticktext) {
+      layout.yaxis.ticktext = layout.yaxis.ticktext.map((text) =>
+        text.length > 18 ? `${text.slice(0, 17)}…` : text);
+    }
     if (chart.key !== "histogram") return;
     layout.xaxis.nticks = 4;
     for (const trace of data) trace.text = trace.text?.map((text) => text.replace(/^.* · /, " "));
+  };
+  const reset = () => {
+    state.range = null;
+    for (const chart of charts) chart.resets += 1;
+    repaint();
   };
   const paint = (chart) => {
     const { plot } = chart;
     const { data, layout } = parsed(chart.source, scheme.matches && !state.paper);
     const { meta } = layout;
+    const focus = lifted();
     chart.title = layout.title.text;
-    chart.steps = meta.steps && layout.hovermode === "x unified";
+    chart.steps = Boolean(meta.steps);
+    chart.usual = data.map((trace) => ({ meta: trace.meta, opacity: trace.opacity }));
     for (const trace of data) {
-      trace.visible = shown(trace);
-      if (meta.smooth && trace.customdata && state.smoothing !== null) {
-        trace.y = rolled(trace.customdata, state.smoothing, meta.smooth === "log");
-      }
+      trace.visible = visible(trace);
+      recolored(trace);
+      trace.opacity = opacity(trace, focus);
     }
-    if (chart.log !== null && meta.scales) {
+    if (chart.steps && state.unit !== "steps") convert(data, layout);
+    const curves = data.filter((trace) => trace.visible && trace.hoverinfo !== "skip");
+    if (chart.steps) layout.hovermode = curves.length <= 12 ? "x unified" : "closest";
+    if (chart.steps && state.range) layout.xaxis.range = [...state.range];
+    if (chart.log !== null && meta.scales?.log) {
       const [low, high] = meta.scales[chart.log ? "log" : "linear"];
       layout.yaxis.type = chart.log ? "log" : "linear";
       layout.yaxis.nticks = chart.log && high < 1e3 * low ? 3 + (high > 16 * low) : 7;
@@ -119,16 +182,18 @@
     layout.showlegend = false;
     layout.margin.t = state.paper ? 8 : 30;
     layout.modebar = { bgcolor: "rgba(0,0,0,0)" };
-    layout.uirevision = "kept";
-    layout.yaxis.uirevision = String(chart.log);
+    layout.uirevision = String(chart.resets);
+    layout.xaxis.uirevision = `${chart.resets} ${state.unit} ${state.range}`;
+    layout.yaxis.uirevision = `${chart.resets} ${chart.log}`;
     if (touch) layout.dragmode = false; // a finger scrolls the page
     if (plot.clientWidth < 420) narrow(chart, data, layout);
-    if (state.paper) [layout.width, layout.height] = [480, Math.min(layout.height - 80, 280)];
+    if (state.paper) [layout.width, layout.height] = [480, Math.min(layout.height - 80, 300)];
     plot.style.height = `${layout.height}px`;
     // With another configuration, the library would forget the zoom.
-    chart.config ??= { responsive: true, displaylogo: false, doubleClick: "reset", modeBarButtons: [
+    chart.config ??= { responsive: true, displaylogo: false, doubleClick: false, modeBarButtons: [
       [save(chart, "png", "PNG"), save(chart, "svg", "SVG")],
-      ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] };
+      ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"],
+      [{ name: "reset", title: "Reset the zoom", icon: Plotly.Icons.home, click: reset }]] };
     Plotly.react(plot, data, layout, chart.config);
     if (chart.at === null) listen(chart);
     chart.stale = false;
@@ -140,33 +205,120 @@
     }
   };
 
+  // ---- Lifting out: rows, names and curves of one setting stand out in all charts. -------------
+  let waiting = false;
+  const emphasize = () => {
+    const focus = lifted();
+    for (const body of all("#runs tbody")) {
+      const inside = focus.includes(Number(body.dataset.setting));
+      body.classList.toggle("dim", focus.length > 0 && !inside);
+    }
+    for (const button of all(".keep")) {
+      const setting = Number(button.dataset.setting);
+      button.setAttribute("aria-pressed", String(state.kept.includes(setting)));
+      button.classList.toggle("dim", focus.length > 0 && !focus.includes(setting));
+    }
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => {
+      waiting = false;
+      for (const chart of charts) {
+        if (!chart.near || chart.stale) {
+          chart.stale = true;
+          continue;
+        }
+        const shown = chart.usual.map((trace) => opacity(trace, lifted()));
+        Plotly.restyle(chart.plot, { opacity: shown });
+      }
+    });
+  };
+  const hover = (setting) => {
+    if (state.hovered === setting || state.filtered.has(setting)) return;
+    state.hovered = setting;
+    emphasize();
+  };
+  const keep = (setting) => {
+    const pressed = state.kept.includes(setting);
+    state.kept = pressed ? state.kept.filter((other) => other !== setting) : [...state.kept, setting];
+    state.kept = state.kept.slice(-2);
+    if (!pressed && look.greys.includes(setting) && !state.hues.has(setting)) {
+      const taken = [...state.hues.values()];
+      state.hues.set(setting, look.hues.find((hue) => !taken.includes(hue)) ?? look.hues[0]);
+      document.documentElement.style.setProperty(`--g${setting}`, state.hues.get(setting));
+    }
+    emphasize();
+    repaint();
+  };
+  for (const button of all(".keep")) {
+    const setting = Number(button.dataset.setting);
+    button.addEventListener("click", () => keep(setting));
+    button.addEventListener("focus", () => hover(setting));
+    button.addEventListener("blur", () => hover(null));
+  }
+  for (const part of all("#runs tbody, #key .keep")) {
+    const setting = Number(part.dataset.setting);
+    part.addEventListener("pointerenter", () => hover(setting));
+    part.addEventListener("pointerleave", () => hover(null));
+  }
+
   // ---- Reading values off: by pointer or arrow keys, with one cursor in all charts. ------------
   const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : value);
-  const read = (chart, found) => {
-    const texts = found.map((p) => (p.z !== undefined
-      ? `${p.y}, ${number(p.x)}: ${p.text ?? number(10 ** p.z)}`
+  const read = (chart, points) => {
+    const texts = points.map((p) => (p.z !== undefined
+      ? p.hovertext ?? `${p.y}, ${number(p.x)}: ${number(10 ** p.z)}`
       : p.hovertext ?? p.text) ??
       `${p.fullData.name}: ${number(p.y)}${chart.steps ? "" : ` at ${number(p.x)}`}`);
-    chart.reading.textContent = texts.join("; ") + (chart.steps ? ` at ${number(found[0].x)}` : "");
+    chart.reading.textContent = texts.join("; ") + (chart.steps ? ` at ${number(points[0].x)}` : "");
+  };
+  const settingOf = ({ data, customdata }) =>
+    (data?.meta?.cells ? customdata : data?.meta?.setting) ?? null;
+  const nearest = (points, event) => {
+    if (!event?.clientY || points.length === 1) return points[0];
+    const distance = (p) => {
+      const top = p.fullData ? p.yaxis._offset + p.yaxis.l2p(p.yaxis.d2l(p.y)) : Infinity;
+      return Math.abs(event.clientY - event.target.closest(".plot").getBoundingClientRect().top - top);
+    };
+    return points.reduce((a, b) => (distance(b) < distance(a) ? b : a));
   };
   const leave = (chart) => {
     chart.reading.textContent = "";
+    hover(null);
     for (const other of charts) {
       if (other !== chart && !other.stale && other.steps) Plotly.Fx.unhover(other.plot, {});
     }
   };
-  const follow = (chart, found) => {
-    if (!found?.length) return;
-    read(chart, found);
+  const follow = (chart, points) => {
+    if (!points?.length) return;
+    read(chart, points);
     for (const other of chart.steps ? charts : []) {
       if (other === chart || !other.near || other.stale || !other.steps) continue;
-      Plotly.Fx.hover(other.plot, { xval: found[0].x }, "xy", true);
+      Plotly.Fx.hover(other.plot, { xval: points[0].x }, "xy", true);
+    }
+  };
+  const zoomed = (chart, changes) => {
+    const range = changes["xaxis.range"] ??
+      ("xaxis.range[0]" in changes ? [changes["xaxis.range[0]"], changes["xaxis.range[1]"]] : null);
+    if (!chart.steps || !range || String(range) === String(state.range)) return;
+    state.range = range.map(Number);
+    for (const other of charts) {
+      if (other === chart || !other.steps) continue;
+      other.stale = true;
+      if (other.near) paint(other);
     }
   };
   const listen = (chart) => {
     chart.at = -1;
-    chart.plot.on("plotly_hover", ({ points }) => follow(chart, points));
+    chart.plot.on("plotly_hover", ({ points, event }) => {
+      follow(chart, points);
+      hover(settingOf(nearest(points, event)));
+    });
     chart.plot.on("plotly_unhover", () => leave(chart));
+    chart.plot.on("plotly_click", ({ points, event }) => {
+      const setting = settingOf(nearest(points, event));
+      if (setting !== null && setting >= 0) keep(setting);
+    });
+    chart.plot.on("plotly_relayout", (changes) => zoomed(chart, changes));
+    chart.plot.on("plotly_doubleclick", reset);
   };
   const end = (chart) => {
     if (chart.at < 0) return;
@@ -175,15 +327,15 @@
     Plotly.Fx.unhover(chart.plot, {});
   };
   const places = (chart) => {
-    const known = chart.plot._fullData.map((trace, curveNumber) => ({ trace, curveNumber }))
+    const drawn = chart.plot._fullData.map((trace, curveNumber) => ({ trace, curveNumber }))
       .filter(({ trace }) => trace.visible === true && trace.hoverinfo !== "skip" && trace.x?.length);
-    if (chart.steps && known.length) {
-      const first = known.reduce((a, b) => (b.trace.x.length > a.trace.x.length ? b : a));
-      return Array.from(first.trace.x, (xval) => ({ xval }));
+    if (chart.steps && drawn.length) {
+      const curves = drawn.filter(({ trace }) => !trace.meta?.join);
+      const longest = curves.reduce((a, b) => (b.trace.x.length > a.trace.x.length ? b : a));
+      return Array.from(longest.trace.x, (xval) => ({ xval }));
     }
-    const named = chart.plot._fullLayout.xaxis.type === "category";
-    return known.flatMap(({ trace, curveNumber }) => (trace.type === "heatmap"
-      ? trace.z.flatMap((row, i) => Array.from(row, (_, j) => ({ xval: named ? j : trace.x[j], yval: i })))
+    return drawn.flatMap(({ trace, curveNumber }) => (trace.type === "heatmap"
+      ? trace.z.flatMap((row, i) => Array.from(row, (_, j) => ({ xval: trace.x?.[j] ?? j, yval: i })))
       : Array.from(trace.x, (_, pointNumber) => ({ curveNumber, pointNumber }))));
   };
   const keys = (chart, event) => {
@@ -191,20 +343,20 @@
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -25, PageDown: 25 };
     const zooms = { "+": 0.5, "-": 2 };
     if (moves[event.key]) {
-      const known = places(chart);
-      if (!known.length) return;
-      chart.at = Math.min(Math.max(chart.at + moves[event.key], 0), known.length - 1);
-      const place = known[chart.at];
+      const steps = places(chart);
+      if (!steps.length) return;
+      chart.at = Math.min(Math.max(chart.at + moves[event.key], 0), steps.length - 1);
+      const place = steps[chart.at];
       Plotly.Fx.hover(chart.plot, "xval" in place ? place : [place], "xy");
       // The library waits between two of them, and tells nobody of one that no pointer asked for.
       setTimeout(() => chart.at >= 0 && follow(chart, chart.plot._hoverdata), 60);
     } else if (zooms[event.key]) {
       const [low, high] = chart.plot._fullLayout.xaxis.range;
-      const at = chart.steps && chart.at >= 0 ? places(chart)[chart.at].xval : (low + high) / 2;
-      const around = (end) => at + (end - at) * zooms[event.key];
+      const middle = chart.steps && chart.at >= 0 ? places(chart)[chart.at].xval : (low + high) / 2;
+      const around = (edge) => middle + (edge - middle) * zooms[event.key];
       Plotly.relayout(chart.plot, { "xaxis.range": [around(low), around(high)] });
     } else if (event.key === "0") {
-      chart.figure.querySelector("[data-val=reset]")?.click();
+      reset();
     } else if (event.key === "Escape") {
       end(chart);
     } else if (event.key.toLowerCase() === "l") {
@@ -218,7 +370,7 @@
       chart.near = isIntersecting;
       if (chart.near && chart.stale) paint(chart);
     }
-  }, { rootMargin: "300px" });
+  }, { rootMargin: "200px" });
   for (const chart of charts) {
     chart.plot.addEventListener("keydown", (event) => keys(chart, event));
     chart.plot.addEventListener("blur", () => end(chart));
@@ -229,61 +381,81 @@
     watch.observe(chart.figure);
   }
 
-  // ---- Controls of all charts: settings, smoothing, a selected run. ----------------------------
-  for (const button of all("#key button[data-group]")) {
-    button.addEventListener("click", () => {
-      const group = Number(button.dataset.group);
-      const hides = button.getAttribute("aria-pressed") === "true";
-      state.hidden[hides ? "add" : "delete"](group);
-      button.setAttribute("aria-pressed", String(!hides));
-      for (const body of all(`tbody[data-group="${group}"]`)) body.classList.toggle("dim", hides);
-      repaint();
-    });
-  }
-  one("smoothing")?.addEventListener("input", ({ target }) => {
-    state.smoothing = Number(target.value) === usual ? null : Number(target.value) / 100;
-    target.nextElementSibling.textContent = `${target.value} %`;
-    repaint();
-  });
-  const select = (row) => {
-    const panel = one("selected");
-    for (const other of all("tr.selected")) other.classList.remove("selected");
-    state.run = row?.dataset.run ?? null;
-    state.group = row ? Number(row.parentElement.dataset.group) : null;
-    row?.classList.add("selected");
-    panel.hidden = !row;
-    if (row) {
-      panel.querySelector("h2").textContent = `Run ${state.run}: the charts show it alone`;
-      const facts = [...one(`run-${state.run}`).cells].slice(1);
-      panel.querySelector("div").replaceChildren(...facts.flatMap((cell) =>
-        [...cell.childNodes].map((node) => node.cloneNode(true))));
-      panel.scrollIntoView({ block: "nearest" });
+  // ---- Controls of all charts. -----------------------------------------------------------------
+  const filter = byId("filter");
+  filter?.addEventListener("input", () => {
+    const wanted = filter.value.trim().toLowerCase();
+    state.filtered.clear();
+    for (const button of all(".keep")) {
+      const setting = Number(button.dataset.setting);
+      const fits = button.textContent.toLowerCase().includes(wanted);
+      if (!fits) state.filtered.add(setting);
+      (button.closest("tbody") ?? button).hidden = !fits;
     }
     repaint();
+  });
+  const seeds = byId("seeds");
+  seeds?.addEventListener("change", () => {
+    state.seeds = seeds.checked;
+    repaint();
+  });
+  const unit = byId("unit");
+  for (const name of Object.keys(titles).slice(1)) {
+    if (Object.values(look.axes).some((axes) => axes[name])) unit?.append(new Option(name));
+  }
+  unit?.addEventListener("change", () => {
+    state.unit = unit.value;
+    reset();
+  });
+  const copy = async (text) => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const area = document.createElement("textarea");
+      area.value = text;
+      document.body.append(area);
+      area.select();
+      document.execCommand("copy");
+      area.remove();
+    }
   };
-  for (const link of one("selected") ? all("#runs a[href^='#run-']") : []) {
-    link.addEventListener("click", (event) => {
-      event.preventDefault();
-      const row = link.closest("tr");
-      select(row.dataset.run === state.run ? null : row);
+  for (const button of all("button.copy")) {
+    button.addEventListener("click", async () => {
+      await copy(button.dataset.copy);
+      button.textContent = "copied";
+      setTimeout(() => { button.textContent = "copy"; }, 1500);
     });
   }
-  one("selected")?.querySelector("button").addEventListener("click", () => select(null));
+  const help = byId("help");
+  byId("help-button").addEventListener("click", () => help.showModal());
+  help.querySelector(":scope > button").addEventListener("click", () => help.close());
+  document.addEventListener("keydown", (event) => {
+    if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey) return;
+    if (event.key === "?") help.showModal();
+    else if (event.key === "/" && filter) filter.focus();
+    else if (event.key.toLowerCase() === "s" && seeds) seeds.click();
+    else if (event.key === "Escape" && state.kept.length && !help.open) {
+      state.kept = [];
+      emphasize();
+      repaint();
+    } else return;
+    event.preventDefault();
+  });
   scheme.addEventListener("change", repaint);
 
   // ---- Paper: all charts, dark on white, and no folds. -----------------------------------------
   let folded = [];
   addEventListener("beforeprint", () => {
     folded = all("details:not([open])");
-    for (const fold of folded) fold.open = true;
+    for (const details of folded) details.open = true;
     state.paper = true;
     repaint();
   });
   addEventListener("afterprint", () => {
-    for (const fold of folded) fold.open = false;
+    for (const details of folded) details.open = false;
     state.paper = false;
     repaint();
   });
-  one("charts")?.removeAttribute("hidden");
+  byId("charts")?.removeAttribute("hidden");
   document.documentElement.dataset.ready = "true";
 })();

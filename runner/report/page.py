@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from runner.report.findings import choice, find
-from runner.report.look import SMOOTHING, on_dark, plural
+from runner.report.findings import find
+from runner.report.look import HUES, NEUTRAL, on_dark, plural
 from runner.report.run import Run, SweepRuns, command_of, read
-from runner.report.table import headings, rows_of
+from runner.report.settings import choice
+from runner.report.table import columns_of, facts_of, rows_of
 from runner.report.verdict import remarks, verdict
 from runner.run_folder import files
 from runner.run_folder.strict_json import disk_full, write_text
@@ -44,9 +45,11 @@ def write(folder: Path, left: int = 0) -> Path:
 
 def write_page(sweep: SweepRuns, left: int = 0) -> Path:
     """Write the page of runs that were read before, of which ``left`` have not ended."""
-    from runner.report.charts import sections  # plotly, for which readers need not wait
+    # They import plotly, for which readers need not wait.
+    from runner.report.sections import axes_of, colors_of, sections
 
     findings = find(sweep)
+    colors = colors_of(findings)
     # Text of a configuration or an error is escaped wherever the template inserts it.
     pages = Environment(
         loader=PackageLoader("runner.report", ""),
@@ -56,18 +59,24 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
     )
     pages.filters |= {"plural": plural, "inert": lambda text: text.replace("<", "\\u003c")}
     scripts = [_asset("plotly/plotly-cartesian.min.js"), _asset("page.js")]
+    single = len(sweep.runs) == 1
+    own_loop = all(run.own_loop for run in sweep.runs)
     html = pages.get_template("page.html").render(
         sweep=sweep,
         findings=findings,
         left=left,
         verdict=verdict(findings),
         remarks=remarks(findings),
-        headings=headings(findings),
-        bodies=[(group, rows_of(findings, group)) for group in findings.groups],
-        best_group=findings.best if len(findings.groups) > 1 else None,
-        sections=sections(findings),
-        smoothing=f"{100 * SMOOTHING:g}",
-        again=command_of(["report", sweep.folder]),
+        columns=columns_of(findings),
+        rows=[] if single else rows_of(findings),
+        table_facts=facts_of(findings) if single else [],
+        charts=sections(findings),
+        colors=colors,
+        hues=HUES,
+        greys=_greys(colors),
+        axes=axes_of(findings),
+        date=_date(sweep.runs),
+        again="" if own_loop else command_of(["report", sweep.folder]),
         facts=_facts(sweep.runs),
         shared=_shared(sweep.runs),
         links=lambda run: _links(sweep, run),
@@ -79,6 +88,18 @@ def write_page(sweep: SweepRuns, left: int = 0) -> Path:
     # An override may hold bytes that are no UTF-8; the page shows a question mark for each.
     write_text(sweep.folder / files.PAGE, html.encode("utf-8", "replace").decode("utf-8"))
     return sweep.folder / files.PAGE
+
+
+def _greys(colors: Mapping[int, str]) -> list[int]:
+    """Return the grey settings that get a hue when they are chosen; not a single one, as `none`."""
+    greys = [index for index, color in colors.items() if color == NEUTRAL]
+    return greys if len(greys) > 1 else []
+
+
+def _date(runs: Sequence[Run]) -> str:
+    """Return the day on which the first run began."""
+    started = [str(run.status["started"]) for run in runs if run.status.get("started")]
+    return min(started)[:10] if started else ""
 
 
 def _policy(scripts: Sequence[str]) -> str:

@@ -15,10 +15,12 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from runner.config.identity import branching
 from runner.config.masking import masked, masked_words
 from runner.config.modes import ModeInfo, info_of
 from runner.config.reading import yaml_of
 from runner.run_folder import files, keys
+from runner.run_folder.divergence import diverged_from
 from runner.run_folder.status import Entry, SweepRecord, state_of
 from runner.run_folder.strict_json import number, read_object, read_rows
 
@@ -121,20 +123,27 @@ class Run:
 
     @cached_property
     def diverged_at(self) -> int | None:
-        """Step from which the loss stayed lost until the end: not finite, or twice its start."""
+        """Step from which the training loss was lost until the end, as recorded or from rows."""
+        recorded = self.summary.get(keys.DIVERGED)
+        if keys.DIVERGED in self.summary:
+            return recorded if type(recorded) is int else None
         loss = self.of(keys.TRAIN_LOSS)
-        if not len(loss):
-            return None
-        beginning = loss.finite[:10]
-        ceiling = 2 * float(np.median(beginning)) if len(beginning) else math.inf
-        lost = ~np.isfinite(loss.values)
-        if ceiling > 0:
-            lost |= loss.values > ceiling
-        # A run that finished may have lost the batch of its last step alone.
-        alone = self.state == "finished" and len(lost) > 10 and not lost[-2]
-        if not lost[-1] or alone:
-            return None
-        return int(loss.steps[int(np.flatnonzero(~lost)[-1]) + 1 if not lost.all() else 0])
+        position = diverged_from(loss.values)
+        if position is None and self.state == "failed" and len(loss):
+            # What ended a run that failed may be its last loss alone.
+            lost = ~np.isfinite(loss.values)
+            position = len(loss) - 1 if lost[-1] else None
+        return None if position is None else int(loss.steps[position])
+
+    @cached_property
+    def branch(self) -> tuple[str, int] | None:
+        """Run and step at which this one begins, if it continues another one: ``RUN@STEP``."""
+        return branching(str(self.config.get("resume.from")))
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether the rows are those of somebody's own loop, which no command of ours made."""
+        return not self.status and not self.overrides
 
     def _by_suffix(self, prefix: str) -> dict[str, Series]:
         return {k[len(prefix) :]: one for k, one in self.series.items() if k.startswith(prefix)}
@@ -264,6 +273,17 @@ class SweepRuns:
         seeded = f"seed={seeded}"
         swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
         return command_of([*swept, *kept, seeded, f"sweep.name={self.name}"]) if kept else seeded
+
+    def command_for(self, key: str, values: Sequence[str]) -> str:
+        """Return the command of the sweep with other values of a key, under a name of its own."""
+        added = f"{key}={','.join(values)}"
+        if not self.words:
+            return added
+        apart = (f"{key}=", "sweep.name=", "seed=range(")
+        kept = [word for word in self.words if not word.startswith(apart)]
+        seeds = [word for word in self.words if word.startswith("seed=range(")]
+        swept = [] if "-m" in kept or "--multirun" in kept else ["-m"]
+        return command_of([*swept, *kept, *seeds, added])
 
     def command_of(self, run: Run) -> str:
         return command_of([*self.flags, *run.overrides])

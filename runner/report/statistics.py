@@ -1,110 +1,198 @@
 """Differences between the settings of a sweep, and what they are worth.
 
 Runs of equal seed read the same samples and start from the same weights, so settings are compared
-seed by seed, by the paired t test. If the reference is the best of the same runs, luck made it look
-better than it is: K - 1 intervals were selected among K (K - 1) / 2 pairs, so each has the level
-1 - 0.05 · 2 / K (Benjamini and Yekutieli 2005, section 4), and p is corrected by Holm's method
-(1979) for all pairs. Against a baseline that was named beforehand the level is 0.95, and Holm's
-method counts K - 1.
+seed by seed. All pairs of settings are compared by Tukey's test in blocks, the seeds (Tukey 1953;
+Kramer 1956 for missing values): the interval and p of a difference come from one studentized range
+of all settings, so an interval is without zero exactly where p < 0.05, whichever pair the results
+led a reader to. The noise is what setting and seed leave unexplained, pooled over settings. A
+setting whose noise is over `NOISY` times the median keeps its own: the paired differences give it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean
 
 import numpy as np
 
 LEVEL = 0.95
-POWER = 0.8  # probability with which a difference that "would be seen" has to be found
-MOST_SEEDS = 64  # that are proposed
+PROBABLY = 0.2  # p up to which a difference is called probable
+POWER = 0.8  # probability with which proposed seeds would show the difference that was found
+MOST_SEEDS = 20  # that are proposed; a difference that needs more is a tie
+NOISY = 3.0
 Scores = Mapping[Hashable, float]  # of the seeds of a setting
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Score of a setting minus the reference's over common seeds; None where fewer than two are."""
+    """Score of a setting minus the reference's over common seeds; None where fewer than two are.
+
+    Attributes:
+        needed: seeds that would show this difference four times in five, at most `MOST_SEEDS`.
+        same: whether all scores are equal.
+    """
 
     value: float
     seeds: int
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    corrected: float | None = None
-    visible: float | None = None
     needed: int | None = None
+    same: bool = False
 
     @property
     def seen(self) -> bool:
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+        return self.p is not None and self.p < 1 - LEVEL
+
+    @property
+    def probable(self) -> bool:
+        return self.p is not None and self.p < PROBABLY
 
 
-def compare(settings: Sequence[Scores], reference: int, chosen: bool) -> dict[int, Difference]:
-    """Compare settings with one of them, which was chosen by the same scores or beforehand."""
+@dataclass(frozen=True)
+class Noise:
+    """Standard deviation of a score without its setting and seed, pooled over settings."""
+
+    deviation: float
+    degrees: int
+    pooled: frozenset[int]
+
+
+def compare(settings: Sequence[Scores], reference: int) -> dict[int, Difference]:
+    """Compare settings with one of them; one that has no score, or a lost one, is left out."""
     finite = {}
     for place, scores in enumerate(settings):
         if scores and all(math.isfinite(score) for score in scores.values()):
             finite[place] = scores
-    base = finite.pop(reference, None)
-    if base is None:
+    if reference not in finite:
         return {}
-    count = len(finite) + 1
-    level = 1 - (1 - LEVEL) * 2 / count if chosen else LEVEL
-    differences = {place: _difference(scores, base, level) for place, scores in finite.items()}
-    p_values = {}
-    for place, difference in differences.items():
-        if difference.p is not None:
-            p_values[place] = difference.p
-    corrected = holm(p_values, count * (count - 1) // 2 if chosen else len(p_values))
+    noise = noise_of(finite)
     return {
-        place: replace(difference, corrected=corrected.get(place))
-        for place, difference in differences.items()
+        place: _difference(scores, finite[reference], {place, reference}, noise, len(finite))
+        for place, scores in finite.items()
+        if place != reference
     }
 
 
-def holm(p_values: Mapping[int, float], tests: int) -> dict[int, float]:
-    """Correct the p of each setting for the number of tests; the result rises as p does."""
-    corrected: dict[int, float] = {}
-    highest = 0.0
-    for rank, place in enumerate(sorted(p_values, key=p_values.__getitem__)):
-        highest = max(highest, min(1.0, p_values[place] * (tests - rank)))
-        corrected[place] = highest
-    return corrected
+def noise_of(settings: Mapping[int, Scores]) -> Noise:
+    """Return the noise of all settings but those that are much noisier than the median."""
+    pooled = set(settings)
+    while True:
+        squares, degrees = _residuals({place: settings[place] for place in sorted(pooled)})
+        mean_squares = {}
+        for place, square in squares.items():
+            mean_squares[place] = square / len(settings[place])
+        limit = NOISY**2 * float(np.median([*mean_squares.values()]))
+        noisiest = max(mean_squares, key=mean_squares.__getitem__)
+        if degrees < 1 or len(pooled) < 3 or mean_squares[noisiest] <= limit:
+            variance = sum(squares.values()) / degrees if degrees > 0 else math.nan
+            return Noise(math.sqrt(variance), degrees, frozenset(pooled))
+        pooled.remove(noisiest)
 
 
-def _difference(scores: Scores, reference: Scores, level: float) -> Difference:
-    """Return the difference of two settings, with an interval of ``level``."""
-    differences = np.array([scores[seed] - reference[seed] for seed in scores if seed in reference])
-    count = len(differences)
-    if not count:
+def _residuals(settings: Mapping[int, Scores]) -> tuple[dict[int, float], int]:
+    """Fit setting + seed; return the squared residuals by setting, and the degrees of freedom."""
+    seeds = [*dict.fromkeys(seed for scores in settings.values() for seed in scores)]
+    columns = {seed: len(settings) + number for number, seed in enumerate(seeds)}
+    pairs = []
+    values = []
+    for row, scores in enumerate(settings.values()):
+        for seed, score in scores.items():
+            pairs.append((row, columns[seed]))
+            values.append(score)
+    design = np.zeros((len(values), len(settings) + len(seeds)))
+    for number, pair in enumerate(pairs):
+        design[number, pair] = 1.0
+    centred = np.asarray(values) - np.mean(values)  # more digits for what is left
+    fit, _, rank, _ = np.linalg.lstsq(design, centred, rcond=None)
+    residuals = centred - design @ fit
+    residuals[np.abs(residuals) < 1e-12 * np.abs(values).max()] = 0.0
+    squares = dict.fromkeys(settings, 0.0)
+    places = [*settings]
+    for (row, _), residual in zip(pairs, residuals, strict=True):
+        squares[places[row]] += float(residual**2)
+    return squares, len(values) - int(rank)
+
+
+def _difference(
+    scores: Scores, reference: Scores, pair: set[int], noise: Noise, count: int
+) -> Difference:
+    """Return the difference of a pair of ``count`` settings."""
+    values = np.array([scores[seed] - reference[seed] for seed in scores if seed in reference])
+    seeds = len(values)
+    if not seeds:
         return Difference(fmean(scores.values()) - fmean(reference.values()), 0)
-    mean = float(differences.mean())
-    if count == 1:
+    mean = float(values.mean())
+    if seeds == 1:
         return Difference(mean, 1)
+    pooled = pair <= noise.pooled
+    # Both scores of a pair have the noise; their difference has √2 times as much.
+    deviation = math.sqrt(2) * noise.deviation if pooled else float(values.std(ddof=1))
+    degrees = noise.degrees if pooled else seeds - 1
+    error = deviation / math.sqrt(seeds)
+    size = abs(mean)
+    if error == 0:
+        p = 1.0 if size == 0 else 0.0
+        return Difference(mean, seeds, mean, mean, p, same=not values.any())
+    p = tail(math.sqrt(2) * size / error, count, degrees)
+    half = limit(count, degrees) / math.sqrt(2) * error
+    needed = None
+    if p >= 1 - LEVEL and size > 0:
+        settings = len(noise.pooled) if pooled else 2
+        needed = _needed(size / deviation, seeds, count, settings)
+    same = not values.any()
+    return Difference(mean, seeds, mean - half, mean + half, p, needed, same)
+
+
+def _needed(effect: float, seeds: int, count: int, settings: int) -> int | None:
+    """Return how many seeds show a difference of ``effect`` deviations with a power of `POWER`."""
     from scipy import special  # imported only for a page that compares several seeds
 
-    error = float(differences.std(ddof=1)) / math.sqrt(count)
+    for more in range(seeds + 1, MOST_SEEDS + 1):
+        degrees = (settings - 1) * (more - 1)
+        critical = limit(count, degrees) / math.sqrt(2)
+        if special.nctdtrinc(degrees, 1 - POWER, critical) <= effect * math.sqrt(more):
+            return more
+    return None
 
-    def limit(seeds: int) -> float:
-        return float(special.stdtrit(seeds - 1, (1 + level) / 2))
 
-    def smallest(seeds: int) -> float:
-        errors = special.nctdtrinc(seeds - 1, 1 - POWER, limit(seeds))
-        return float(errors) * error * math.sqrt(count / seeds)
+def tail(q: float, count: int, degrees: int) -> float:
+    """Return the probability that the studentized range of ``count`` means exceeds ``q``.
 
-    half = limit(count) * error
-    size = abs(mean)
-    undecided = 0 < size <= half
-    more_seeds = range(count + 1, MOST_SEEDS + 1) if undecided else ()
-    distance = size / error if error else math.inf if size else 0.0
-    return Difference(
-        value=mean,
-        seeds=count,
-        low=mean - half,
-        high=mean + half,
-        p=2 * float(special.stdtr(count - 1, -distance)),
-        visible=smallest(count),
-        needed=next((seeds for seeds in more_seeds if smallest(seeds) <= size), None),
-    )
+    The integral over the deviation and over the largest mean is a sum over a grid, in which the
+    error of the trapezoidal rule falls exponentially.
+    """
+    from scipy import special
+
+    width = 8 / math.sqrt(2 * degrees)
+    logs = np.linspace(-12 / degrees - width, min(2.2, width), 120)
+    deviations = np.exp(logs)
+    half = degrees / 2
+    densities = degrees * logs - half * deviations**2
+    densities += math.log(2) + half * math.log(half) - special.gammaln(half)
+    weights = np.exp(densities) * (logs[1] - logs[0])
+    largest = np.linspace(-8, 8, 81)
+    normal = np.exp(-(largest**2) / 2) / math.sqrt(2 * math.pi) * (largest[1] - largest[0])
+    below = special.ndtr(largest)[:, None] - special.ndtr(largest[:, None] - q * deviations)
+    ranges = count * normal @ below ** (count - 1)
+    return min(1.0, max(0.0, 1 - float(weights @ ranges)))
+
+
+@lru_cache(maxsize=1024)
+def limit(count: int, degrees: int) -> float:
+    """Return the studentized range that ``count`` equal means exceed with probability 0.05."""
+    low = 0.0
+    high = 4.0
+    while tail(high, count, degrees) > 1 - LEVEL:
+        low = high
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        if tail(middle, count, degrees) > 1 - LEVEL:
+            low = middle
+        else:
+            high = middle
+    return high

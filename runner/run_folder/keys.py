@@ -45,6 +45,8 @@ WHAT_IF = "clip/what_if/"
 # Facts about a clipping mode that is not one of this project's own (summary only)
 CLIP_MODE = "clip/mode"
 ENDED_EARLY = "ended_early"  # why a callback ended the training (summary and status only)
+# Step from which the training loss was lost until the end; null if it was not (summary only)
+DIVERGED = "diverged"
 WALL_SECONDS = "wall_s"  # wall time of the run (summary only)
 
 

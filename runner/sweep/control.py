@@ -25,6 +25,8 @@ from omegaconf import OmegaConf
 
 from runner.config.problem import Problem, RequestError
 from runner.launch import signals
+from runner.report import read
+from runner.report.findings import find
 from runner.report.page import written
 from runner.request.composer import SUBDIR, refer_to, spelled_out
 from runner.request.jobs import Job, Where, setting, unresolved, write_yaml
@@ -306,9 +308,10 @@ def _end(folder: Path, code: int, interrupted: bool, search: bool) -> SweepRecor
 
 
 def _show(folder: Path, record: SweepRecord) -> int:
-    """Write the page and print the table; return 1 if a run or the sweep failed, else 0."""
+    """Write the page and print its answer; return 1 if a run or the sweep failed, else 0."""
     page = written(folder)
-    print_line(live.table(record))
+    with suppress(Exception):  # as for the page: what cannot be read ends no sweep
+        print_line(live.answer(find(read(folder))))
     print_line(str(page or folder))
     failed = any(entry.state == "failed" for entry in record.entries)
     return int(failed or record.state == "failed")

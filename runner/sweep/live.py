@@ -1,11 +1,15 @@
-"""Text that a sweep prints: a line before each run, one for each failure, a table at the end."""
+"""Text that a sweep prints: a line before each run, one for each failure, its answer at the end."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from statistics import mean
+from statistics import fmean
 
 from runner.config.notation import clock, percent, plural, rounded
+from runner.report.findings import Findings
+from runner.report.table import state_of
+from runner.report.verdict import states, verdict
 from runner.run_folder.status import Entry, SweepRecord, best
 
 
@@ -42,28 +46,31 @@ def news(record: SweepRecord, entry: Entry) -> str:
         if entry.objective is not None:
             parts.append(f"{record.objective} {rounded(entry.objective, 4)}")
         return "   ".join(parts)
-    leader = best(record.entries, record.maximizes)
+    # The best of several seeds would be the luckiest one.
+    leader = None if "seed" in record.keys else best(record.entries, record.maximizes)
     if leader is not None and leader.objective is not None:
         score = rounded(leader.objective, 4)
         parts.append(f"best so far {score} ({leader.label or leader.number})")
     seconds = [one.seconds for one in record.entries if one.state == "finished" and one.seconds]
     if seconds:
         left = record.total - sum(one.ended for one in record.entries)
-        parts.append(f"about {clock(mean(seconds) * max(left, 1))} left")
+        parts.append(f"about {clock(fmean(seconds) * max(left, 1))} left")
     return "   ".join(parts)
 
 
-def table(record: SweepRecord) -> str:
-    leader = best(record.entries, record.maximizes)
-    rows = [("run", "", "state", record.objective, "clipped", "seconds", "error")]
-    for entry in record.entries:
-        score = "" if entry.objective is None else rounded(entry.objective, 4)
-        score += " (best)" if entry is leader else ""
-        clipped = "" if entry.clip_ratio is None else percent(entry.clip_ratio)
-        seconds = "" if entry.seconds is None else f"{entry.seconds:.1f}"
-        error = (entry.error or "")[:80]
-        rows.append((str(entry.number), entry.label, entry.state, score, clipped, seconds, error))
-    return columns(rows)
+def answer(findings: Findings) -> str:
+    """Return the first sentence of the page, a table of settings, best first, and lost runs."""
+    rows = [("setting", findings.metric or "metric", "clipped", "seeds", "state")]
+    for setting in findings.listed:
+        mean, spread = findings.mean(setting)
+        score = rounded(mean, 4) if math.isfinite(mean) else ""
+        score += "" if spread is None else f" ± {rounded(spread, 2)}"
+        share = findings.share(setting)
+        clipped = "" if share is None else percent(share)
+        seeds = str(len(setting.runs))
+        rows.append((setting.label, score, clipped, seeds, state_of(findings, setting)))
+    lost = [*states(findings)]
+    return "\n".join([verdict(findings).title, columns(rows), *lost])
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

@@ -21,6 +21,7 @@ from runner.clip import Decision, Layout, Number, ParamShard, transfer
 from runner.clip.norms import Powers, combined_norms, powers_of
 from runner.config.notation import higher_is_better
 from runner.run_folder import keys
+from runner.run_folder.divergence import diverged_from
 from runner.run_folder.strict_json import Row
 from runner.telemetry.sinks import Sink
 
@@ -237,6 +238,7 @@ class Meter:
     # Of every step: ‖G‖ before clipping, and ``Decision.max_stat``, NaN where it was skipped
     norms: array[float] = field(default_factory=lambda: array("d"))
     max_stats: array[float] = field(default_factory=lambda: array("d"))
+    losses: array[float] = field(default_factory=lambda: array("d"))  # of every step
     _above: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -322,6 +324,7 @@ class Meter:
             keys.CLIP_RATIO_TOTAL: total.clipped / steps,
             keys.CLIP_FRACTION: total.fraction / steps,
             **self._so_far(),
+            keys.DIVERGED: self._diverged(),
             "steps": total.steps,
             "samples": self.last.get(keys.TRAIN_SAMPLES, 0),
         }
@@ -335,6 +338,7 @@ class Meter:
             "total": asdict(self._total),
             "norms": torch.from_numpy(np.array(self.norms)),
             "max_stats": torch.from_numpy(np.array(self.max_stats)),
+            "losses": torch.from_numpy(np.array(self.losses)),
             "noise": list(self.noise or ()),
         }
 
@@ -346,9 +350,18 @@ class Meter:
         self._total = Sums(**state["total"])
         self.norms = array("d", state["norms"].tolist())
         self.max_stats = array("d", state["max_stats"].tolist())
+        losses = state.get("losses")  # checkpoints of earlier versions have none
+        self.losses = array("d", () if losses is None else losses.tolist())
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
         if self.noise is not None:
             self.noise.extend(state.get("noise", ()))
+
+    def _diverged(self) -> int | None:
+        """Return the step from which the training loss was lost until the end, or None."""
+        position = diverged_from(self.losses)
+        last_step = int(self.last.get(keys.TRAIN_STEP, len(self.losses)))
+        first_step = max(1, last_step - len(self.losses) + 1)
+        return None if position is None else first_step + position
 
     def _so_far(self) -> dict[str, float]:
         total = self._total
@@ -370,6 +383,7 @@ class Meter:
         for threshold in self._above:
             self._above[threshold] += values.max_stat > threshold
         if step.loss is not None:
+            self.losses.append(step.loss)
             self._note_best({keys.TRAIN_LOSS: step.loss})
         if self.noise is not None and step.noise is not None and math.isfinite(sum(step.noise)):
             self.noise.append([*step.noise])

@@ -1,4 +1,4 @@
-"""The page in a real browser: by keyboard, by day and night, on a phone."""
+"""The page in a real browser: its first screen, by keyboard, by day and night, on a phone."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 
 from runner.report import write
 from tests.report.browser import Browser, Page
-from tests.report.examples import HOSTILE, LAYERS, rows, trained, troubled
+from tests.report.examples import HOSTILE, LAYERS, MIXED, sweep, trained, troubled
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -18,9 +18,11 @@ COVERED = """(plot => ['.xtick', '.ytick', '.textpoint'].some(kind => {
         a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)); }))"""
 PLOT = "document.querySelector('#chart-{} .plot')"
 READING = "document.querySelector('#chart-{} .reading').textContent"
-RUNS = "[...document.querySelectorAll('#runs tbody tr[data-run]')].map(row => row.dataset.run)"
-SETTINGS = "[...document.querySelectorAll('#runs tbody')].map(body => body.id.slice(-1))"
+SETTINGS = """[...document.querySelectorAll('#runs tbody:not([hidden])')]
+    .map(body => body.dataset.setting)"""
+HEIGHT = "document.documentElement.scrollHeight"
 LOSSES = np.array([[0.10, 0.21, 0.28], [0.12, 0.20, 0.33], [0.50, 0.62, 0.69]])
+DIM = "{}.data.filter(t => t.meta?.setting === {} && !t.meta.band && t.opacity < 0.2).length"
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +52,25 @@ def press(page, selector):
 
 
 def assert_fits(page, width):
-    """Charts fill their rows and end with the page; no label covers another one."""
-    assert {"loss", "eval-loss", "norm-norm", "clipped-norm", "histogram"} <= page.draw()
+    """Charts end with the page, and so does the table; no label covers another one."""
+    assert {"loss", "eval-loss", "norm", "clipped", "histogram"} <= page.draw()
     assert page.ask("document.documentElement.scrollWidth") <= width
-    parts = "[...document.querySelectorAll('figure, .main-svg, #runs caption span')]"
+    parts = "[...document.querySelectorAll('figure, .main-svg')]"
     assert page.ask(f"Math.max(...{parts}.map(s => s.getBoundingClientRect().right))") <= width
-    wide = "[...document.querySelectorAll('.charts')].every(row => row.lastElementChild"
-    wide += ".getBoundingClientRect().right > row.getBoundingClientRect().right - 2)"
-    assert page.ask(wide)
+    table = "(document.querySelector('#runs') ?? document.body)"
+    assert page.ask(f"{table}.scrollWidth <= {table}.parentElement.clientWidth")
     assert page.ask(f"[...document.querySelectorAll('.plot')].filter({COVERED}).length") == 0
+
+
+def test_the_first_screen_has_the_answer(browser, swept):
+    page = Page(browser, swept)
+    page.resize(800)
+    page.until(f"{PLOT.format('metric-threshold')}.querySelector('.main-svg') !== null")
+    edges = "(selector => document.querySelector(selector).getBoundingClientRect())"
+    assert page.ask(f"{edges}('#answer .plot').top") < 300
+    for part in ("h1", "#words > p"):
+        assert page.ask(f"{edges}('{part}').bottom") < 800
+    assert page.ask("document.querySelector('h1').textContent").startswith("Which threshold? ")
 
 
 def test_a_sweep_fits_on_a_phone(browser, swept):
@@ -66,9 +78,9 @@ def test_a_sweep_fits_on_a_phone(browser, swept):
     assert_fits(page, 390)
     names = f"{PLOT.format('heat-0')}.querySelectorAll('.ytick text')"
     assert len(set(page.ask(f"[...{names}].map(t => t.textContent)"))) == len(LAYERS)
-    # Where the table goes on, the shadow at its edge is seen through every row.
-    best = "getComputedStyle(document.querySelector('tr.best > td'))"
-    assert page.ask(f"{best}.backgroundColor") == "rgba(0, 0, 0, 0)"
+    shown = "[...document.querySelectorAll('#runs thead th')].filter(h => h.offsetWidth)"
+    keys = page.ask(f"{shown}.map(h => h.dataset.key)")
+    assert keys == ["setting", "best/eval/loss", "difference", "share"]
     assert_quiet(page)
 
 
@@ -93,61 +105,96 @@ def test_a_run_is_drawn_by_day_and_night_and_on_paper(browser, swept):
     assert_quiet(page)
 
 
-def test_the_table_sorts_and_selects_and_keys_read_and_smooth_the_charts(browser, swept):
+def test_a_heading_sorts_and_a_row_folds_its_seeds_out(browser, swept):
     page = Page(browser, swept)
-    assert page.ask(RUNS) == list("012345678")
-    cell = "row.cells[document.querySelector('#runs th[data-key=difference]').cellIndex]"
-    column = f"[...document.querySelectorAll('#runs tr')].slice(1).map(row => {cell}.dataset.value)"
-    pairs = LOSSES - LOSSES[0]
-    expected = np.column_stack([pairs.mean(1), pairs]).ravel()
-    expected[:4] = np.nan
-    differences = [float(text or "nan") for text in page.ask(column)]
-    assert differences == pytest.approx(expected, nan_ok=True)
-    for order in (["0", "1", "2"], ["2", "1", "0"]):  # the seeds of a setting stay together
+    assert page.ask(SETTINGS) == ["0", "1", "2"]
+    for order in (["0", "1", "2"], ["2", "1", "0"]):
         press(page, '#runs th[data-key="best/eval/loss"] button')
         assert page.ask(SETTINGS) == order
-    assert [int(run) // 3 for run in page.ask(RUNS)] == [2] * 3 + [1] * 3 + [0] * 3
+    seeds = "[...document.querySelectorAll('#runs tr.seed:not([hidden])')]"
+    assert page.ask(f"{seeds}.length") == 0
+    press(page, '#runs tbody[data-setting="1"] .fold')
+    cell = "row.cells[document.querySelector('#runs th[data-key=difference]').cellIndex]"
+    differences = page.ask(f"{seeds}.map(row => Number({cell}.dataset.value))")
+    assert differences == pytest.approx(LOSSES[1] - LOSSES[0])
+    page.ask("document.querySelector('#more').click()")
+    assert page.ask("document.querySelector('#runs th[data-key=steps]').offsetWidth") > 0
+    assert_quiet(page)
 
+
+def test_a_setting_is_lifted_out_in_all_charts(browser, swept):
+    page = Page(browser, swept)
     assert_fits(page, 1280)
-    names = f"[...new Set({PLOT.format('loss')}.data.filter(t => t.visible).map(t => t.name))]"
-    every = len(page.ask(names))
-    press(page, '#runs a[href="#run-2"]')
-    page.until(f"{names}.length === 1")
-    assert page.ask(names) == ["norm 0.5 · run 2"]
-    assert "seed=2" in page.ask("document.querySelector('#selected').textContent")
-    press(page, "#selected button")
-    page.until(f"{names}.length === {every}")
-    press(page, "#key button[data-group='1']")  # a setting is hidden in all charts
-    page.until(f"{names}.length < {every}")
-    assert page.ask("document.querySelectorAll('tbody.dim').length") == 1
-    press(page, "#key button[data-group='1']")
+    loss = PLOT.format("loss")
+    press(page, '#runs .keep[data-setting="1"]')
+    page.until(f"{DIM.format(loss, 0)} > 0 && {DIM.format(loss, 1)} === 0")
+    assert page.ask(DIM.format(PLOT.format("norm"), 0)) > 0
+    press(page, '#key .keep[data-setting="0"]')  # a second one compares two
+    page.until(f"{DIM.format(loss, 0)} === 0 && {DIM.format(loss, 2)} > 0")
+    page.press("Escape", 27)
+    page.ask("document.activeElement.blur()")
+    page.until(f"{DIM.format(loss, 2)} === 0")
+    filtered = "document.querySelector('#filter')"
+    page.ask(f"{filtered}.value = '2.5'; {filtered}.dispatchEvent(new Event('input'))")
+    assert page.ask(SETTINGS) == ["2"]
+    shown = f"new Set({loss}.data.filter(t => t.visible).map(t => t.meta?.setting))"
+    page.until(f"{shown}.size === 1")
+    assert_quiet(page)
+
+
+def test_zoom_and_axis_are_those_of_all_charts_over_steps(browser, swept):
+    page = Page(browser, swept)
+    assert_fits(page, 1280)
+    page.ask(f"void Plotly.relayout({PLOT.format('loss')}, {{'xaxis.range': [20, 60]}})")
+    page.until(f"{PLOT.format('norm')}._fullLayout.xaxis.range.map(Math.round).join() === '20,60'")
+    page.ask(f"{PLOT.format('norm')}.focus()")
+    page.press("0", 48)
+    page.until(f"{PLOT.format('loss')}._fullLayout.xaxis.range[0] <= 0")
+    page.ask("document.querySelector('#seeds').click()")
+    seeds = f"{PLOT.format('loss')}.data.filter(t => t.meta?.seed && t.visible).length"
+    page.until(f"{seeds} === 9")
+    assert_quiet(page)
+
+
+def test_every_control_is_reached_by_the_keyboard(browser, swept):
+    page = Page(browser, swept)
+    assert_fits(page, 1280)
     plot = PLOT.format("eval-loss")
     reading = READING.format("eval-loss")
     page.ask(f"{plot}.focus()")
     page.press("ArrowRight", 39)
     page.until(f"{reading}.endsWith(' at 50')")
     values = sorted(map(float, re.findall(r": ([\d.]+)", page.ask(reading))))
-    assert values == pytest.approx(sorted(LOSSES.ravel() + 0.1), rel=1e-3)
-    press(page, "#chart-metric-norm .log")
-    page.until(f"{PLOT.format('metric-norm')}._fullLayout.yaxis.type === 'log'")
-    # 30 % of 100 rows are 30: the 14 before a row, itself, and the 15 after it.
-    press(page, '#runs a[href="#run-2"]')
-    mean = f"Array.from({PLOT.format('loss')}.data.filter(t => t.visible && t.customdata)[0].y)"
-    page.ask("document.querySelector('#smoothing').focus()")
-    page.press("End", 35)
-    losses = [row["train/loss"] for row in rows("norm", 0.5, 100, seed=2, layers=LAYERS)]
-    near = np.asarray(losses)[50 - 14 : 50 + 16]
-    log = page.ask(f"{PLOT.format('loss')}._fullLayout.yaxis.type") == "log"
-    smooth = float(np.exp(np.log(near).mean()) if log else near.mean())
-    page.until(f"Math.abs({mean}[50] / {smooth} - 1) < 1e-5")
-    reached = set()
-    active = "document.activeElement"
-    for _ in range(page.ask("document.querySelectorAll('button, a, summary, [tabindex]').length")):
+    assert values == pytest.approx(sorted((LOSSES + 0.1).mean(axis=1)), rel=1e-3)
+    press(page, "#chart-metric-threshold .log")
+    page.until(f"{PLOT.format('metric-threshold')}._fullLayout.yaxis.type === 'log'")
+    controls = "button:not(:disabled), a[href], summary, input, select, [tabindex='0']"
+    shown = f"[...document.querySelectorAll(`{controls}`)].filter(c => c.checkVisibility())"
+    page.ask(f"window.left = new Set({shown}.filter(c => !c.closest('.modebar, dialog')))")
+    page.ask("document.body.focus(); document.activeElement.blur()")
+    page.ask("document.addEventListener('focusin', ({target}) => window.left.delete(target))")
+    page.ask("window.scrollTo(0, 0)")
+    for _ in range(page.ask("window.left.size") + 9 * 20):
         page.press("Tab", 9)
-        name = f"{active}.ariaLabel || {active}.className || {active}.id || {active}.tagName"
-        reached.add(page.ask(name))
-    assert {"BUTTON", "A", "SUMMARY", "log", "Download as PNG", "Zoom"} <= reached
+        if page.ask("window.left.size") == 0:
+            break
+    missed = "[...window.left].map(c => c.outerHTML.slice(0, 90))"
+    assert page.ask(missed) == []
+    page.ask("document.activeElement.blur()")
+    page.press("?", 191)
+    assert page.ask("document.querySelector('#help').open")
     assert_quiet(page)
+
+
+def test_sixty_six_runs_have_few_figures_on_a_short_page(browser, tmp_path):
+    settings = [*MIXED, *[("value", 0.2 + step / 10) for step in range(12)]]
+    file = write(sweep(tmp_path / "s", settings, (0, 1, 2), steps=60, layers=LAYERS))
+    for width, longest in ((1280, 6_000), (390, 12_000)):
+        page = Page(browser, file, width)
+        assert len(page.draw()) <= 14
+        assert page.ask(HEIGHT) <= longest
+        assert page.ask("document.querySelector('#answer .plot').getBoundingClientRect().top") < 300
+        assert_quiet(page)
 
 
 @pytest.fixture
@@ -162,10 +209,11 @@ def test_text_of_configurations_is_inert(browser, troubled_page):
     assert page.ask("window.broken") is None
     assert page.ask("document.querySelectorAll('img, foreignObject').length") == 0
     assert HOSTILE in page.ask("[...document.querySelectorAll('#runs td')].map(c => c.textContent)")
-    # Lost runs sort last, in both orders.
+    # Lost settings sort last, in both orders.
     for _ in range(2):
-        press(page, '#runs th[data-key="final/eval/loss"] button')
-        assert page.ask(RUNS)[-2:] in (["6", "9"], ["9", "6"])
+        press(page, '#runs th[data-key="best/eval/loss"] button')
+        last = page.ask(f"{SETTINGS}.slice(-4)")
+        assert {*last} == {"2", "3", "4", "6"}
 
 
 def test_a_foreign_script_does_not_run_in_the_page(browser, troubled_page, tmp_path):

@@ -38,11 +38,12 @@ def test_runs_that_did_not_finish_show_their_state(troubled_sweep):
         run: dict(zip(columns, re.findall(r"<td[^>]*>(.*?)</td>", row), strict=True))
         for run, row in re.findall(r'<tr[^>]*data-run="(\d)"(.*?)</tr>', page, re.DOTALL)
     }
-    states = ["finished", "failed", "killed", "not started"]
-    assert [shown[run]["state"] for run in "6789"] == states
+    states = ["failed", "killed", "not started"]
+    assert [shown[run]["state"] for run in "789"] == states
     assert (shown["6"]["final/eval/loss"], shown["8"]["steps"]) == ("NaN", "77")
-    # The loss doubles from step 181 on, and is over twice its start a few steps later.
-    assert 181 <= int(shown["6"]["diverged_at"]) <= 193
+    # The loss doubles from step 181 on, and is over its start a few steps later.
+    [step] = re.findall(r"diverged at (\d+)", shown["6"]["state"])
+    assert 181 <= int(step) <= 193
     for part in ("Run 7 failed at step 120: RuntimeError", "Run 8 was killed at step 77"):
         assert part in page
 
@@ -153,10 +154,21 @@ def test_json_has_the_differences_to_the_baseline(folder):
     assert (whole["compared_with"], whole["metric"]) == ("none", "eval/loss")
     losses = [summary["best"]["eval/loss"] for summary in summaries_of(folder)]
     scores = np.array(losses).reshape(5, 3)
-    *of_thresholds, of_baseline = [setting["difference"] for setting in whole["settings"]]
-    values = [difference["value"] for difference in of_thresholds]
+    differences = {setting["setting"]: setting["difference"] for setting in whole["settings"]}
+    values = [differences[name]["value"] for name in ("0.1", "0.25", "1.0", "2.0")]
     assert values == pytest.approx((scores[:4] - scores[4]).mean(axis=1))
-    assert of_baseline is None
+    assert differences["none"] is None
+
+
+def test_json_has_the_verdict_and_the_commands(folder):
+    whole = json.loads((folder / "report.json").read_text())
+    assert whole["verdict"].startswith("Which threshold? ")
+    assert whole["verdict"] in (folder / "report.html").read_text()
+    assert whole["commands"]["sweep"].startswith("python -m runner -m clip=norm")
+    means = [setting["mean"] for setting in whole["settings"]]
+    assert means == sorted(means)
+    worths = {setting["setting"]: setting["worth"] for setting in whole["settings"]}
+    assert "clearly better" in worths.values()
 
 
 def test_latex_has_one_row_a_setting(folder):
@@ -164,7 +176,7 @@ def test_latex_has_one_row_a_setting(folder):
     ended = [line[:-3] for line in lines if line.endswith(r" \\")]
     table = [re.split(r" (?<!\\)& ", line) for line in ended]
     settings = json.loads((folder / "report.json").read_text())["settings"]
-    names = ["clip.mode", "clip.threshold", "eval/loss best", r"$\Delta$ to none", "p", "seeds"]
+    names = ["clip.mode", "clip.threshold", "eval/loss", r"$\Delta$ to none", "p", "seeds"]
     assert (table[0], len(table) - 1) == (names, len(settings))
     for row, setting in zip(table[1:], settings, strict=True):
         assert (len(row), row[-1]) == (len(names), "3")
@@ -190,7 +202,7 @@ def test_text_of_a_configuration_stays_text(tmp_path):
 def test_a_wrong_baseline_is_refused_before_anything_is_written(tmp_path, word, capsys):
     folder = sweep(tmp_path / "s", NORM, steps=5)
     assert main(["report", str(folder), "--csv", word]) == 2
-    assert re.search(r"norm 0\.25|report\.baseline", capsys.readouterr().err)
+    assert re.search(r"0\.25|report\.baseline", capsys.readouterr().err)
     assert not list(folder.glob("report.*"))
 
 

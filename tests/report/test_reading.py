@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from runner.report import NoRunError, read, read_run
@@ -135,19 +136,25 @@ def test_metrics_are_the_summarys_or_the_same_from_rows(tmp_path):
     assert from_rows == pytest.approx(whole)
 
 
+GOOD = [*np.linspace(2.0, 1.0, 60)]
+
+
 @pytest.mark.parametrize(
     ("losses", "state", "step"),
     [
-        ([2.0, 1.9, math.nan, 1.2], "finished", None),
-        ([2.0, 1.9, 9.0, 1.2], "finished", None),
-        ([*[1.9] * 59, math.nan], "failed", 60),
-        ([*[1.9] * 59, math.nan], "finished", None),  # one lost last batch
-        ([2.0, 1.9, 9.0, math.inf, math.nan], "finished", 3),
-        ([2.0, 2.0, 1.0, 1.0, 4.5, 4.6], "finished", 5),
+        (GOOD, "finished", None),
+        ([*GOOD[:30], math.nan, *GOOD[30:]], "finished", None),
+        ([*GOOD[:30], 9.0, *GOOD[30:]], "finished", None),
+        ([*GOOD[:-1], math.nan], "failed", 60),
+        ([*GOOD[:-1], math.nan], "finished", None),  # one lost last batch
+        ([*GOOD[:40], *[math.nan] * 20], "finished", 41),
+        ([*GOOD[:40], *[2.1] * 20], "finished", 41),  # above its start, and finite
+        ([*GOOD[:40], *[1.7] * 20], "finished", None),
+        ([2.0, 1.9, 2.1], "finished", None),  # too few losses to tell
         ([math.nan, math.nan], "finished", 1),
     ],
 )
-def test_divergence_is_a_loss_that_never_comes_back(tmp_path, losses, state, step):
+def test_a_training_diverged_if_its_last_losses_are_lost(tmp_path, losses, state, step):
     lines = rows(steps=len(losses), evaluations=0)
     for row, loss in zip(lines, losses, strict=True):
         row["train/loss"] = loss
@@ -155,6 +162,13 @@ def test_divergence_is_a_loss_that_never_comes_back(tmp_path, losses, state, ste
     [measured] = find(read(folder)).measured.values()
     assert measured["diverged_at"] == step
     assert math.isnan(measured["best/train/loss"]) == all(math.isnan(loss) for loss in losses)
+
+
+def test_whether_a_run_diverged_is_what_its_summary_says(tmp_path):
+    folder = write_run(tmp_path / "run", rows(steps=30), config())
+    file = folder / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"diverged": 17}))
+    assert read_run(folder).diverged_at == 17
 
 
 def test_run_folders_are_the_truth_where_the_record_is_stale(tmp_path):
@@ -187,7 +201,8 @@ def test_rows_of_somebody_elses_loop_tell_how_it_clipped(tmp_path):
         for name in ("status.json", "summary.json", ".hydra/overrides.yaml"):
             (folder / name).unlink()
     findings = find(read(tmp_path))
-    assert [group.label for group in findings.groups] == ["norm 0.5", "own 0.1", "none"]
+    labels = [setting.label for setting in findings.settings]
+    assert labels == ["norm 0.5", "own 0.1", "none"]
     assert findings.best is not None
     (folder / "config.yaml").write_text("{seed: 7, clip: {mode: mine}}")
     assert (read_run(folder).mode, read_run(folder).seed) == ("mine", "7")

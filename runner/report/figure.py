@@ -1,4 +1,4 @@
-"""What all charts have in common: frame, axes, traces, and curves with fewer points."""
+"""What all charts have in common: frame, axes, marks, and curves with fewer points."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 
-from runner.config.modes import ModeInfo
-from runner.report.findings import Group
 from runner.report.look import INK, NEUTRAL, PAPER, RULE, SMOOTHING
 from runner.report.run import Floats, Series
 
@@ -34,32 +32,12 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Facet:
-    """Settings that one chart compares: a mode's settings and those without clipping."""
+class Entry:
+    """What a chart shows of a setting: its name and colour, the same in all charts."""
 
-    mode: str
-    groups: tuple[Group, ...]
-    suffix: str
-
-    @property
-    def clipping(self) -> list[Group]:
-        """Settings that clip by the mode."""
-        return [group for group in self.groups if group.mode == self.mode]
-
-    @property
-    def info(self) -> ModeInfo:
-        return next((group.info for group in self.clipping), ModeInfo())
-
-
-def facets(groups: Sequence[Group]) -> list[Facet]:
-    """Return the settings by mode, because thresholds of two modes do not compare."""
-    modes = sorted({group.mode for group in groups if group.mode and group.clips}) or ["none"]
-    by_mode = []
-    for mode in modes:
-        compared = tuple(group for group in groups if group.mode == mode or not group.clips)
-        suffix = f" · clip={mode}" if len(modes) > 1 else ""
-        by_mode.append(Facet(mode, compared, suffix))
-    return by_mode
+    index: int
+    label: str
+    color: str
 
 
 def chart(
@@ -133,7 +111,7 @@ def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def scales(values: Sequence[Floats | Sequence[float]], log: bool) -> tuple[dict[str, Any], str]:
+def scales(values: Sequence[ArrayLike], log: bool) -> tuple[dict[str, Any], str]:
     ends = {"linear": limits(values, False)}
     if log or (_every(values) > 0).any():
         ends["log"] = limits(values, True)
@@ -155,32 +133,32 @@ def floats(values: ArrayLike) -> NDArray[np.float32]:
         return np.where(np.abs(array) < 3e38, array, np.nan).astype(np.float32)
 
 
-def trace(group: Group | None, run: str | None, x: Any, y: Any, **more: Any) -> Trace:
-    """Return a trace that the page hides with its setting and its run."""
+def trace(entry: Entry | None, run: str | None, x: Any, y: Any, **more: Any) -> Trace:
+    """Return a trace that the page lifts out, dims or hides with its setting and its run."""
     owner: Trace = {}
-    if group is not None:
-        owner = {"legendgroup": str(group.index), "meta": {"group": group.index, "run": run}}
+    if entry is not None:
+        owner = {"meta": {"setting": entry.index, "run": run} | more.pop("meta", {})}
     return {"type": "scatter", "x": x, "y": y, "showlegend": False, **owner, **more}
 
 
-def line(group: Group | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
-    stroke = {"color": group.color if group else NEUTRAL, "width": 1.7} | more.pop("line", {})
+def line(entry: Entry | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
+    stroke = {"color": entry.color if entry else NEUTRAL, "width": 1.7} | more.pop("line", {})
     # With a template, plotly would show what is to be skipped.
     hover = {} if "hoverinfo" in more else {"hovertemplate": "%{y:.4~g}"}
     style = {"mode": "lines", "name": name, "line": stroke, **hover}
-    return trace(group, more.pop("run", None), x, y, **(style | more))
+    return trace(entry, more.pop("run", None), x, y, **(style | more))
 
 
-def point(group: Group, run: str, x: float, y: float, text: str, **marker: Any) -> Trace:
-    style = {"color": group.color, "size": 9, "line": {"width": 1, "color": PAPER}} | marker
-    about = {"name": group.label, "hovertext": [text], "hoverinfo": "text"}
-    return trace(group, run, [x], [y], mode="markers", marker=style, **about)
+def point(entry: Entry, run: str | None, x: float, y: float, text: str, **marker: Any) -> Trace:
+    style = {"color": entry.color, "size": 9, "line": {"width": 1, "color": PAPER}} | marker
+    about = {"name": entry.label, "hovertext": [text], "hoverinfo": "text"}
+    return trace(entry, run, [x], [y], mode="markers", marker=style, **about)
 
 
-def cross(group: Group, run: str, x: float, text: str) -> Trace:
+def cross(entry: Entry, run: str | None, x: float, text: str) -> Trace:
     """Return a mark at the upper edge for a value that has no place on the vertical axis."""
-    style = {"symbol": "x-thin", "line": {"width": 2, "color": group.color}}
-    return point(group, run, x, 0.965, text, **style) | {"yaxis": "y2"}
+    style = {"symbol": "x-thin", "line": {"width": 2, "color": entry.color}}
+    return point(entry, run, x, 0.965, text, **style) | {"yaxis": "y2"}
 
 
 def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:

@@ -1,0 +1,138 @@
+"""The metric against a number that was swept: a point a run, and the mean of each setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from runner.report import figure
+from runner.report.figure import Chart, Entry, Trace
+from runner.report.look import NEUTRAL, rounded
+
+
+class Point(NamedTuple):
+    """The score of a run; NaN if it diverged. ``hollow``: the run is in no mean."""
+
+    entry: Entry
+    run: str
+    place: float
+    score: float
+    text: str
+    hollow: bool = False
+
+
+class Mean(NamedTuple):
+    """The mean of a setting, with the half width of its interval; None without several seeds."""
+
+    entry: Entry
+    place: float
+    mean: float
+    half: float | None
+    text: str
+
+
+class Level(NamedTuple):
+    """A setting without a place on the axis, such as no clipping."""
+
+    entry: Entry
+    mean: float
+    text: str
+
+
+def draw(
+    *,
+    name: str,
+    title: str,
+    note: str,
+    axes: tuple[str, str],
+    points: Sequence[Point],
+    means: Sequence[Mean],
+    levels: Sequence[Level] = (),
+    published: Sequence[tuple[float, str]] = (),
+    names: Mapping[float, str] | None = None,
+    reference: float | None = None,
+    height: int = 330,
+) -> Chart:
+    """Draw points, means with intervals, levels, and a line at the mean of the ``reference``.
+
+    ``names`` are the values of the axis as they were typed.
+    """
+    places = [point.place for point in points]
+    ends = figure.limits([places], True)
+    span = (ends[1] / ends[0]) ** 0.05
+    ends = (ends[0] / span, ends[1] * span)
+    traces: list[Trace] = []
+    if reference is not None:
+        stroke = {"color": NEUTRAL, "width": 1, "dash": "2px,3px"}
+        line = figure.line(None, [*ends], [reference] * 2, "", line=stroke, hoverinfo="skip")
+        traces.append(line)
+    for level in levels:
+        stroke = {"width": 1.5, "dash": "8px,4px"}
+        hover = {"hovertext": [level.text] * 2, "hoverinfo": "text"}
+        heights = [level.mean] * 2
+        traces.append(figure.line(level.entry, [*ends], heights, "", line=stroke, **hover))
+        text = [f"{level.entry.label} "]
+        style: Trace = {"textposition": "top left", "textfont": {"color": level.entry.color}}
+        traces.append(figure.labels(ends[1:], [level.mean], text, **style))
+    connected = [mean for mean in means if math.isfinite(mean.mean)]
+    xs = [mean.place for mean in connected]
+    if len(set(xs)) == len(xs) > 1:
+        ys = [mean.mean for mean in connected]
+        traces.append(figure.line(None, xs, ys, "", line={"width": 1}, hoverinfo="skip"))
+    for point in points:
+        traces.append(_mark(point))
+    for mean in connected:
+        traces.append(_mean(mean))
+    scores = [[point.score for point in points], [level.mean for level in levels]]
+    for mean in connected:
+        half = mean.half or 0.0
+        scores.append([mean.mean - half, mean.mean + half])
+    marks = {x: f"{rounded(x)}: {who}" for x, who in published if ends[0] < x < ends[1]}
+    if marks:
+        note += " ▾ Published settings, of other models and losses."
+        symbol: Trace = {"marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL}}
+        symbol |= {"hovertext": [*marks.values()], "hoverinfo": "text", "mode": "markers"}
+        heights = [1.0] * len(marks)
+        traces.append(figure.trace(None, None, [*marks], heights, yaxis="y2", **symbol))
+    values = [point.score for point in points]
+    scales, kind = figure.scales(scores, figure.spans([values], 30))
+    ticks = _ticks(sorted(set(places)), ends, names or {})
+    return figure.chart(
+        name,
+        title,
+        note,
+        traces,
+        figure.axis(axes[0], ends, log=True, showgrid=False) | ticks,
+        figure.axis(axes[1], scales[kind], log=kind == "log"),
+        meta={"scales": scales},
+        height=height,
+    )
+
+
+def _mark(point: Point) -> Trace:
+    if not math.isfinite(point.score):
+        return figure.cross(point.entry, point.run, point.place, point.text)
+    symbol = "circle-open" if point.hollow else "circle"
+    style = {"symbol": symbol, "size": 7, "opacity": 0.65}
+    return figure.point(point.entry, point.run, point.place, point.score, point.text, **style)
+
+
+def _mean(mean: Mean) -> Trace:
+    style = {"symbol": "line-ew", "size": 16, "line": {"width": 2.5, "color": mean.entry.color}}
+    trace = figure.point(mean.entry, None, mean.place, mean.mean, mean.text, **style)
+    if mean.half is not None:
+        bars = {"type": "data", "array": [mean.half], "thickness": 1.2, "width": 5}
+        trace["error_y"] = bars | {"color": mean.entry.color}
+    return trace
+
+
+def _ticks(places: Sequence[float], ends: tuple[float, float], names: Mapping[float, str]) -> Trace:
+    """Return ticks at the values that were swept, as typed, without those that would overlap."""
+    ticks: list[float] = []
+    for place in places:
+        if not ticks or place / ticks[-1] > (ends[1] / ends[0]) ** 0.055:
+            ticks.append(place)
+    if len(places) > 16:
+        return {}
+    return {"tickvals": ticks, "ticktext": [names.get(tick, rounded(tick)) for tick in ticks]}

@@ -15,7 +15,7 @@ from runner.booster.loss_graph import GraphError, Term, terms_of
 
 _KEPT = 8  # observations of a way to count
 _CHECKED = 64  # passes on an accelerator, after which one of so many is checked
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3}
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3}
 
 
 class Observed(NamedTuple):
@@ -100,7 +100,7 @@ class Candidates:
     known: bool = False
     outer: bool = False
     factors: bool = False
-    tolerance: float = 1e-9
+    tolerance: float = 1e-12
     looks: int = 0
     passes: int = 0
 

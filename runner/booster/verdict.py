@@ -195,7 +195,7 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
     if abs(losses[0] - losses[1]) <= 10 * _size(whole, parts):
         return Finding(reason="parts of a batch have the same loss", retry=True)
     if _near(_weighted(parts, items), whole, parts):
-        return Finding()
+        return Finding(reason=f"{whole.error}, and a batch in two parts shows what it holds alone")
     if not _is_between(whole, parts):
         return Finding(reason=_OF_THE_BATCH)
     return _refused(loss, whole, parts)

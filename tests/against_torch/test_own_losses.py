@@ -110,6 +110,30 @@ def clipped_objective(net, batch):
     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
 
+def with_an_epsilon(net, batch):
+    mask = batch["mask"].double()
+    return (cross_entropies(net, batch) * mask).sum() / (mask.sum() + 1e-8)
+
+
+class Fused(torch.autograd.Function):
+    """A cross entropy whose graph autograd does not record, as that of a fused kernel."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        kept = labels != -100
+        gradient = logits.softmax(-1) - F.one_hot(labels.clamp(min=0), WORDS)
+        ctx.save_for_backward(gradient * kept[:, None] / kept.sum())
+        return F.cross_entropy(logits, labels)
+
+    @staticmethod
+    def backward(ctx, factor):
+        return ctx.saved_tensors[0] * factor, None
+
+
+def fused(net, batch):
+    return Fused.apply(net.head(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+
+
 def grpo(net, batch):
     """Mean over samples of means over tokens, as in GRPO."""
     mask = batch["mask"].double()
@@ -346,11 +370,14 @@ class Case(NamedTuple):
 
 
 ELSE = "divides by"
+OF_BATCH = "depends on the batch as a whole"
 CASES = {
     "masked cross entropy": Case(masked),
     "selected cross entropy": Case(selected),
     "selected squares": Case(selected_numbers),
     "selected in a method": Case(selected_in_method, kind=Whole),
+    "fused": Case(fused, ignoring(-100), warned="its graph ends in"),
+    "a mask and an epsilon": Case(with_an_epsilon, refused=ELSE),  # 1e-9 off; right in float32
     "grpo": Case(grpo),
     "dapo": Case(dapo),
     "distillation with a mask": Case(distillation),
@@ -363,9 +390,9 @@ CASES = {
     "padding 1 in the labels alone": Case(padded_by_hand, ignoring(0)),
     "token weights": Case(token_weighted, with_token_weights),
     "detection": Case(detected),
-    "contrastive": Case(contrastive, warned="depends on the batch as a whole"),
-    "spread": Case(spread, warned="depends on the batch as a whole"),
-    "balanced experts": Case(balanced, warned="depends on the batch as a whole"),
+    "contrastive": Case(contrastive, warned=OF_BATCH),
+    "spread": Case(spread, warned=OF_BATCH),
+    "balanced experts": Case(balanced, warned=OF_BATCH),
     "triplets": Case(triplets),
     "variational": Case(variational),
     "dice": Case(dice, refused='no mean over items.*loss.items=none.*items="none"'),
@@ -430,7 +457,7 @@ def test_a_loss_of_ones_own_is_that_of_one_batch_or_refused(name, zero, caplog):
     # With a head of zeros each part of a batch has the same loss.
     assert zero or case.warned in caplog.text
     assert case.warned or "divides" not in caplog.text
-    if not case.warned:
+    if case.warned != OF_BATCH:
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         torch.testing.assert_close(weights, of_one_batch(case, steps, zero), rtol=0, atol=1e-13)
 
@@ -524,7 +551,7 @@ def require_rows(name, found):
         assert case.refused, (name, found)
         return
     assert not case.refused, name
-    if case.warned:
+    if case.warned == OF_BATCH:
         return
     rows, held_out = rows_by_hand(name)
     for actual, expected in zip(found[0], rows, strict=True):

@@ -6,7 +6,6 @@ import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import compress
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -39,7 +38,8 @@ class OptionError(ValueError):
 
     def __init__(self, option: str, message: str, value: Any = NOTHING) -> None:
         super().__init__(message)
-        self.option, self.value = option, value
+        self.option = option
+        self.value = value
 
 
 class Layout:
@@ -72,12 +72,12 @@ class Layout:
         parameters: Mapping[str, Whole] | None = None,
         elsewhere: str = "cpu",
     ) -> None:
-        once: dict[int, ParamShard] = {}
+        by_id: dict[int, ParamShard] = {}
         for shard in shards:
             if shard.param.is_complex():
                 raise TypeError(f"{shard.name} is complex: clipping is defined on real parameters")
-            once.setdefault(id(shard.param), shard)
-        self.shards = list(once.values())
+            by_id.setdefault(id(shard.param), shard)
+        self.shards = list(by_id.values())
         self.group = group
         self.heads = tuple(heads)
         self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
@@ -158,16 +158,18 @@ class Layout:
         ``ranks`` of a name are those that hold a shard or a replica, by default all. ``renamed``
         has the name of a tied parameter by that of its copy.
         """
-        known, once = renamed or {}, dict[int, ParamShard]()
-        for own, parameter, module in owned_parameters(model):
-            if id(parameter) not in once:
-                spread = group.size() if ranks is None else ranks(own)
-                once[id(parameter)] = placed(known.get(own, own), parameter, module, spread)
-        shards = list(once.values())
+        by_id: dict[int, ParamShard] = {}
+        for name, parameter, module in owned_parameters(model):
+            if id(parameter) not in by_id:
+                spread = group.size() if ranks is None else ranks(name)
+                original = name if renamed is None else renamed.get(name, name)
+                by_id[id(parameter)] = placed(original, parameter, module, spread)
+        shards = list(by_id.values())
         sizes = {shard.name: shard.param.numel() for shard in shards} if whole is None else whole
         parameters, elsewhere = account(shards, group, sizes)
-        found = head_weights(model) if heads is None else heads
-        return cls(shards, group, found, parameters, elsewhere)
+        if heads is None:
+            heads = head_weights(model)
+        return cls(shards, group, heads, parameters, elsewhere)
 
     @classmethod
     def of_parameters(cls, parameters: Sequence[Tensor]) -> Layout:
@@ -218,14 +220,21 @@ class Layout:
     def gradients(self) -> tuple[list[ParamShard], list[Tensor]]:
         """Return the shards that have a gradient of at least one element, and these gradients."""
         # Each step reads them twice: loops without bytecode, where every shard has a gradient.
-        shards, gradients = self.shards, local_gradients(self.shards)
+        shards = self.shards
+        gradients = local_gradients(shards)
         if NoneType in {*map(type, gradients)} or not all(map(Tensor.numel, gradients)):
-            held = [gradient is not None and gradient.numel() > 0 for gradient in gradients]
-            shards, gradients = (list(compress(each, held)) for each in (shards, gradients))
+            pairs = [
+                (shard, gradient)
+                for shard, gradient in zip(shards, gradients, strict=True)
+                if gradient is not None and gradient.numel() > 0
+            ]
+            shards = [shard for shard, _ in pairs]
+            gradients = [gradient for _, gradient in pairs]
         if {*map(_STORAGE, gradients)} - {torch.strided}:
-            pairs = zip(shards, gradients, strict=True)
-            name = next(shard.name for shard, g in pairs if g.layout is not torch.strided)
-            raise TypeError(f"{name} has a sparse gradient: build the layer with sparse=False")
+            for shard, gradient in zip(shards, gradients, strict=True):
+                if gradient.layout is not torch.strided:
+                    text = f"{shard.name} has a sparse gradient: build the layer with sparse=False"
+                    raise TypeError(text)
         return shards, gradients
 
     @torch.no_grad()
@@ -234,13 +243,15 @@ class Layout:
 
         Autograd may give two parameters one tensor, as for ``torch.stack([a, b]).sum(0)``.
         """
-        seen, shared = set[int](), False
+        seen: set[int] = set()
+        shared = False
         for shard in self.shards:
             gradient = shard.gradient
             if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
                 continue
             if gradient.data_ptr() in seen and shard.param.grad is not None:
-                shard.param.grad, shared = shard.param.grad.clone(), True
+                shard.param.grad = shard.param.grad.clone()
+                shared = True
             seen.add(gradient.data_ptr())
         return shared
 

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from importlib import import_module
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +24,6 @@ from runner.config.problem import or_list
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 TINY = 1e-30  # A coefficient below this one is applied in float64
-_DTYPE = attrgetter("dtype")
 _CLASSES: Mapping[type[Mode], str] = {
     modes.AdaGC: "per_parameter.AdaGCClip",
     modes.Adaptive: "adaptive.AdaptiveClip",
@@ -155,8 +153,8 @@ class ClipMode(Mode, ABC):
         else:
             split = stats.split or GradStats.of(layout, self.norm_type, split=True).split
             assert split is not None
-            own = replace(stats, norm=split.scaled, split=None, part=True)
-            decision = self.decide_finite(layout, own)
+            of_scaled = replace(stats, norm=split.scaled, split=None, part=True)
+            decision = self.decide_finite(layout, of_scaled)
             decision = decision.of_whole(layout, stats.norm, split, self.norm_type)
         if self.tally is not None:
             self.tally.end_step(stats.norm)
@@ -191,9 +189,8 @@ class ClipMode(Mode, ABC):
             if decision.norm_scaled is None or decision.inner:
                 scale_each(layout, decision.scales)
             # All others have one coefficient, and the gradients that are left out none.
-            elif some := [pair for pair in zip(*layout.gradients(), strict=True) if pair[0].scaled]:
-                coef = decision.scales[layout.positions[some[0][0].name]]
-                multiply([gradient for _, gradient in some], transfer.read(coef))
+            else:
+                scale_some(layout, decision.scales)
             return replace(decision, scales=None)
         if decision.parts is not None:
             return self.change_parts(layout, decision)
@@ -245,8 +242,9 @@ class ClipMode(Mode, ABC):
     ) -> Iterator[tuple[str, str]]:
         """Yield keys that do not go with clipping in the backward pass, each with the reason."""
         if why := self.waits_for():
-            able = [name for name, one in MODES.items() if one.info.by_tensor]
-            yield "clip.when", f"this mode {why}: use step; backward goes with clip={or_list(able)}"
+            names = [name for name, mode in MODES.items() if mode.info.by_tensor]
+            text = f"this mode {why}: use step; backward goes with clip={or_list(names)}"
+            yield "clip.when", text
         if fp16:
             why = "an overflow leaves out a whole step: use bf16, fp32 or clip.when=step"
             yield "precision.name", why
@@ -267,9 +265,9 @@ class ClipMode(Mode, ABC):
         decide one after the other, and then :meth:`end_parts` is called. A step that is not finite
         is taken back by :meth:`undo`.
         """
-        made = copy.copy(self)
-        made.bind(layout)
-        return made
+        part = copy.copy(self)
+        part.bind(layout)
+        return part
 
     def ready_for_parts(self) -> bool:
         """Return whether parts may decide in this step; the same on every rank."""
@@ -315,9 +313,10 @@ def build(mode: str | type[Mode] | Mode, **options: Any) -> ClipMode:
     if isinstance(mode, str) and mode not in NAMES:
         raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
     kind = MODES[mode] if isinstance(mode, str) else mode
-    known = [declared.name for declared in _options(kind)]
-    if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"mode {mode} has no option {unknown[0]}: it has {', '.join(known)}")
+    names = [declared.name for declared in _options(kind)]
+    for name in options:
+        if name not in names:
+            raise ValueError(f"mode {mode} has no option {name}: it has {', '.join(names)}")
     if not isinstance(mode, str):
         return class_of(kind)(**options)
     return build(checked(kind, options))
@@ -332,8 +331,8 @@ def class_of(kind: type[Mode]) -> type[ClipMode]:
     if issubclass(kind, ClipMode):
         return kind
     module, _, name = _CLASSES[kind].partition(".")
-    found: type[ClipMode] = getattr(import_module(f"runner.clip.{module}"), name)
-    return found
+    clip_mode: type[ClipMode] = getattr(import_module(f"runner.clip.{module}"), name)
+    return clip_mode
 
 
 def scale(layout: Layout, coef: Number) -> None:
@@ -342,20 +341,32 @@ def scale(layout: Layout, coef: Number) -> None:
         multiply(layout.gradients()[1], coef)
 
 
+def scale_some(layout: Layout, scales: Tensor) -> None:
+    """Multiply the gradients that are not left out by the coefficient that they have in common."""
+    pairs = zip(*layout.gradients(), strict=True)
+    scaled = [(shard, gradient) for shard, gradient in pairs if shard.scaled]
+    if scaled:
+        coef = scales[layout.positions[scaled[0][0].name]]
+        multiply([gradient for _, gradient in scaled], transfer.read(coef))
+
+
 def scale_each(layout: Layout, scales: Tensor) -> None:
     """Multiply the gradient of each parameter of ``layout.names`` by its own of ``scales``."""
-    each, ordinary = transfer.numbers(scales), list[tuple[Tensor, Number]]()
+    coefs = transfer.numbers(scales)
+    together: list[Tensor] = []
+    their_coefs: list[Any] = []
     for shard, gradient in zip(*layout.gradients(), strict=True):
-        coef = each[layout.positions[shard.name]]
+        coef = coefs[layout.positions[shard.name]]
         if not isinstance(coef, Tensor) and coef == 1.0:
             continue
         # A coefficient each would be rounded to the type of a narrow tensor.
         if gradient.dtype.itemsize < 4 or not (isinstance(coef, Tensor) or coef > TINY):
             multiply([gradient], coef)
         else:
-            ordinary.append((gradient, coef))
-    if ordinary:
-        torch._foreach_mul_(*map(list, zip(*ordinary, strict=True)))
+            together.append(gradient)
+            their_coefs.append(coef)
+    if together:
+        torch._foreach_mul_(together, their_coefs)
 
 
 def multiply(gradients: list[Tensor], coef: Number) -> None:
@@ -363,7 +374,7 @@ def multiply(gradients: list[Tensor], coef: Number) -> None:
     if not gradients:
         return
     # A tensor of the gradients' type takes foreach's fast path; a narrower one would be rounded.
-    dtypes = {*map(_DTYPE, gradients)}
+    dtypes = {gradient.dtype for gradient in gradients}
     dtype = torch.promote_types(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float64
     if not isinstance(coef, Tensor):
         coef = torch.tensor(coef, dtype=dtype if coef > TINY else torch.float64)

@@ -77,17 +77,18 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
     """Return the local shard of each gradient, None where there is none."""
-    found: list[Any] = [shard.param.grad for shard in shards]
-    if not {*map(type, found)} - {Tensor, NoneType}:
-        return found  # the usual case, in a tenth of the time
-    for number, (shard, gradient) in enumerate(zip(shards, found, strict=True)):
+    gradients: list[Any] = [shard.param.grad for shard in shards]
+    if not {type(gradient) for gradient in gradients} - {Tensor, NoneType}:
+        return gradients  # the usual case, in a tenth of the time
+    for number, (shard, gradient) in enumerate(zip(shards, gradients, strict=True)):
         if hasattr(gradient, "_local_tensor"):
-            found[number] = gradient._local_tensor
-            places = gradient.placements
-            same = places == getattr(shard.param, "placements", None)  # which are never partial
-            if not same and any(each.is_partial() for each in places):
+            gradients[number] = gradient._local_tensor
+            placements = gradient.placements
+            if placements == getattr(shard.param, "placements", None):
+                continue  # those of a parameter are never partial
+            if any(placement.is_partial() for placement in placements):
                 raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
-    return found
+    return gradients
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -146,25 +147,28 @@ def account(
     shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
 ) -> tuple[dict[str, Whole], str]:
     """Check that the shards of all ranks add up to ``whole``; one collective."""
-    here = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
-    mine = (shards[0].param.device.type if shards else None, here)
+    shares = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
+    device_type = shards[0].param.device.type if shards else None
     everywhere: list[Any] = [None] * group.size()
-    dist.all_gather_object(everywhere, mine, group=group)
-    found: defaultdict[str, float] = defaultdict(float)
+    dist.all_gather_object(everywhere, (device_type, shares), group=group)
+    accounted: defaultdict[str, float] = defaultdict(float)
     parameters: dict[str, Whole] = {}
-    for name, share, each in (one for _, rank in everywhere for one in rank):
-        found[name] += share
-        parameters.setdefault(name, each)
-    if unknown := sorted(found.keys() - whole.keys()):
+    for _, of_rank in everywhere:
+        for name, share, parameter in of_rank:
+            accounted[name] += share
+            parameters.setdefault(name, parameter)
+    unknown = sorted(accounted.keys() - whole.keys())
+    if unknown:
         raise LayoutError(
             f"{', '.join(unknown)}: no such parameter in the whole model (a weight is tied no "
             "longer, or ranks hold different models)"
         )
     for name, elements in whole.items():
-        if abs(found[name] - elements) > 1e-6 * max(elements, 1):
-            text = f"{name} has {elements} elements, but the ranks account for {found[name]:g}"
+        if abs(accounted[name] - elements) > 1e-6 * max(elements, 1):
+            text = f"{name} has {elements} elements, but the ranks account for {accounted[name]:g}"
             raise LayoutError(text)
-    return parameters, next((t for t, _ in everywhere if t), "cpu")
+    device_types = [kind for kind, _ in everywhere if kind is not None]
+    return parameters, device_types[0] if device_types else "cpu"
 
 
 def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:

@@ -79,11 +79,11 @@ class Clip(Section):
         options = Mode()
         if isinstance(given, Mapping) and given.keys() & {"mode", "_target_"}:
             keys = {field.alias or name for name, field in cls.model_fields.items()}
-            own = {name: value for name, value in given.items() if name not in keys}
+            values = {name: value for name, value in given.items() if name not in keys}
             if "threshold" in given:
-                own["threshold"] = given["threshold"]
+                values["threshold"] = given["threshold"]
             try:
-                options = validated(class_of(given), own)
+                options = validated(class_of(given), values)
             except ValidationError as error:
                 errors += error.errors(include_url=False)
         try:

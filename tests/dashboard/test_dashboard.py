@@ -67,6 +67,8 @@ def test_the_saved_workspace_shows_what_a_run_records(start_server, outputs, cap
     (runs,) = section["runSets"]
     shown = [(one["key"]["name"], one["op"], one["value"]) for one in runs["filters"]["filters"]]
     assert shown == [("group", "=", GROUP)]
+    grouped = [key["name"] for key in runs["grouping"]]  # the seeds of a setting are one group
+    assert grouped == ["clip.value.mode", "clip.value.threshold"]
 
     words = ["clip=norm", "clip.threshold=0.25", "train.max_duration=6ba", "tracker.mode=offline"]
     assert main(["device=cpu", *words]) == 0

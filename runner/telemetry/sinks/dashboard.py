@@ -53,7 +53,11 @@ def _sections() -> list[ws.Section]:
     percentiles: list[Any] = [f"{keys.GRAD_NORM}/{name}" for name in ("p50", "p90", "p99", "max")]
     panels: dict[str, list[wr.PanelTypes]] = {
         "Metric": [
-            wr.ScatterPlot(title="Best loss", x=THRESHOLD, y=summary(BEST_LOSS), log_x=True),
+            wr.ScatterPlot(
+                title="Best loss against threshold", x=THRESHOLD, y=summary(BEST_LOSS), log_x=True
+            ),
+            _by_threshold("Best loss: mean and deviation over seeds", BEST_LOSS),
+            _by_threshold("Share of steps clipped", CLIPPED, range_x=SHARE),
             wr.ScatterPlot(title="Accuracy", x=THRESHOLD, y=summary(BEST_ACCURACY), log_x=True),
             wr.ParameterImportancePlot(with_respect_to=BEST_LOSS),
             wr.RunComparer(diff_only=True),
@@ -75,7 +79,6 @@ def _sections() -> list[ws.Section]:
             _curve(
                 "Share of steps that other thresholds clip (clip.what_if)", metric_regex=what_if
             ),
-            wr.BarPlot(title="Share of steps clipped", metrics=[CLIPPED], range_x=SHARE),
             _curve("‖G‖ by parameter (telemetry.per_layer)", metric_regex=layers, log_y=True),
         ],
     }
@@ -85,7 +88,7 @@ def _sections() -> list[ws.Section]:
 
 
 def _runs(group: str) -> ws.RunsetSettings:
-    """Show runs by sweep, mode and threshold."""
+    """Show runs by setting: the seeds of a mode and a threshold are one group."""
     order = [
         ws.Metric("Group"),
         _stored(MODE),
@@ -100,7 +103,10 @@ def _runs(group: str) -> ws.RunsetSettings:
     ]
     shown = f"Metric('Group') == {_quoted(group)}" if group else ""
     rising = [ws.Ordering(key, ascending=True) for key in order]
-    return ws.RunsetSettings(filters=shown, order=rising, pinned_columns=columns)
+    setting = [_stored(MODE), _stored(THRESHOLD)]
+    return ws.RunsetSettings(
+        filters=shown, groupby=[*setting], order=rising, pinned_columns=columns
+    )
 
 
 def _stored(key: wr.Config) -> ws.Config:
@@ -112,6 +118,17 @@ def _stored(key: wr.Config) -> ws.Config:
 def _quoted(text: str) -> str:
     """Return ``text`` as a literal of wandb's filter language, each character by its code."""
     return "'" + "".join(f"\\U{ord(character):08x}" for character in text) + "'"
+
+
+def _by_threshold(title: str, metric: str, **options: Any) -> wr.BarPlot:
+    return wr.BarPlot(
+        title=title,
+        metrics=[metric],
+        groupby=_stored(THRESHOLD).name,
+        groupby_aggfunc="mean",
+        groupby_rangefunc="stddev",
+        **options,
+    )
 
 
 def _curve(title: str, *metrics: str, **options: Any) -> wr.LinePlot:

@@ -155,6 +155,8 @@ def _of_setting(findings: Findings, setting: Setting, column: Column) -> Cell:
         return _cell(findings.share(setting), column.text)
     if key == f"best/{findings.metric}":
         mean, spread = findings.mean(setting)
+        if findings.diverged(setting):
+            return Cell(ABSENT, value="nan", style="figure", hint="no mean: a seed diverged")
         return _with_spread(mean if findings.seeds(setting) else None, spread, rounded)
     if key in ("difference", "p"):
         return _compared(findings, setting, key)

@@ -154,3 +154,23 @@ def test_wrong_arguments(options, message):
     model, loader = parts()
     given = {"train_dataloader": loader} | options
     refused(ValueError, message, lambda: Trainer(model, **given).fit())
+
+
+class Worsens:
+    """Makes the losses of all later steps large."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, metrics):
+        if metrics.step == self.step:
+            with torch.no_grad():
+                for weight in trainer.model.unwrap().parameters():
+                    weight.mul_(-30)
+
+
+def test_the_summary_has_the_step_from_which_the_loss_was_lost():
+    _, summary = fit(*parts(), "40ba", ("norm", 1.0))
+    assert summary["diverged"] is None
+    _, summary = fit(*parts(), "40ba", ("norm", 1.0), callbacks=[Worsens(25)])
+    assert summary["diverged"] == 26

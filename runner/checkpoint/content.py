@@ -45,13 +45,20 @@ class Training(Protocol):
 
 
 def save(training: Training, checkpoints: Path, step: int | None, about: Mapping[str, Any]) -> Path:
-    """Save a training between two steps, or its weights as ``final``; every rank calls this."""
-    tensors, rest = (_model(training), None) if step is None else _content(training)
-    content = _about(training, step, about)
+    """Save a training between two steps, or its weights as ``final``; return the checkpoint.
+
+    Every rank calls this.
+    """
+    if step is None:
+        tensors = _model(training)
+        state = None
+    else:
+        tensors, state = _content(training)
+    manifest = _manifest(training, step, about)
     part = on_first(lambda: folder.begin(checkpoints, step))
     with _removed_on_error(part):
         write(tensors, part)
-        return on_first(lambda: _complete(part, rest, content))
+        return on_first(lambda: _complete(part, state, manifest))
 
 
 @contextmanager
@@ -64,10 +71,10 @@ def _removed_on_error(part: Path) -> Iterator[None]:
         raise OSError(error.errno, reason) from error
 
 
-def _complete(part: Path, rest: bytes | None, about: dict[str, Any]) -> Path:
-    if rest is not None:
-        (part / files.STATE).write_bytes(rest)
-    return folder.complete(part, about)
+def _complete(part: Path, state: bytes | None, manifest: dict[str, Any]) -> Path:
+    if state is not None:
+        (part / files.STATE).write_bytes(state)
+    return folder.complete(part, manifest)
 
 
 def load(
@@ -78,56 +85,59 @@ def load(
     manifest = on_first(lambda: read(checkpoint))
     if files.STATE not in manifest["files"]:
         raise ValueError(f"{checkpoint} holds weights alone: no training can continue from it")
-    rest, source = state_of(checkpoint), Folder(checkpoint)
+    state = state_of(checkpoint)
+    source = Folder(checkpoint)
     try:
-        training.state.require(rest)
+        training.state.require(state)
         tensors, assign = saved.optimizer_slots(
-            training.optimizer, source.stored, rest.pop("optimizers"), keep
+            training.optimizer, source.stored, state.pop("optimizers"), keep
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{checkpoint} holds no state of a training: {error}") from None
     source.fill(saved.model_slots(training.model) | tensors)
     assign()
-    training.state.load_state_dict(rest, keep)
+    training.state.load_state_dict(state, keep)
 
 
 def load_weights(training: Training, checkpoint: Path | None) -> None:
     """Load the weights alone, to evaluate them, from the checkpoint that the first rank names."""
-    found = on_first(lambda: checkpoint)
-    assert found is not None
-    Folder(found).fill(saved.model_slots(training.model))
+    chosen = on_first(lambda: checkpoint)
+    assert chosen is not None
+    Folder(chosen).fill(saved.model_slots(training.model))
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Return the state of a training besides its tensors; no code in the file is run."""
     path = checkpoint / files.STATE
     try:
-        with warnings.catch_warnings(action="ignore"):  # those about what other programs write
-            rest = torch.load(path, map_location="cpu", weights_only=True)
-        if not rest.keys() >= STATE_KEYS:
+        with warnings.catch_warnings(action="ignore"):  # torch warns of files of other programs
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        if not state.keys() >= STATE_KEYS:
             raise ValueError
     except Exception as error:  # the advice of torch's own message would run the code
         message = f"{path} is no state of a training ({type(error).__name__})"
         raise DamagedCheckpoint(message) from None
-    return dict(rest)
+    return dict(state)
 
 
 def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
-    """Return the tensors of this rank, and the rest of the state as a file on the first rank."""
-    rest = _values(training)
-    parts = from_all(rest["random"])
-    rest["random"] = {key: value for part in parts for key, value in part.items()}
+    """Return the tensors of this rank, and the other state as a file on the first rank."""
+    state = _state(training)
+    random_states = from_all(state["random"])
+    state["random"] = {key: value for part in random_states for key, value in part.items()}
     content = bytearray()
-    on_first(lambda: content.extend(saved.packed(rest)))
+    on_first(lambda: content.extend(saved.packed(state)))
     return _model(training) | saved.optimizer_tensors(training.optimizer), bytes(content)
 
 
-def _values(training: Training) -> dict[str, Any]:
-    rest: dict[str, Any] = training.state.state_dict(with_optimizers=False)
-    return rest | {"optimizers": saved.optimizer_values(training.optimizer)}
+def _state(training: Training) -> dict[str, Any]:
+    """Return the state of a training besides its tensors, on this rank."""
+    state: dict[str, Any] = training.state.state_dict(with_optimizers=False)
+    return state | {"optimizers": saved.optimizer_values(training.optimizer)}
 
 
-def _about(training: Training, step: int | None, about: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest(training: Training, step: int | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest says besides version and files."""
     tied = {name: first for name, first in training.model.names.items() if name != first}
     return {"step": step, "tied": tied, **about}
 
@@ -141,8 +151,8 @@ def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tens
     source = Folder(checkpoint)
     try:
         model: dict[str, Tensor] = {
-            name: torch.empty(one.shape, dtype=one.dtype)
-            for name, one in source.stored.items()
+            name: torch.empty(stored.shape, dtype=stored.dtype)
+            for name, stored in source.stored.items()
             if not name.startswith(OPTIMIZER)
         }
         source.fill({name: [tensor] for name, tensor in model.items()})
@@ -164,9 +174,12 @@ def write_model(
                 torch.save(dict(model), part)
                 return
             # Tied tensors are copied: safetensors refuses to write shared memory.
-            owner = {id(tensor): name for name, tensor in model.items()}
-            own = {n: t if owner[id(t)] == n else t.clone() for n, t in model.items()}
-            safetensors.torch.save_file(own, part, {"format": "pt", **metadata})
+            owners = {id(tensor): name for name, tensor in model.items()}
+            tensors = {
+                name: tensor if owners[id(tensor)] == name else tensor.clone()
+                for name, tensor in model.items()
+            }
+            safetensors.torch.save_file(tensors, part, {"format": "pt", **metadata})
         except (RuntimeError, safetensors.SafetensorError) as error:  # a full disk, for example
             raise OSError(str(error)) from error
 
@@ -182,10 +195,10 @@ class CheckpointSaver:
         interval: duration between checkpoints, such as ``500ba`` or ``10min``; None: only when the
             training is asked to stop.
         keep: number of newest checkpoints to keep; 0: none is saved.
-        best: metric by which a further checkpoint is kept, such as ``eval/loss``: the one whose
-            last evaluation is the best. None: none is.
+        best: metric by which one more checkpoint is kept, such as ``eval/loss``: the checkpoint
+            whose last evaluation is the best. None: no further checkpoint is kept.
         maximizes: whether a higher value of ``best`` is better; by default it is of an accuracy.
-        save_final: whether to save the weights of the end in ``final``.
+        save_final: whether to save the last weights in ``final``.
         asynchronous: whether training goes on while files are written, which takes host memory for
             a copy; by default on accelerators.
         about: what each manifest says besides step, metrics and world size: a JSON-like dict.
@@ -211,7 +224,9 @@ class CheckpointSaver:
     ) -> None:
         self.folder = Path(folder)
         self.interval = Duration.parse_interval(interval) if isinstance(interval, str) else interval
-        self.keep, self.best, self.save_final = keep, best, save_final
+        self.keep = keep
+        self.best = best
+        self.save_final = save_final
         self._maximizes = higher_is_better(best or "") if maximizes is None else maximizes
         self._asynchronous = asynchronous
         self._about = dict(about or {})
@@ -240,8 +255,8 @@ class CheckpointSaver:
                 f"{self.folder} holds {newest[0].name} of an earlier training, which this one "
                 "would remove: load it to continue, or choose another folder"
             )
-        rest = _values(training)
-        on_first(lambda: len(saved.packed(rest)))  # raises if it could not be loaded again
+        state = _state(training)
+        on_first(lambda: len(saved.packed(state)))  # raises if it could not be loaded again
 
     def due(self) -> bool:
         """Return whether this rank asks for a checkpoint, also to raise that one has failed."""
@@ -264,13 +279,15 @@ class CheckpointSaver:
         if not self.keep:
             return
         about = self._described(training, metrics)
-        on_cpu = training.device.type == "cpu"
-        if on_cpu if self._asynchronous is None else not self._asynchronous:
+        asynchronous = self._asynchronous
+        if asynchronous is None:
+            asynchronous = training.device.type != "cpu"
+        if asynchronous:
+            self._save_later(training, step, about)
+        else:
             save(training, self.folder, step, about)
             if is_first():
                 self._prune(step)
-        else:
-            self._save_later(training, step, about)
         self._saved = time.monotonic()
 
     def _save_later(self, training: Training, step: int, about: Mapping[str, Any]) -> None:
@@ -278,8 +295,8 @@ class CheckpointSaver:
         if self._group is None and several_ranks():
             # Its collectives run in a thread, beside the collectives of the training.
             self._group = dist.new_group(backend="gloo")
-        tensors, rest = _content(training)
-        content = _about(training, step, about)
+        tensors, state = _content(training)
+        manifest = _manifest(training, step, about)
         part = on_first(lambda: folder.begin(self.folder, step))
         written = write_later(tensors, part, self._group)
 
@@ -287,16 +304,17 @@ class CheckpointSaver:
             with one_error():
                 written.result()
             if is_first():
-                _complete(part, rest, content)
+                _complete(part, state, manifest)
                 self._prune(step)
 
         executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = part, executor.submit(finish)
+        self._writing = (part, executor.submit(finish))
         executor.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete; every rank has to call this."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             part, finished = writing
             wait([finished])
@@ -310,7 +328,12 @@ class CheckpointSaver:
             save(training, self.folder, None, {"step": step, **self._described(training, metrics)})
 
     def _described(self, training: Training, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {k: v for k, v in metrics.items() if k.startswith(keys.EVAL) or k == self.best}
+        """Return what the manifest of a checkpoint says about its training."""
+        kept = {
+            key: value
+            for key, value in metrics.items()
+            if key.startswith(keys.EVAL) or key == self.best
+        }
         return {**self._about, "metrics": kept, "world_size": training.plugin.world_size}
 
     def _prune(self, step: int) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from runner.run_folder import files
 from runner.run_folder.strict_json import decode_file, encode, number
 
 VERSION = 4  # of the format; a checkpoint of another one is refused
-_PREFIX, _PART = "step_", ".part"
+_PREFIX = "step_"
+_PART = ".part"
 
 
 class DamagedCheckpoint(ValueError):
@@ -24,6 +25,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def begin(folder: Path, step: int | None) -> Path:
+    """Return a new folder for the files of a checkpoint; step None: of the final weights."""
     _tidy(folder)
     name = files.FINAL if step is None else _name(step)
     part = folder / f".{name}{_PART}"
@@ -32,7 +34,7 @@ def begin(folder: Path, step: int | None) -> Path:
 
 
 def complete(part: Path, about: dict[str, Any]) -> Path:
-    """Write the manifest of a checkpoint whose files are written, and give it its name."""
+    """Write the manifest of a checkpoint whose files are written; return it under its name."""
     content = {file.name: _entry(file) for file in sorted(part.iterdir())}
     manifest = part / files.MANIFEST
     manifest.write_text(encode({"version": VERSION, **about, "files": content}, indent=2) + "\n")
@@ -46,18 +48,19 @@ def complete(part: Path, about: dict[str, Any]) -> Path:
     return final
 
 
-def found(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, newest step first; none where there is no folder."""
-    named = [one for one in folder.glob(_PREFIX + "[0-9]" * 9) if one.is_dir()]
-    return sorted(named, key=lambda one: one.name, reverse=True)
+    folders = [path for path in folder.glob(_PREFIX + "[0-9]" * 9) if path.is_dir()]
+    return sorted(folders, key=lambda path: path.name, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
+    """Return the step at which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, whose files may still be damaged."""
+    """Return the manifest of a checkpoint, whose files may still be damaged."""
     path = checkpoint / files.MANIFEST
     try:
         manifest = decode_file(path)
@@ -68,8 +71,16 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(message) from None
     except ValueError:
         raise DamagedCheckpoint(f"{path} is damaged: it is no JSON object") from None
-    version, listed = manifest.get("version"), manifest.get("files")
-    if not isinstance(version, int) or not isinstance(listed, dict):
+    _require_format(checkpoint, manifest)
+    _require_listed(checkpoint, manifest["files"])
+    return manifest
+
+
+def _require_format(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a manifest whose values have wrong types, or that another version has written."""
+    path = checkpoint / files.MANIFEST
+    version = manifest.get("version")
+    if not isinstance(version, int) or not isinstance(manifest.get("files"), dict):
         raise DamagedCheckpoint(f"{path} is no manifest of a checkpoint")
     for key, kind in {"step": int, "metrics": dict, "tied": dict}.items():
         if not isinstance(manifest.get(key), kind | None):
@@ -79,19 +90,23 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint} was written by another version of clip-runner: its format is {version}, "
             f"and this version reads format {VERSION}"
         )
-    for name in listed:
+
+
+def _require_listed(checkpoint: Path, names: Collection[str]) -> None:
+    """Refuse a manifest that names files elsewhere, or not all tensors of the checkpoint."""
+    path = checkpoint / files.MANIFEST
+    for name in names:
         if name in ("", ".", "..") or Path(name).name != name:
             raise DamagedCheckpoint(f"{path} names {name!r}, which is no file of the checkpoint")
-    others = {one.name for one in checkpoint.glob("*.safetensors")} - set(listed)
-    if others:  # they would be read with those that are listed
-        raise DamagedCheckpoint(f"{checkpoint} holds {min(others)}, which its manifest does not")
-    return manifest
+    unlisted = {file.name for file in checkpoint.glob("*.safetensors")} - set(names)
+    if unlisted:  # they would be read with the listed files
+        raise DamagedCheckpoint(f"{checkpoint} holds {min(unlisted)}, which its manifest does not")
 
 
 def require_whole(checkpoint: Path) -> dict[str, Any]:
     """Check the files of a checkpoint against its manifest, and return the manifest."""
     manifest = manifest_of(checkpoint)
-    for name, wanted in manifest["files"].items():
+    for name, recorded in manifest["files"].items():
         path = checkpoint / name
         try:
             entry = _entry(path)
@@ -99,77 +114,95 @@ def require_whole(checkpoint: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(str(error)) from None
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
-        if not isinstance(wanted, dict) or wanted.get("sha256") != entry["sha256"]:
+        if not isinstance(recorded, dict) or recorded.get("sha256") != entry["sha256"]:
             raise DamagedCheckpoint(f"{path} is damaged: its sha256 is not that of the manifest")
     return manifest
 
 
 def whole(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the checkpoints of a folder that are whole, newest first, each with its manifest."""
-    for checkpoint in found(folder):
+    for checkpoint in checkpoints_in(folder):
         with suppress(DamagedCheckpoint):
             yield checkpoint, require_whole(checkpoint)
 
 
 class NoCheckpoint(ValueError):
-    """A run has no checkpoint, or not the one that is asked for."""
+    """A run has no checkpoint, or not the chosen one."""
 
 
 def choose(
     run: Path, which: str | None, objective: str, maximizes: bool
 ) -> tuple[Path, dict[str, Any]]:
-    """Find a whole checkpoint: final, last, best or a step; by default final, or else last."""
-    saved = run / files.CHECKPOINTS
-    listed = found(saved)
-    named = {str(step_of(one)): one for one in reversed(listed)}
-    if (saved / files.FINAL).is_dir():
-        named[files.FINAL] = saved / files.FINAL
-    if which == "last" or (which is None and files.FINAL not in named):
-        chosen = next((one for one, _ in whole(saved)), listed[0] if listed else None)
+    """Return a whole checkpoint with its manifest: final, last, best or a step.
+
+    By default it is the final one, or else the last.
+    """
+    folder = run / files.CHECKPOINTS
+    checkpoints = checkpoints_in(folder)
+    by_name = {str(step_of(checkpoint)): checkpoint for checkpoint in reversed(checkpoints)}
+    if (folder / files.FINAL).is_dir():
+        by_name[files.FINAL] = folder / files.FINAL
+    if which is None:
+        which = files.FINAL if files.FINAL in by_name else "last"
+    if which == "last":
+        chosen = _last(folder)
     elif which == "best":
-        chosen = best_of(listed, objective, maximizes)
+        chosen = best_of(checkpoints, objective, maximizes)
     else:
-        chosen = named.get((which or files.FINAL).lstrip("0"))
-    if chosen is None:
-        of = f" with {objective}" if which == "best" else ""
-        there = f"has no checkpoint {which}{of}  (there are: {', '.join(named)})"
-        raise NoCheckpoint(there if named else f"holds no checkpoint ({files.CHECKPOINTS}/)")
-    return chosen, require_whole(chosen)
+        chosen = by_name.get((which or files.FINAL).lstrip("0"))
+    if chosen is not None:
+        return chosen, require_whole(chosen)
+    if not by_name:
+        raise NoCheckpoint(f"holds no checkpoint ({files.CHECKPOINTS}/)")
+    metric = f" with {objective}" if which == "best" else ""
+    raise NoCheckpoint(f"has no checkpoint {which}{metric}  (there are: {', '.join(by_name)})")
+
+
+def _last(folder: Path) -> Path | None:
+    """Return the newest checkpoint that is whole, or else the newest; None if there is none."""
+    for checkpoint, _ in whole(folder):
+        return checkpoint
+    return next(iter(checkpoints_in(folder)), None)
 
 
 def prune(
     folder: Path, keep: int, best: str | None, maximizes: bool, newest: int | None = None
 ) -> None:
     """Remove all but the newest checkpoints and the best one, and those after step ``newest``."""
-    listed = found(folder)
-    current = [one for one in listed if newest is None or one.name <= _name(newest)]
+    checkpoints = checkpoints_in(folder)
+    current = checkpoints
+    if newest is not None:
+        current = [path for path in checkpoints if path.name <= _name(newest)]
     kept = set(current[:keep])
-    if best is not None and (leader := best_of(current, best, maximizes)):
+    leader = None if best is None else best_of(current, best, maximizes)
+    if leader is not None:
         kept.add(leader)
-    for one in set(listed) - kept:
+    for checkpoint in set(checkpoints) - kept:
         with suppress(OSError):
-            _remove(one)
+            _remove(checkpoint)
     _tidy(folder)
 
 
 def best_of(checkpoints: list[Path], metric: str, maximizes: bool) -> Path | None:
     """Return the checkpoint with the best value; of several, the first one after the evaluation."""
     scored = []
-    for one in checkpoints:
+    for checkpoint in checkpoints:
         with suppress(DamagedCheckpoint):
-            value = number((manifest_of(one).get("metrics") or {}).get(metric))
+            metrics = manifest_of(checkpoint).get("metrics") or {}
+            value = number(metrics.get(metric))
             if value is not None and math.isfinite(value):
-                scored.append((-value if maximizes else value, one))
+                scored.append((-value if maximizes else value, checkpoint))
     return min(scored)[1] if scored else None
 
 
 def _tidy(folder: Path) -> None:
-    for one in folder.glob(f".*{_PART}"):
-        shutil.rmtree(one, ignore_errors=True)
+    """Remove what interrupted writes and removals have left."""
+    for part in folder.glob(f".*{_PART}"):
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. Its name goes at once: what a kill leaves of it is taken for none."""
+    """Remove a checkpoint. It loses its name at once: a kill leaves no half of a checkpoint."""
     old = checkpoint.with_name(f".{checkpoint.name}.old{_PART}")
     checkpoint.rename(old)
     shutil.rmtree(old, ignore_errors=True)
@@ -186,8 +219,8 @@ def _entry(file: Path) -> dict[str, str]:
 
 def _flush(path: Path) -> None:
     """Write a file, or the entries of a folder, from memory to the disk."""
-    opened = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

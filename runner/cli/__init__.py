@@ -40,13 +40,16 @@ def command_parser(command: Callable[..., int]) -> Parser:
 def checkpoint_parser(command: Callable[..., int]) -> Parser:
     """Return the parser of a command that uses the checkpoint of a run."""
     parser = command_parser(command)
-    about = "checkpoint (final, or last if the run has no final weights)"
-    parser.add_argument("run", type=_run, metavar="RUN", help="folder of a run")
-    parser.add_argument("--checkpoint", metavar="STEP|best|last|final", help=about)
+    parser.add_argument("run", type=_run_folder, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="STEP|best|last|final",
+        help="checkpoint (final, or last if the run has no final weights)",
+    )
     return parser
 
 
-def folder(text: str) -> Path:
+def existing_folder(text: str) -> Path:
     """Return the path of a folder, the value of a flag."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"must be a folder that exists, not {text}")
@@ -55,35 +58,45 @@ def folder(text: str) -> Path:
     return path
 
 
-def _run(text: str) -> Path:
-    if (folder(text) / files.SWEEP).exists():
+def _run_folder(text: str) -> Path:
+    folder = existing_folder(text)
+    if (folder / files.SWEEP).exists():
         example = Path(text) / "0"
         raise argparse.ArgumentTypeError(f"is a sweep; name one of its runs, such as {example}")
-    return folder(text)
+    return folder
 
 
-def chosen(run: Path, name: str | None) -> tuple[Path, dict[str, Any]]:
+def choose_checkpoint(run: Path, name: str | None) -> tuple[Path, dict[str, Any]]:
     """Return a whole checkpoint of a run and its manifest."""
     from runner.checkpoint.folder import NoCheckpoint, choose
 
     try:
-        config = read_yaml(run / files.CONFIG) if name == "best" else {}
-        section = config.get("sweep") if isinstance(config, dict) else None
-        section = section if isinstance(section, dict) else {}
-        objective, direction = str(section.get("objective")), section.get("direction")
+        sweep = _sweep_section(run) if name == "best" else {}
+        objective = str(sweep.get("objective"))
+        direction = sweep.get("direction")
         maximizes = direction == "maximize" or (not direction and higher_is_better(objective))
         return choose(run, name, objective, maximizes)
     except (NoCheckpoint, Refusal) as error:
         raise RequestError([Problem("RUN", str(run), str(error))]) from None
 
 
-def new_folder(kind: str, file: str, key: str, given: Path | None) -> Path:
-    """Return a folder for ``file``, which can be written and does not hold that file yet."""
+def _sweep_section(run: Path) -> dict[str, Any]:
+    """Return section ``sweep`` of a run's configuration; empty if it has none."""
+    config = read_yaml(run / files.CONFIG)
+    section = config.get("sweep") if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def new_folder(kind: str, file: str, key: str, chosen: Path | None) -> Path:
+    """Return a folder for ``file``: the one that ``key`` chooses, or one named by the time.
+
+    A RequestError says that it cannot be written, or holds that file already.
+    """
     name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(3)}"
-    chosen = given.absolute() if given else outputs() / f"{kind}s" / name
-    message = obstacle(chosen)
-    if message is None and (chosen / file).exists():
+    folder = chosen.absolute() if chosen else outputs() / f"{kind}s" / name
+    message = obstacle(folder)
+    if message is None and (folder / file).exists():
         message = f"holds an earlier {kind} ({file}); choose another name or remove it"
     if message:
-        raise RequestError([Problem(key if given else "RUNNER_OUTPUTS", str(chosen), message)])
-    return chosen
+        raise RequestError([Problem(key if chosen else "RUNNER_OUTPUTS", str(folder), message)])
+    return folder

@@ -1,8 +1,8 @@
 """The entry of every command: ``python -m runner [COMMAND] [OVERRIDES] [FLAGS]``.
 
-Without a command the overrides are those of a run. The module of a command is imported only after
-a first line was printed, so that a terminal is not blank while Python imports Hydra, and so that
-Ctrl-C in that time ends in one line as it does later.
+Without a command the overrides ask for a run. The module of a command is imported only after a
+first line was printed. A terminal is then not blank while Python imports Hydra, and Ctrl-C in that
+time ends in one line as it does later.
 """
 
 import io
@@ -25,18 +25,28 @@ from runner.telemetry.sinks import ending
 from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
 
 COMMANDS = {
-    **dict.fromkeys(("bench", "calibrate", "evaluate", "verify"), "measure"),
-    **dict.fromkeys(("dashboard", "export", "new", "report"), "pages"),
-    **dict.fromkeys(("plan", "run"), "run"),
+    "bench": "measure",
+    "calibrate": "measure",
+    "evaluate": "measure",
+    "verify": "measure",
+    "dashboard": "pages",
+    "export": "pages",
+    "new": "pages",
+    "report": "pages",
+    "plan": "run",
+    "run": "run",
 }
-"""Commands, each with its module, which has a function ``COMMAND(arguments) -> exit code``."""
+"""Commands, each with its module, which has a function ``COMMAND(argv) -> exit code``."""
 
-FAILED, WRONG_REQUEST, INTERRUPTED = 1, 2, 130
-"""Exit codes; that of a run that another signal stopped is 129 (SIGHUP) or 143."""
+FINISHED = 0
+FAILED = 1
+WRONG_REQUEST = 2
+INTERRUPTED = 130
+"""Exit codes. A run that another signal stopped ends with 129 (SIGHUP) or 143."""
 
 
 def start() -> int:
-    """Run the command line of this process; the console script calls this."""
+    """Run the command line of this process, and return its exit code: the console script's."""
     open_streams()
     signals.listen()
     if not sys.flags.safe_path:  # the console script imports from here, as python -m does
@@ -52,31 +62,17 @@ def start() -> int:
     return code
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run a command, and return its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
-    # Threads that wait for work spin for microseconds, then sleep. By default they spin for
-    # milliseconds: beside another process, a small net's step takes 3 to 10 times as long.
-    if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE") == "PASSIVE":
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # pydantic would search all installed packages for plugins, which takes as long as a check.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    code = 0
+    _set_environment()
+    code = FINISHED
     try:
-        try:
-            code = _command(list(arguments))
-        except SystemExit as end:  # argparse, or a run that was terminated
-            code = end.code if isinstance(end.code, int) else FAILED
-            if isinstance(end, signals.Terminated) and not joins():
-                print_line(ending(code), sys.stderr)
+        code = _exit_code(list(argv))
         sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
     except RequestError as error:
-        if isinstance(error, RefusedOnAllRanks) and not _is_first_of_machine():
-            # torchrun ends all ranks with the first that fails: not before the message is printed.
-            time.sleep(5.0)
-        else:
-            print_line(str(error), sys.stderr)
+        _print_once(error)
         code = WRONG_REQUEST
     except KeyboardInterrupt as interrupt:
         if not isinstance(interrupt, signals.Interrupted) and not joins():
@@ -84,50 +80,85 @@ def main(arguments: Sequence[str]) -> int:
         code = INTERRUPTED
     except BrokenPipeError:
         leave_unread(sys.stdout)
-    except Failure as failed:
-        print_line(f"clip-runner: {failed.line}", sys.stderr)
-        code = failed.exit_code
-    except (
-        DamagedCheckpoint,
-        DamagedFile,
-        OSError,
-    ) as error:  # such as a file that cannot be written
+    except Failure as failure:
+        print_line(f"clip-runner: {failure.line}", sys.stderr)
+        code = failure.exit_code
+    except (DamagedCheckpoint, DamagedFile, OSError) as error:  # such as a disk that is full
         print_line(f"clip-runner: {disk_full(error) or error}", sys.stderr)
         code = FAILED
     return code
 
 
-def _command(arguments: list[str]) -> int:
-    command = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "run"
-    if "--version" in arguments:
-        from importlib.metadata import version
+def _set_environment() -> None:
+    """Set the variables that libraries read when they are imported, unless the user has."""
+    # Threads that wait for work spin for microseconds, then sleep. By default they spin for
+    # milliseconds: beside another process, a small net's step takes 3 to 10 times as long.
+    if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE") == "PASSIVE":
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # pydantic would search all installed packages for plugins, which takes as long as a check.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
-        from runner import __version__
 
-        print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
-        return 0
-    trains = command != "bench" and COMMANDS[command] != "pages"
-    if trains:
-        join_slurm_step()
-    flags = {argument for argument in arguments if argument.startswith("-")}
-    if trains and flags <= {"-m", "--multirun"}:
-        announce("clip-runner: reading the configuration")
-    with signals.deferred():
-        work = getattr(import_module(f"runner.cli.{COMMANDS[command]}"), command)
-    if flags & {"-h", "--help"} and command in ("calibrate", "plan", "verify"):
-        print(getdoc(work))
-        return 0
+def _exit_code(argv: list[str]) -> int:
+    """Run a command, and return its exit code, also if it ends by SystemExit."""
     try:
-        return int(work(arguments))
-    except RequestError as error:
-        started = started_rank()
-        if not trains or started is None or started.world_size == 1:
-            raise
-        with signals.deferred():
-            from runner.launch.agreement import refused_on_all_ranks
-        raise refused_on_all_ranks(error) from None
+        return _command(argv)
+    except SystemExit as end:  # argparse, or a run that was terminated
+        code = end.code if isinstance(end.code, int) else FAILED
+        if isinstance(end, signals.Terminated) and not joins():
+            print_line(ending(code), sys.stderr)
+        return code
+
+
+def _print_once(error: RequestError) -> None:
+    """Print a wrong request; if all ranks refuse it, on one rank of each machine."""
+    if isinstance(error, RefusedOnAllRanks) and not _is_first_of_machine():
+        # torchrun ends all ranks with the first that fails: not before the message is printed.
+        time.sleep(5.0)
+    else:
+        print_line(str(error), sys.stderr)
 
 
 def _is_first_of_machine() -> bool:
     started = started_rank()
     return started is None or started.rank == 0 or started.local_rank == 0
+
+
+def _command(argv: list[str]) -> int:
+    """Import the module of a command, and return what the command returns."""
+    command = argv.pop(0) if argv and argv[0] in COMMANDS else "run"
+    module = COMMANDS[command]
+    if "--version" in argv:
+        from importlib.metadata import version
+
+        from runner import __version__
+
+        print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
+        return FINISHED
+    flags = {argument for argument in argv if argument.startswith("-")}
+    trains = command != "bench" and module != "pages"
+    if trains:
+        join_slurm_step()
+        if flags <= {"-m", "--multirun"}:
+            announce("clip-runner: reading the configuration")
+    with signals.deferred():
+        run_command = getattr(import_module(f"runner.cli.{module}"), command)
+    if flags & {"-h", "--help"} and command in ("calibrate", "plan", "verify"):
+        print(getdoc(run_command))
+        return FINISHED
+    try:
+        return int(run_command(argv))
+    except RequestError as error:
+        if trains:
+            raise _refused(error) from None
+        raise
+
+
+def _refused(error: RequestError) -> RequestError:
+    """Return the error of a wrong request; if several ranks are started, that of all of them."""
+    started = started_rank()
+    if started is None or started.world_size == 1:
+        return error
+    with signals.deferred():
+        from runner.launch.agreement import refused_on_all_ranks
+    return refused_on_all_ranks(error)

@@ -6,10 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from runner.bench import TABLES
-from runner.cli import checkpoint_parser, chosen, command_parser, folder, new_folder
-from runner.cli.arguments import check_jobs, on_ranks, require_same, single
+from runner.cli import (
+    checkpoint_parser,
+    choose_checkpoint,
+    command_parser,
+    existing_folder,
+    new_folder,
+)
+from runner.cli.arguments import composed, read
+from runner.cli.check import check_jobs
+from runner.cli.ranks import on_ranks, require_same
 from runner.config.environment import joins, started_rank
 from runner.config.masking import masked_words
 from runner.config.notation import plural
@@ -19,8 +28,8 @@ from runner.launch import signals
 from runner.launch.failure import Failure, attempt
 from runner.launch.resume import require_one_machine
 from runner.launch.supervise import importing_torch
-from runner.request.jobs import recorded
-from runner.request.request import request
+from runner.request.record import recorded_job
+from runner.request.request import Request, request
 from runner.run_folder import files
 from runner.run_folder.status import provenance
 from runner.run_folder.strict_json import write_object
@@ -29,7 +38,7 @@ from runner.telemetry.sinks.console import TerminalSink, announce, print_line
 FILE = "verify.json"
 
 
-def calibrate(words: Sequence[str]) -> int:
+def calibrate(argv: Sequence[str]) -> int:
     """Measure gradients without clipping, and suggest thresholds.
 
         python -m runner calibrate [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -42,24 +51,24 @@ def calibrate(words: Sequence[str]) -> int:
 
     Exit codes: 0 measured   1 training failed   2 the request was wrong   129, 130, 143 interrupted
     """
-    [job] = single(words, "a calibration").jobs
-    config = job.config
+    config = _single(argv, "a calibration").jobs[0].config
     if config.clip.info.nested or config.clip.info.follows == "norms":
         message = "has no one threshold to calibrate; clip=norm shows how large gradients are"
         raise RequestError([Problem("clip", config.clip.mode, message)])
-    given = Path(config.calibrate.output) if config.calibrate.output else None
-    home = new_folder("calibration", "calibrate.json", "calibrate.output", given)
+    output = Path(config.calibrate.output) if config.calibrate.output else None
+    folder = new_folder("calibration", "calibrate.json", "calibrate.output", output)
     from runner.calibrate.calibrate import describe, end_of, execute, lines
 
     steps = end_of(config).value
     sinks = [] if joins() else [TerminalSink(steps, config.log.flush, title="calibration")]
-    found = describe(config, on_ranks(config, home, execute, sinks), masked_words(words))
-    write_object(home / "calibrate.json", found)
-    print_line("\n".join(["", *lines(found), "", str(home / "calibrate.json")]))
+    measured = on_ranks(config, folder, execute, sinks)
+    description = describe(config, measured, masked_words(argv))
+    write_object(folder / "calibrate.json", description)
+    print_line("\n".join(["", *lines(description), "", str(folder / "calibrate.json")]))
     return 0
 
 
-def verify(words: Sequence[str]) -> int:
+def verify(argv: Sequence[str]) -> int:
     """Compare a plugin's steps with those of one process.
 
         python -m runner verify [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -74,28 +83,42 @@ def verify(words: Sequence[str]) -> int:
     2 the request was wrong, or nothing would be compared: one rank without accumulation
     129, 130, 143 interrupted
     """
-    wanted = single(words, "a verification")
-    [job] = wanted.jobs
+    request = _single(argv, "a verification")
+    [job] = request.jobs
     config = job.config
     _require_two_sides(config)
-    typed = wanted.folder if any("hydra.run.dir=" in word for word in words) else None
-    home = new_folder("verification", FILE, "hydra.run.dir", typed)
+    is_typed = any("hydra.run.dir=" in argument for argument in argv)
+    folder = new_folder("verification", FILE, "hydra.run.dir", request.folder if is_typed else None)
     from runner.verify.comparison import last_line, lines
     from runner.verify.verify import execute
 
     if not joins():
         print_line(f"plugin={config.plugin.name} against one process, in {config.verify.dtype}")
-    asked = {**provenance(), "words": masked_words(words), "request": job.plain}
+    about = {**provenance(), "words": masked_words(argv), "request": job.plain}
     try:
-        found = on_ranks(config, home, execute)
-    except Failure as failed:
-        why = {"ok": False, "error": failed.error, "rank": failed.rank}
-        write_object(home / FILE, {**why, **asked})
-        print_line(f"{home / FILE}" + ("\nverify: FAILED" if failed.exit_code == 1 else ""))
+        comparison = on_ranks(config, folder, execute)
+    except Failure as failure:
+        why = {"ok": False, "error": failure.error, "rank": failure.rank}
+        write_object(folder / FILE, {**why, **about})
+        print_line(f"{folder / FILE}" + ("\nverify: FAILED" if failure.exit_code == 1 else ""))
         raise
-    write_object(home / FILE, {**found, **asked})
-    print_line("\n".join([*lines(found), "", str(home / FILE), last_line(found)]))
-    return 0 if found["ok"] else 1
+    write_object(folder / FILE, {**comparison, **about})
+    text = [*lines(comparison), "", str(folder / FILE), last_line(comparison)]
+    print_line("\n".join(text))
+    return 0 if comparison["ok"] else 1
+
+
+def _single(argv: Sequence[str], purpose: str) -> Request:
+    """Return the checked request of one run; nothing is created."""
+    request = composed(read(argv, purpose))
+    if request.sweep:
+        message = f"{purpose} is of one run: leave out what makes a sweep of it"
+        raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
+    [job] = request.jobs
+    require_one_machine(job.config)
+    check_jobs([job])
+    require_same(job)
+    return request
 
 
 def _require_two_sides(config: RunConfig) -> None:
@@ -112,7 +135,7 @@ def _require_two_sides(config: RunConfig) -> None:
     raise RequestError([Problem("plugin.nproc", config.plugin.nproc, text)])
 
 
-def evaluate(words: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str]) -> int:
     """Evaluate a checkpoint of a run on held-out data.
 
     Prints loss and accuracy. Plugin and number of local ranks are those of the run, so that a large
@@ -126,36 +149,39 @@ def evaluate(words: Sequence[str]) -> int:
     parser = checkpoint_parser(evaluate)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's configuration")
-    add("--config-dir", "-cd", type=folder, metavar="FOLDER", help="options of your own")
-    asked = parser.parse_intermixed_args(words)
+    add("--config-dir", "-cd", type=existing_folder, metavar="FOLDER", help="options of your own")
+    arguments = parser.parse_intermixed_args(argv)
     with signals.deferred():
-        job = recorded(asked.run / files.CONFIG, asked.overrides, asked.config_dir)
+        file = arguments.run / files.CONFIG
+        job = recorded_job(file, arguments.overrides, arguments.config_dir)
     if started_rank() is not None:  # the ranks that are there, not those that trained
-        typed = {word.partition("=")[0] for word in asked.overrides}
+        typed = {text.partition("=")[0] for text in arguments.overrides}
         unset = {name: None for name in ("nproc", "nnodes") if f"plugin.{name}" not in typed}
         plugin = job.config.plugin.model_copy(update=unset)
         job = replace(job, config=job.config.model_copy(update={"plugin": plugin}))
     require_one_machine(job.config)
     check_jobs([job])
-    require_same(job, RUN=str(asked.run), checkpoint=asked.checkpoint)
+    require_same(job, RUN=str(arguments.run), checkpoint=arguments.checkpoint)
     from runner.train.run import evaluate as work
 
-    # The first rank tells the others which checkpoint.
-    checkpoint, manifest = (None, {}) if joins() else chosen(asked.run, asked.checkpoint)
+    checkpoint: Path | None = None
+    manifest: dict[str, Any] = {}
+    if not joins():  # the first rank tells the others which checkpoint
+        checkpoint, manifest = choose_checkpoint(arguments.run, arguments.checkpoint)
     # Local ranks log to the folder of a run; nothing of it is kept.
-    with tempfile.TemporaryDirectory(prefix="clip-runner-") as home:
-        found = on_ranks(job.config, Path(home), partial(work, checkpoint=checkpoint))
-    if not found["metrics"]:
+    with tempfile.TemporaryDirectory(prefix="clip-runner-") as scratch:
+        result = on_ranks(job.config, Path(scratch), partial(work, checkpoint=checkpoint))
+    if not result["metrics"]:
         raise Failure("there is no held-out data to evaluate on")
-    at = "" if manifest.get("step") is None else f", step {manifest['step']}"
-    ranks = plural(found["world_size"], "rank")
-    print_line(f"{checkpoint}{at}; plugin={job.config.plugin.name} on {ranks}")
-    for key, value in found["metrics"].items():
+    step = "" if manifest.get("step") is None else f", step {manifest['step']}"
+    ranks = plural(result["world_size"], "rank")
+    print_line(f"{checkpoint}{step}; plugin={job.config.plugin.name} on {ranks}")
+    for key, value in result["metrics"].items():
         print_line(f"{key:<14} {value}")
     return 0
 
 
-def bench(words: Sequence[str]) -> int:
+def bench(argv: Sequence[str]) -> int:
     """Measure this project against plain PyTorch.
 
     Prints medians of paired ratios with quartiles. This takes about ten minutes on two cores. Leave
@@ -174,39 +200,41 @@ def bench(words: Sequence[str]) -> int:
     add("--pairs", type=int, metavar="N", help="interleaved pairs of each row (usually 15)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of table clip")
     add("--output", type=Path, metavar="FOLDER", help="folder of bench.json and bench.txt")
-    asked = parser.parse_args(words)
-    if unknown := [name for name in asked.tables if name not in TABLES]:
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.tables if name not in TABLES]
+    if unknown:
         text = f"is no table: use {', '.join(TABLES)}"
         raise RequestError(Problem("TABLE", name, text) for name in unknown)
-    home = new_folder("benchmark", "bench.json", "--output", asked.output)
+    folder = new_folder("benchmark", "bench.json", "--output", arguments.output)
     announce("clip-runner: importing torch")
     with importing_torch():
         import torch
 
         from runner.bench.timing import FILE, Setting, record
 
-    device = "cuda" if torch.cuda.is_available() and asked.device != "cpu" else "cpu"
-    if asked.device == "cuda" != device:
+    device = "cuda" if torch.cuda.is_available() and arguments.device != "cpu" else "cpu"
+    if arguments.device == "cuda" and device == "cpu":
         raise RequestError([Problem("--device", "cuda", "this machine has no CUDA device")])
-    home.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = arguments.tables or list(TABLES)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         setting = Setting(
             Path(scratch),
             config_of,
-            quick=asked.quick,
-            peers=asked.peers,
+            quick=arguments.quick,
+            peers=arguments.peers,
             device=device,
-            rounds=asked.pairs,
+            rounds=arguments.pairs,
         )
-        command = shlex.join(["python", "-m", "runner", "bench", *words])
-        ended = attempt(lambda: record(asked.tables or [*TABLES], setting, home, command))
-    if isinstance(ended, Failure):
-        raise ended
-    print_line(f"\n{home / FILE}")
+        command = shlex.join(["python", "-m", "runner", "bench", *argv])
+        result = attempt(lambda: record(tables, setting, folder, command))
+    if isinstance(result, Failure):
+        raise result
+    print_line(f"\n{folder / FILE}")
     return 0
 
 
-def config_of(words: list[str]) -> RunConfig:
+def config_of(overrides: list[str]) -> RunConfig:
     """Return the configuration of the overrides of one run."""
-    [job] = request(words).jobs
+    [job] = request(overrides).jobs
     return job.config

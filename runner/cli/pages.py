@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from runner.cli import checkpoint_parser, chosen, command_parser
+from runner.cli import checkpoint_parser, choose_checkpoint, command_parser
 from runner.config.folders import find, options, read_yaml
 from runner.config.notation import first_few, plural
 from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
@@ -26,7 +26,7 @@ _BASELINE = "report.baseline"
 _SECONDS = 20.0  # seconds after which the process that asks wandb's server is killed
 
 
-def report(words: Sequence[str]) -> int:
+def report(argv: Sequence[str]) -> int:
     """Write report.html, one page, for a run or for a sweep."""
     from runner.report import FORMATS, NoRunError, findings, read
     from runner.report.page import write_page
@@ -38,33 +38,36 @@ def report(words: Sequence[str]) -> int:
     add("baseline", nargs="?", type=_baseline, metavar=f"{_BASELINE}=NAME", help=about)
     for kind, (name, _) in FORMATS.items():
         add(f"--{kind}", action="store_true", help=f"also write {name}")
-    asked = parser.parse_intermixed_args(words)
+    arguments = parser.parse_intermixed_args(argv)
+    baseline = arguments.baseline
     try:
-        sweep = replace(read(asked.folder), baseline=asked.baseline)
+        sweep = replace(read(arguments.folder), baseline=baseline)
     except NoRunError as error:
         raise RequestError([Problem("FOLDER", NOTHING, str(error))]) from None
-    found = findings.find(sweep)
-    if asked.baseline and found.unknown is not None:
-        labels = [setting.label for setting in found.settings]
-        near, settings = did_you_mean(asked.baseline, labels), first_few(labels, 8)
-        message = f"names no setting of {sweep.name}{near}  (settings: {settings})"
-        raise RequestError([Problem(_BASELINE, asked.baseline, message)])
+    results = findings.find(sweep)
+    if baseline and results.unknown is not None:
+        labels = [setting.label for setting in results.settings]
+        near = did_you_mean(baseline, labels)
+        message = f"names no setting of {sweep.name}{near}  (settings: {first_few(labels, 8)})"
+        raise RequestError([Problem(_BASELINE, baseline, message)])
     print(write_page(sweep))
-    for name, text in (one for kind, one in FORMATS.items() if getattr(asked, kind)):
-        write_text(sweep.folder / name, text(found).encode("utf-8", "replace").decode())
-        print(sweep.folder / name)
+    for kind, (name, text_of) in FORMATS.items():
+        if getattr(arguments, kind):
+            text = text_of(results).encode("utf-8", "replace").decode()
+            write_text(sweep.folder / name, text)
+            print(sweep.folder / name)
     return 0
 
 
-def _baseline(word: str) -> str:
-    key, _, name = word.partition("=")
+def _baseline(argument: str) -> str:
+    key, _, name = argument.partition("=")
     if key != _BASELINE or not name:
         message = f"the page takes {_BASELINE}=NAME alone{did_you_mean(key, [_BASELINE])}"
         raise RequestError([Problem(key, name or NOTHING, message)])
     return name
 
 
-def dashboard(words: Sequence[str]) -> int:
+def dashboard(argv: Sequence[str]) -> int:
     """Save a wandb workspace with the charts of report.html, and print its URL.
 
     This needs a wandb server and its API key (wandb login).
@@ -77,7 +80,7 @@ def dashboard(words: Sequence[str]) -> int:
     add("--entity", default=os.environ.get("WANDB_ENTITY", ""), help=about)
     add("--group", default="", help="show only this group: the name of a sweep")
     add("--name", default="", help="name of the workspace (Clipping, and the group)")
-    asked = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     if find_spec("wandb_workspaces") is None:
         message = 'needs wandb-workspaces: pip install -e ".[dashboard]" -c constraints.txt'
         raise RequestError([Problem("dashboard", NOTHING, message)])
@@ -86,22 +89,23 @@ def dashboard(words: Sequence[str]) -> int:
     # A process of its own asks the server: wandb's client waits for minutes, and ends with it.
     command = [sys.executable, "-W", "ignore", "-c"]
     command += ["from runner.telemetry.sinks.dashboard import main; main()"]
-    command += [asked.project, asked.entity, asked.group, asked.name]
+    command += [arguments.project, arguments.entity, arguments.group, arguments.name]
     # No reports to wandb's own servers, where nothing else is sent either; 6 seconds.
     quick = {"WANDB_ERROR_REPORTING": "false", "WANDB_HTTP_TIMEOUT": "6"}
     pipes: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(command, env=os.environ | quick, timeout=_SECONDS, **pipes)
+        process = subprocess.run(command, env=os.environ | quick, timeout=_SECONDS, **pipes)
     except subprocess.TimeoutExpired:
         raise Failure(f"the workspace was not saved: no answer in {_SECONDS:g} seconds") from None
-    said = (done.stderr if done.returncode else done.stdout).strip().rpartition("\n")[2]
-    if done.returncode:
-        raise Failure(f"the workspace was not saved: {said}")
-    print_line(f"workspace saved: {said}")
+    if process.returncode:
+        error = process.stderr.strip().rpartition("\n")[2]
+        raise Failure(f"the workspace was not saved: {error}")
+    url = process.stdout.strip().rpartition("\n")[2]
+    print_line(f"workspace saved: {url}")
     return 0
 
 
-def export(words: Sequence[str]) -> int:
+def export(argv: Sequence[str]) -> int:
     """Write the weights of a run as one file for a plain model.
 
     It has the state dict of the whole model, whatever plugin trained it, under the names of the
@@ -115,30 +119,33 @@ def export(words: Sequence[str]) -> int:
     add = parser.add_argument
     add("--output", type=Path, metavar="FILE", help="file to write (RUN/model.safetensors)")
     add("--force", action="store_true", help="replace FILE if it exists")
-    asked = parser.parse_args(words)
-    run, file = asked.run, asked.output or asked.run / "model.safetensors"
-    message = "" if file.parent.is_dir() and not file.is_dir() else "must name a file in a folder"
-    if message or (file.exists() and not asked.force):
-        message = message or "exists; --force replaces it"
-        raise RequestError([Problem("--output", str(file), message)])
+    arguments = parser.parse_args(argv)
+    run = arguments.run
+    file = arguments.output or run / "model.safetensors"
+    if not file.parent.is_dir() or file.is_dir():
+        raise RequestError([Problem("--output", str(file), "must name a file in a folder")])
+    if file.exists() and not arguments.force:
+        raise RequestError([Problem("--output", str(file), "exists; --force replaces it")])
     from runner.checkpoint.content import whole_model, write_model
 
-    checkpoint, manifest = chosen(run, asked.checkpoint)
+    checkpoint, manifest = choose_checkpoint(run, arguments.checkpoint)
     model = whole_model(checkpoint, manifest)
-    keys = {"step": "step", "config": "config_hash"}
-    about = {key: str(manifest[of]) for key, of in keys.items() if manifest.get(of) is not None}
+    about = {"run": run.name}
+    for name, key in (("step", "step"), ("config", "config_hash")):
+        if manifest.get(key) is not None:
+            about[name] = str(manifest[key])
     form = "torch" if file.suffix in (".pt", ".pth", ".bin") else "safetensors"
     try:
-        write_model(model, file, form, {"run": run.name, **about})
+        write_model(model, file, form, about)
     except OSError as error:
         raise OSError(f"{file} cannot be written: {error}") from error
     size = f"{file.stat().st_size / 1e6:,.1f} MB"
-    at = f", step {about['step']}" if "step" in about else ""
-    print_line(f"{plural(len(model), 'tensor')}, {size}{at}, from {checkpoint}\n{file}")
+    step = f", step {about['step']}" if "step" in about else ""
+    print_line(f"{plural(len(model), 'tensor')}, {size}{step}, from {checkpoint}\n{file}")
     return 0
 
 
-def new(words: Sequence[str]) -> int:
+def new(argv: Sequence[str]) -> int:
     """Write the folder NAME with a model and a data set of your own to edit.
 
     Their code is in NAME.py, the options model=NAME and data=NAME and the recipe NAME in conf, and
@@ -151,7 +158,7 @@ def new(words: Sequence[str]) -> int:
     """
     parser = command_parser(new)
     parser.add_argument("name", metavar="NAME", help="folder, module and options to write")
-    name = parser.parse_args(words).name
+    name = parser.parse_args(argv).name
     folder = Path(name).absolute()
     taken = [*options("model"), *options("data"), *files_of(), "none", "null", "true", "false"]
     message = obstacle(folder)

@@ -1,80 +1,116 @@
 """``python -m runner [plan] [OVERRIDES]``: run what the overrides ask for, or list it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from runner.cli.arguments import check_jobs, checked, composed, read, require_same
+from runner.cli.arguments import Arguments, checked, composed, read
+from runner.cli.check import check_jobs
+from runner.cli.ranks import require_same
 from runner.config.environment import joins, started_rank
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.launch import resume, signals
-from runner.request.jobs import write_composition
-from runner.request.request import Request, answer, composed_text, help_text
+from runner.request.answers import composed_text, help_text, print_answer_of_hydra
+from runner.request.jobs import Job
+from runner.request.record import write_composition
+from runner.request.request import Request
 from runner.run_folder import files
 from runner.run_folder.status import claimed
 from runner.run_folder.strict_json import read_object
 from runner.telemetry.sinks.console import print_line
 
-
-def run(words: Sequence[str]) -> int:
-    """Run the request of the arguments ``words``, or print what their flags ask for."""
-    args = read(words)
-    overrides, own = args.overrides, args.config_dir
-    if args.help:
-        print_line(help_text(overrides, own, args.multirun))
-    elif args.cfg:
-        wanted = composed(args)
-        print(composed_text(wanted, args.cfg, args.package, args.resolve), end="")
-    elif args.info:
-        answer([f"--info={args.info}"], composed(args).made.choices, own)
-    elif args.hydra_help or args.shell_completion:
-        answer(args.hydra_help or ["-sc", args.shell_completion], overrides, own)
-    else:
-        # As a page repeats them, from any folder
-        flags = ["-m"] * args.multirun + (["--config-dir", str(own)] if own else [])
-        return _run(checked(args), [*flags, *overrides])
-    return 0
+if TYPE_CHECKING:
+    from runner.sweep.control import Sweep
 
 
-def _run(wanted: Request, words: Sequence[str]) -> int:
-    for job in wanted.jobs:
+def run(argv: Sequence[str]) -> int:
+    """Run the request of the arguments, or print what their flags ask for; return an exit code."""
+    arguments = read(argv)
+    if arguments.prints:
+        _print_answer(arguments)
+        return 0
+    request = checked(arguments)
+    for job in request.jobs:
         resume.require_one_machine(job.config)
-    if wanted.sweep:
-        from runner.sweep.control import run_sweep
-
-        if (started := started_rank()) and started.world_size > 1:
-            message = "a sweep starts its own ranks (plugin.nproc): run it once, without torchrun"
-            raise RequestError([Problem("-m", NOTHING, message)])
-        return run_sweep(wanted, words, check_jobs)
-    check_jobs(wanted.jobs)
-    [job] = wanted.jobs
-    require_same(job)
-    if joins():
-        from runner.launch.rank import join
-
-        return join(timeout=job.config.launch.timeout)
-    with signals.deferred():
-        from runner.launch import supervise
-        from runner.report.page import written
-
-    folder = resume.requeued(job.plain, wanted.folder) or wanted.folder
-    status = read_object(folder / files.STATUS)
-    start = resume.decide(job.config, job.plain, folder)  # refuses before anything is created
-    with claimed(folder):
-        if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
-            start = resume.decide(job.config, job.plain, folder)
-
-        def work(config: Any) -> int:
-            write_composition(folder / files.HYDRA, config)
-            asked = masked_words(job.words)
-            failed = supervise.run(job.config, job.plain, folder, asked, start=start, page=written)
-            return failed.exit_code if failed else 0
-
-        return int(wanted.run(work, folder))
+    work = _sweep(request, arguments.command) if request.sweep else SingleRun(request)
+    return work.start()
 
 
-def plan(words: Sequence[str]) -> int:
+def _print_answer(arguments: Arguments) -> None:
+    """Print what ``--help``, ``--cfg`` or a flag of Hydra's own asks for."""
+    if arguments.of_hydra:
+        print_answer_of_hydra(arguments.of_hydra, arguments.config_dir)
+        return
+    request = composed(arguments)
+    if arguments.help:
+        print_line(help_text(request, arguments.sections))
+    elif arguments.cfg:
+        text = composed_text(request, arguments.cfg, arguments.package, arguments.resolve)
+        print(text, end="")
+    else:
+        choices = request.composition.choices
+        print_answer_of_hydra([f"--info={arguments.info}", *choices], arguments.config_dir)
+
+
+def _sweep(request: Request, command: Sequence[str]) -> "Sweep":
+    from runner.sweep.control import Sweep
+
+    started = started_rank()
+    if started and started.world_size > 1:
+        message = "a sweep starts its own ranks (plugin.nproc): run it once, without torchrun"
+        raise RequestError([Problem("-m", NOTHING, message)])
+    return Sweep(request, command, check_jobs)
+
+
+class SingleRun:
+    """The one job of a request, in the folder of a run."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        [self.job] = request.jobs
+
+    def start(self) -> int:
+        """Run the job, or join the ranks that do, and return an exit code."""
+        job = self.job
+        check_jobs([job])
+        require_same(job)
+        if joins():
+            from runner.launch.rank import join
+
+            return join(timeout=job.config.launch.timeout)
+        with signals.deferred():
+            from runner.launch import supervise
+            from runner.report.page import written
+
+        folder = resume.requeued(job.plain, self.request.folder) or self.request.folder
+        status = read_object(folder / files.STATUS)
+        start = resume.decide(job.config, job.plain, folder)  # refuses before anything is created
+        with claimed(folder):
+            if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
+                start = resume.decide(job.config, job.plain, folder)
+
+            def train(config: Any) -> int:
+                write_composition(folder / files.HYDRA, config)
+                overrides = masked_words(job.overrides)
+                failure = supervise.run(
+                    job.config, job.plain, folder, overrides, start=start, page=written
+                )
+                return failure.exit_code if failure else 0
+
+            return int(self.request.run(train, folder))
+
+
+class Planned(NamedTuple):
+    """One line of a plan."""
+
+    number: str
+    label: str
+    job: Job
+    done: bool
+
+
+def plan(argv: Sequence[str]) -> int:
     """List what a command would run, without running it.
 
         python -m runner plan [OVERRIDES OF A RUN OR A SWEEP]
@@ -82,29 +118,49 @@ def plan(words: Sequence[str]) -> int:
     For every run it prints the overrides that set it apart, its optimizer steps, and whether it is
     done already. It creates nothing.
     """
-    wanted = checked(read(words, "a plan"))
-    check_jobs(wanted.jobs)
+    request = checked(read(argv, "a plan"))
+    check_jobs(request.jobs)
     from runner.sweep import live
-    from runner.sweep.resume import plan_runs
     from runner.train import build
 
-    entries, jobs = plan_runs(wanted), {job.hash: job for job in wanted.jobs}
-    alone = "" if wanted.sweep else "0"
-    planned = [(str(one.number), one.label, one.state, jobs[one.config_hash]) for one in entries]
-    rows, left = [], []
-    planned = planned or [(alone, one.label, "", one) for one in wanted.jobs]
-    for number, label, state, job in planned:
-        count = build.steps_of(job.config, build.make_data(job.config.data))
-        state = "done" if state == "finished" else "to run"
-        rows.append((number, label, "unknown" if count is None else str(count), state))
-        left += [count] if state == "to run" else []
-    print_line(live.columns([("run", "", "steps", "state"), *rows]))
-    if not wanted.sweep:
-        print_line("one run, in a folder of its own in outputs/runs")
-    elif wanted.trials is not None:
-        runs = f"{plural(wanted.trials, 'run')} that the sweeper chooses as it goes"
-        print_line(f"{runs}, of the kinds above, in {wanted.folder}")
-    else:
-        total = "" if None in left else f", {plural(sum(filter(None, left)), 'step')}"
-        print_line(f"{len(left)} of {len(rows)} to run{total}, in {wanted.folder}")
+    planned = _planned(request)
+    rows = [("run", "", "steps", "state")]
+    steps_to_run: list[int | None] = []  # None: the number is unknown
+    for run in planned:
+        steps = build.steps_of(run.job.config, build.make_data(run.job.config.data))
+        if not run.done:
+            steps_to_run.append(steps)
+        state = "done" if run.done else "to run"
+        rows.append((run.number, run.label, "unknown" if steps is None else str(steps), state))
+    print_line(live.columns(rows))
+    print_line(_summary(request, len(planned), steps_to_run))
     return 0
+
+
+def _planned(request: Request) -> list[Planned]:
+    """Return the runs of a request; the runs of a sweep in the order of their numbers."""
+    from runner.sweep.resume import plan_runs
+
+    jobs = {job.hash: job for job in request.jobs}
+    planned = [
+        Planned(str(entry.number), entry.label, jobs[entry.config_hash], entry.state == "finished")
+        for entry in plan_runs(request)
+    ]
+    if planned:
+        return planned
+    number = "" if request.sweep else "0"
+    return [Planned(number, job.label, job, done=False) for job in request.jobs]
+
+
+def _summary(request: Request, count: int, steps_to_run: Sequence[int | None]) -> str:
+    """Return the last line of a plan: what is left to run, and where."""
+    if not request.sweep:
+        return "one run, in a folder of its own in outputs/runs"
+    if request.trials is not None:
+        runs = f"{plural(request.trials, 'run')} that the sweeper chooses as it goes"
+        return f"{runs}, of the kinds above, in {request.folder}"
+    text = f"{len(steps_to_run)} of {count} to run"
+    numbers = [steps for steps in steps_to_run if steps is not None]
+    if len(numbers) == len(steps_to_run):
+        text += f", {plural(sum(numbers), 'step')}"
+    return f"{text}, in {request.folder}"

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 
 class StartedRank(NamedTuple):
+    """A process that a launcher started as one of several."""
+
     rank: int
     world_size: int
     local_rank: int | None
@@ -19,7 +21,8 @@ class StartedRank(NamedTuple):
 
 def started_rank() -> StartedRank | None:
     """Return this process's rank, or None if no launcher set ``RANK`` and ``WORLD_SIZE``."""
-    rank, world_size = variable("RANK"), variable("WORLD_SIZE")
+    rank = variable("RANK")
+    world_size = variable("WORLD_SIZE")
     if rank is None or world_size is None:
         return None
     return StartedRank(rank, world_size, variable("LOCAL_RANK"), variable("LOCAL_WORLD_SIZE") or 1)
@@ -28,7 +31,7 @@ def started_rank() -> StartedRank | None:
 def join_slurm_step() -> None:
     """Describe a task that srun started by the variables of torchrun, so that it is a rank.
 
-    Variables that are there hold: those of torchrun, which srun may have started, and a user's
+    Variables that are set already are kept: srun may have started torchrun, and a user may choose
     ``MASTER_ADDR`` and ``MASTER_PORT``. A batch script is no task of a step, and a step of one task
     starts its ranks itself (``plugin.nproc``).
     """
@@ -48,13 +51,23 @@ def join_slurm_step() -> None:
     if not os.environ.get("MASTER_ADDR"):
         os.environ["MASTER_ADDR"] = _first_machine() if machines > 1 else "127.0.0.1"
     if not os.environ.get("MASTER_PORT"):
-        # All ranks calculate the same port: below those that Linux gives to connections.
-        steps = 1009 * (variable("SLURM_STEP_ID") or 0)
-        os.environ["MASTER_PORT"] = str(15000 + ((variable("SLURM_JOB_ID") or 0) + steps) % 15000)
+        os.environ["MASTER_PORT"] = str(_port())
     if not os.environ.get("OMP_NUM_THREADS"):  # torch would start a thread on each core
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        share = (variable("SLURM_CPUS_ON_NODE") or cores) // local_ranks
-        os.environ["OMP_NUM_THREADS"] = str(max(1, min(cores, share)))
+        os.environ["OMP_NUM_THREADS"] = str(_threads(local_ranks))
+
+
+def _port() -> int:
+    """Return a port that all ranks calculate alike, below those that Linux gives to connections."""
+    job = variable("SLURM_JOB_ID") or 0
+    step = variable("SLURM_STEP_ID") or 0
+    return 15000 + (job + 1009 * step) % 15000
+
+
+def _threads(local_ranks: int) -> int:
+    """Return the number of threads of one rank: its share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    share = (variable("SLURM_CPUS_ON_NODE") or cores) // local_ranks
+    return max(1, min(cores, share))
 
 
 def in_slurm_step() -> bool:
@@ -66,7 +79,8 @@ def _tasks_of_machines(text: str) -> list[int]:
     """Return the number of tasks on each machine from Slurm's short form, such as ``2(x3),1``."""
     counts: list[int] = []
     for part in text.split(","):
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
             counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -81,18 +95,23 @@ def _first_machine() -> str:
         return name
     command = ["scontrol", "show", "node", name]  # Slurm may know it by another address
     with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-        if address := re.search(r"\bNodeAddr=(\S+)", said.stdout):
+        process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+        address = re.search(r"\bNodeAddr=(\S+)", process.stdout)
+        if address:
             return address[1]
     return name
 
 
 def started_nodes() -> int | None:
     """Return the number of machines on which a launcher started ranks; None if it is not known."""
-    started, local = started_rank(), variable("LOCAL_WORLD_SIZE")
+    started = started_rank()
     if started is None:
         return None
-    return variable("GROUP_WORLD_SIZE") or (started.world_size // local if local else None)
+    nodes = variable("GROUP_WORLD_SIZE")
+    if nodes:
+        return nodes
+    local_ranks = variable("LOCAL_WORLD_SIZE")
+    return started.world_size // local_ranks if local_ranks else None
 
 
 def joins() -> bool:
@@ -102,10 +121,14 @@ def joins() -> bool:
 
 def slurm_job() -> str | None:
     """Return the id of the Slurm job that this process belongs to; None outside of Slurm."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID") or None
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return os.environ.get("SLURM_JOB_ID") or None
 
 
 def variable(name: str) -> int | None:
+    """Return the integer in a variable of the environment; None if it is unset or empty."""
     value = os.environ.get(name)
     return int(value) if value else None

@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Refusal(ValueError):
-    pass
+    """A file of the configuration cannot be read; the message names the file."""
 
 
 def find(name: str) -> Path:

@@ -6,30 +6,47 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from runner.config.notation import Duration
 from runner.config.problem import MISSING, leaves
 
 NOT_HASHED = (
-    *("tracker", "log", "sweep", "report", "calibrate", "verify"),
-    *("checkpoint", "resume", "shutdown", "trust"),
+    "tracker",
+    "log",
+    "sweep",
+    "report",
+    "calibrate",
+    "verify",
+    "checkpoint",
+    "resume",
+    "shutdown",
+    "trust",
 )
 """Sections that do not change what is trained: runs that differ in these alone are the same."""
 
 MAY_CHANGE = (
     *NOT_HASHED,
-    *("telemetry", "launch", "plugin", "device", "recipe", "early_stopping", "callbacks"),
-    *("data.num_workers", "clip.what_if", "clip.max_skips", "clip.when", "clip.step_in_backward"),
+    "telemetry",
+    "launch",
+    "plugin",
+    "device",
+    "recipe",
+    "early_stopping",
+    "callbacks",
+    "data.num_workers",
+    "clip.what_if",
+    "clip.max_skips",
+    "clip.when",
+    "clip.step_in_backward",
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
 
 def branching(source: str) -> tuple[str, int] | None:
     """Return the run and the step of ``resume=RUN@STEP``, which begins a branch; else None."""
-    found = re.fullmatch(r"(.+)@(\d+)", source)
-    return (found[1], int(found[2])) if found else None
+    match = re.fullmatch(r"(.+)@(\d+)", source)
+    return (match[1], int(match[2])) if match else None
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -41,22 +58,32 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys in which a run must not differ from the one that it continues."""
-    before, now = (dict(leaves("", one)) for one in (saved, wanted))
-    pairs = {key: (before.get(key, MISSING), now.get(key, MISSING)) for key in {**now, **before}}
-    return {
-        key: pair
-        for key, pair in pairs.items()
-        if pair[0] != pair[1]
-        and not {key, key.partition(".")[0]} & {*MAY_CHANGE}
-        and not (key == "train.max_duration" and _longer(*pair))
-    }
+    values_before = dict(leaves("", saved))
+    values_now = dict(leaves("", wanted))
+    pairs = {}
+    for key in {**values_now, **values_before}:
+        before = values_before.get(key, MISSING)
+        value = values_now.get(key, MISSING)
+        if before != value and not _may_differ(key, before, value):
+            pairs[key] = (before, value)
+    return pairs
 
 
-def _longer(saved: Any, wanted: Any) -> bool:
-    with suppress(ValueError):
-        before, now = Duration.parse(saved), Duration.parse(wanted)
-        return before.unit == now.unit and before.value <= now.value
-    return False
+def _may_differ(key: str, before: Any, value: Any) -> bool:
+    """Return whether a run may continue one that has another value of this key."""
+    if key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE:
+        return True
+    return key == "train.max_duration" and _is_longer(before, value)
+
+
+def _is_longer(before: Any, value: Any) -> bool:
+    """Return whether a duration is at least as long as before, in the same unit."""
+    try:
+        earlier = Duration.parse(before)
+        duration = Duration.parse(value)
+    except ValueError:
+        return False
+    return earlier.unit == duration.unit and earlier.value <= duration.value
 
 
 def digest(value: Any) -> str:

@@ -10,16 +10,18 @@ from typing import Any, Literal, cast
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """Format a number with so many significant digits, without trailing zeros."""
+    """Format a number with ``digits`` significant digits, without trailing zeros."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     size = math.floor(math.log10(abs(value)))
     if -4 <= size < 6:
-        text, exponent = f"{value:.{max(0, digits - 1 - size)}f}", ""
-    else:
-        text, _, power = f"{value:.{digits - 1}e}".partition("e")
-        exponent = f"e{int(power)}"
-    return (text.rstrip("0").rstrip(".") if "." in text else text) + exponent
+        return _without_zeros(f"{value:.{max(0, digits - 1 - size)}f}")
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    return f"{_without_zeros(mantissa)}e{int(power)}"
+
+
+def _without_zeros(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def with_short_numbers(text: str) -> str:
@@ -39,9 +41,9 @@ def percent(share: float) -> str:
 
 def clock(seconds: float) -> str:
     """Format a duration as ``m:ss`` or ``h:mm:ss``."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def plural(count: int, noun: str, form: str = "") -> str:
@@ -105,10 +107,26 @@ def _kind_and_message(error: BaseException) -> str:
 
 
 _HIGHER = (
-    *("accuracy", "f1", "precision", "recall", "auroc", "roc_auc", "specificity", "f1_score"),
-    *("average_precision", "r2", "r2_score", "jaccard_index", "cohen_kappa", "explained_variance"),
-    *("matthews_corr_coef", "pearson_corr_coef", "spearman_corr_coef", "cosine_similarity"),
+    "accuracy",
+    "auroc",
+    "average_precision",
+    "cohen_kappa",
+    "cosine_similarity",
+    "explained_variance",
+    "f1",
+    "f1_score",
+    "jaccard_index",
+    "matthews_corr_coef",
+    "pearson_corr_coef",
+    "precision",
+    "r2",
+    "r2_score",
+    "recall",
+    "roc_auc",
+    "spearman_corr_coef",
+    "specificity",
 )
+"""Metrics of which a higher value is better, by the last part of their keys."""
 
 
 def higher_is_better(metric: str) -> bool:

@@ -24,22 +24,29 @@ def read_plan(value: Any) -> Any:
     return read_yaml(Path(value).expanduser()) if isinstance(value, str) else value
 
 
+_FROM_STAGE = {"reshard_after_forward": 3, "param_dtype": 2, "cpu_offload": 2}
+"""Keys that have a meaning from a stage of ZeRO on."""
+
 Plan = Annotated[dict[str, str], Field(min_length=1), BeforeValidator(read_plan)]
 
 
 @cache
 def uses() -> Mapping[str, tuple[Any, list[str]]]:
-    """Return, of each key that not every plugin uses, the value of no effect, and the plugins."""
+    """Return the keys that some plugins use: the value without effect, and these plugins."""
     folder = find("conf")
-    files = {name: read_yaml(folder / "plugin" / f"{name}.yaml") for name in options("plugin")}
-    found = {
-        key: (neutral, [name for name, file in files.items() if key in file])
-        for key, neutral in read_yaml(folder / "plugin_keys.yaml").items()
-    }
-    return {key: use for key, use in found.items() if 0 < len(use[1]) < len(files)}
+    plugins = {name: read_yaml(folder / "plugin" / f"{name}.yaml") for name in options("plugin")}
+    neutral_values = read_yaml(folder / "plugin_keys.yaml")
+    keys = {}
+    for name, neutral in neutral_values.items():
+        users = [plugin for plugin, content in plugins.items() if name in content]
+        if 0 < len(users) < len(plugins):
+            keys[name] = (neutral, users)
+    return keys
 
 
 class PluginSection(Section):
+    """Section ``plugin``."""
+
     name: Literal[options("plugin")] = key("choose the plugin")  # type: ignore[valid-type]
     nproc: Count | None = key("start so many ranks on each machine; null: the product of the sizes")
     nnodes: Count | None = key("train on so many machines; null: as many as were started", None)
@@ -62,31 +69,39 @@ class PluginSection(Section):
     sync_batchnorm: bool = key("GPUs: compute batch norm over all data-parallel ranks")
 
     def conflicts(self) -> Conflicts:
-        """Yield keys that nothing uses."""
+        """Yield keys that are set, and that the plugin does not use."""
         for name, (neutral, plugins) in uses().items():
-            value, users = getattr(self, name), or_list(f"plugin={one}" for one in plugins)
-            allowed = (neutral, 1) if (self.name, name) == ("single", "dp_size") else (neutral,)
-            if self.name not in plugins and value not in allowed:
-                yield name, f"has no meaning under plugin={self.name}; {users} uses it"
-        if self.name not in ("zero", "hybrid"):
-            return
+            if self.name in plugins or getattr(self, name) == neutral:
+                continue
+            if self.name == "single" and name == "dp_size" and self.dp_size == 1:
+                continue
+            users = or_list(f"plugin={plugin}" for plugin in plugins)
+            yield name, f"has no meaning under plugin={self.name}; {users} uses it"
+        yield from self._below_stage()
+
+    def _below_stage(self) -> Conflicts:
+        """Yield keys that need a higher stage of ZeRO."""
         if self.name == "zero" and self.zero_stage == 0:
             yield "zero_stage", "must be 1, 2 or 3 under plugin=zero"
-        for name, least in (("reshard_after_forward", 3), ("param_dtype", 2), ("cpu_offload", 2)):
-            if self.zero_stage < least and getattr(self, name) != uses()[name][0]:
-                yield name, f"has no meaning below plugin.zero_stage={least}"
+        if self.name in ("zero", "hybrid"):
+            for name, stage in _FROM_STAGE.items():
+                neutral, _ = uses()[name]
+                if self.zero_stage < stage and getattr(self, name) != neutral:
+                    yield name, f"has no meaning below plugin.zero_stage={stage}"
 
     @property
     def least_ranks(self) -> int:
         """The world size to start: ``nnodes`` x ``nproc``, or the product of the given sizes."""
-        nodes, tp = self.nnodes or 1, self.tp_size or 1
+        nodes = self.nnodes or 1
         if self.nproc is not None:
             return nodes * self.nproc
-        data = self.dp_size or self.ep_size or 1
-        return lcm(data * tp * (self.pp_size or 1), nodes * tp)
+        data_parallel = self.dp_size or self.ep_size or 1
+        tensor_parallel = self.tp_size or 1
+        pipeline_parallel = self.pp_size or 1
+        return lcm(data_parallel * tensor_parallel * pipeline_parallel, nodes * tensor_parallel)
 
     @property
     def may_grow(self) -> bool:
-        """Whether more ranks than that fit: ``nproc`` and one of the sizes are null."""
+        """Whether more ranks fit than `least_ranks`: ``nproc`` and one of the sizes are null."""
         sizes = (self.dp_size, self.tp_size, self.pp_size)
         return self.name != "single" and self.nproc is None and None in sizes

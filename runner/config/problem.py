@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -19,22 +18,33 @@ NOTHING: Any = ...  # no value, where None is a value
 def shown(value: Any) -> str:
     """Return ``value`` as a user types it; text that YAML would read as another type is quoted."""
     match value:
-        case None | bool():
-            return "null" if value is None else str(value).lower()
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
         case str():
-            other = value.strip() != value or value.lower() in {"", "null", "true", "false"}
-            with suppress(ValueError):  # a file has no other way to write nan and inf
-                other = other or isfinite(float(value))
-            return repr(value) if other else value
+            return repr(value) if _needs_quotes(value) else value
         case list() | tuple():
-            return "[" + ",".join(map(shown, value)) + "]"
+            return "[" + ",".join(shown(item) for item in value) + "]"
         case dict():
-            return "{" + ",".join(f"{key}:{shown(one)}" for key, one in value.items()) + "}"
+            return "{" + ",".join(f"{key}:{shown(item)}" for key, item in value.items()) + "}"
     return str(value)
+
+
+def _needs_quotes(text: str) -> bool:
+    """Return whether YAML would read a text as another type, or without its spaces."""
+    if text.strip() != text or text.lower() in {"", "null", "true", "false"}:
+        return True
+    try:
+        return isfinite(float(text))  # a file has no other way to write nan and inf
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
 class Problem:
+    """What is wrong with the value of a key, or with a text that is no override."""
+
     key: str
     value: Any
     message: str
@@ -42,6 +52,7 @@ class Problem:
 
     @property
     def word(self) -> str:
+        """The key with its value, as it is typed; secrets are masked."""
         [key] = masked_words([str(self.key)])
         if self.value is NOTHING:
             return _brief(key)
@@ -50,7 +61,7 @@ class Problem:
 
 def _brief(text: str, longest: int = 400) -> str:
     """Return ``text`` on one line, without its middle if it would fill a screen."""
-    text = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]} … {text[-20:]} ({len(text):,} characters)"
@@ -64,12 +75,14 @@ class RequestError(Exception):
         super().__init__(self.problems)
 
     def __str__(self) -> str:
-        width = min(max((len(one.word) for one in self.problems), default=0), 40)
-        text = f"clip-runner: this request cannot be run ({plural(len(self.problems), 'problem')})"
-        for one in self.problems:
-            place = f"  (in the job {_brief(one.job)})" if one.job else ""
-            text += f"\n  {one.word:<{width}}  {_brief(hidden(one.message), 4000)}{place}"
-        return text
+        width = min(max((len(problem.word) for problem in self.problems), default=0), 40)
+        count = plural(len(self.problems), "problem")
+        lines = [f"clip-runner: this request cannot be run ({count})"]
+        for problem in self.problems:
+            message = _brief(hidden(problem.message), 4000)
+            job = f"  (in the job {_brief(problem.job)})" if problem.job else ""
+            lines.append(f"  {problem.word:<{width}}  {message}{job}")
+        return "\n".join(lines)
 
 
 class RefusedOnAllRanks(RequestError):
@@ -77,7 +90,7 @@ class RefusedOnAllRanks(RequestError):
 
 
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
-_OURS = {
+_NAMES_ELSEWHERE = {
     "fp16": ("16", "amp", "float16", "half"),
     "bf16": ("bfloat16",),
     "cuda": ("gpu",),
@@ -90,41 +103,52 @@ _OURS = {
     "clip.threshold": ("gradient_clip_val", "max_grad_norm"),
     "optimizer.lr": ("learning_rate", "lr"),
 }
-_ELSEWHERE = {name: our for our, names in _OURS.items() for name in names}
+_OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names}
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
     """Return ``; did you mean NAME?`` to end a message; empty if no name is near."""
-    lower, by_lower = str(name).lower(), {other.lower(): other for other in names}
-    meant = _ELSEWHERE.get(lower, "")
+    lower = str(name).lower()
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    meant = _OURS.get(lower, "")
     near = [meant] if meant in by_lower else get_close_matches(lower, by_lower, n=1)
     return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
     """Return the problem of a key that does not exist, with the names that are near."""
-    known = set(known) - {key}
-    sections = {name.partition(".")[0] for name in known}
-    swapped = [f"{value}={key}"] if str(value) in sections and "." not in key else []
-    near = swapped or _nearest_keys(key, sorted(known | sections - {key}))
+    keys = set(known) - {key}
+    sections = {name.partition(".")[0] for name in keys}
+    if str(value) in sections and "." not in key:  # KEY=VALUE, typed the wrong way round
+        near = [f"{value}={key}"]
+    else:
+        near = _nearest_keys(key, sorted(keys | sections - {key}))
     message = f"unknown key; did you mean {or_list(near)}?" if near else "unknown key"
     section = key.rpartition(".")[0]
-    beside = sorted({name[len(section) + 1 :] for name in known if name.startswith(f"{section}.")})
-    listed, of = (beside, f" of {section}") if section and beside else (sorted(sections), "")
-    return Problem(key, value, f"{message}  (keys{of}: {', '.join(listed)})")
+    beside = {name.removeprefix(f"{section}.") for name in keys if name.startswith(f"{section}.")}
+    if section and beside:
+        listed = f"keys of {section}: {', '.join(sorted(beside))}"
+    else:
+        listed = f"keys: {', '.join(sorted(sections))}"
+    return Problem(key, value, f"{message}  ({listed})")
 
 
 def _nearest_keys(key: str, keys: list[str]) -> list[str]:
     """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three."""
     section, _, last = key.lower().rpartition(".")
-    same = [other for other in keys if other.rpartition(".")[2] == last]
+    by_last: dict[str, list[str]] = {}
+    for candidate in keys:
+        by_last.setdefault(candidate.rpartition(".")[2], []).append(candidate)
+    same = by_last.get(last, [])
     # A name of other programs counts if the rest of ``key`` does not say which key is meant.
-    if (meant := _ELSEWHERE.get(last)) in keys and not (section and same):
+    meant = _OURS.get(last)
+    if meant in keys and not (section and same):
         return [meant]
-    if same or (same := get_close_matches(key, keys, n=1, cutoff=0.8)):
-        return same[:3]
-    near = get_close_matches(last, {other.rpartition(".")[2] for other in keys}, n=1)
-    return [other for other in keys if other.rpartition(".")[2] in near][:3]
+    near = same or get_close_matches(key, keys, n=1, cutoff=0.8)
+    if not near:
+        for name in get_close_matches(last, by_last, n=1):
+            near = by_last[name]
+    return near[:3]
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -138,5 +162,5 @@ def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 def or_list(names: Iterable[Any]) -> str:
     """Format at least one name: ``a``, ``a or b``, ``a, b or c``."""
-    names = list(map(str, names))
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+    *first, last = [str(name) for name in names]
+    return f"{', '.join(first)} or {last}" if first else last

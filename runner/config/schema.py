@@ -15,7 +15,6 @@ from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from runner.config import section as t
 from runner.config.clip_section import Clip
 from runner.config.folders import options
 from runner.config.mode import options_of
@@ -23,29 +22,47 @@ from runner.config.modes import MODES, NAMES, class_of
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, leaves, or_list
-from runner.config.section import Conflicts, Section, Target, key, problems_of, value_at
+from runner.config.section import (
+    Conflicts,
+    Count,
+    DottedName,
+    DurationText,
+    FolderName,
+    IntervalText,
+    Natural,
+    Positive,
+    Section,
+    StepRange,
+    Target,
+    Text,
+    Texts,
+    key,
+    no_value,
+    problems_of,
+    value_at,
+)
 
 Direction = Literal["minimize", "maximize"] | None
 
 
 class Accumulation(Section):
-    steps: t.Count = key("microbatches of one optimizer step; raise it if a batch does not fit")
+    steps: Count = key("microbatches of one optimizer step; raise it if a batch does not fit")
 
 
 class Precision(Section):
     name: Literal["fp32", "bf16", "fp16"] = key("choose the data type of the forward pass")
-    initial_scale: t.Positive = key("fp16: first loss scale; lower it if first steps are skipped")
-    growth_interval: t.Count = key("fp16: double the scale after so many finite steps")
+    initial_scale: Positive = key("fp16: first loss scale; lower it if first steps are skipped")
+    growth_interval: Count = key("fp16: double the scale after so many finite steps")
 
 
 class DataSection(Target):
-    batch_size: t.Count = key("samples in a rank's microbatch; lower it if out of memory")
-    num_workers: t.Natural = key("processes that read ahead; raise it if training waits for data")
+    batch_size: Count = key("samples in a rank's microbatch; lower it if out of memory")
+    num_workers: Natural = key("processes that read ahead; raise it if training waits for data")
     drop_last: bool = key("leave out the last microbatch of an epoch if it is shorter")
 
 
 class LossSection(Target):
-    target: t.DottedName | None = key(  # type: ignore[assignment]
+    target: DottedName | None = key(  # type: ignore[assignment]
         "import this criterion of (outputs, targets); null: the model's own loss, or cross entropy",
         None,
         alias="_target_",
@@ -60,13 +77,14 @@ class Tracker(Section):
     name: Literal[options("tracker")] = key("choose the tracker")  # type: ignore[valid-type]
     also: list[Literal["tensorboard", "wandb"]] = key("record with these too, as [tensorboard]")
     mode: Literal["auto", "online", "offline", "disabled"] = key("auto: online with a key")
-    project: t.Text = key("file runs under this project")
-    group: t.Text | None = key("group runs by this name; null: by their sweep")
-    tags: t.Texts = key("tag runs, to find them again")
-    job_type: t.Text = key("say what kind of run this is, such as train")
-    timeout: t.Positive = key("wait at most so many seconds at the end until wandb has the run")
+    project: Text = key("file runs under this project")
+    group: Text | None = key("group runs by this name; null: by their sweep")
+    tags: Texts = key("tag runs, to find them again")
+    job_type: Text = key("say what kind of run this is, such as train")
+    timeout: Positive = key("wait at most so many seconds at the end until wandb has the run")
 
     def uses(self, tracker: str) -> bool:
+        """Return whether a run is recorded with this tracker."""
         return tracker in (self.name, *self.also)
 
     def conflicts(self) -> Conflicts:
@@ -84,36 +102,39 @@ class Tracker(Section):
 
 
 class Train(Section):
-    max_duration: t.DurationText = key("train this long, such as 3ep or 500ba")
+    max_duration: DurationText = key("train this long, such as 3ep or 500ba")
 
 
 class Eval(Section):
-    interval: t.DurationText = key("evaluate this often; raise it if evaluation takes long")
+    interval: DurationText = key("evaluate this often; raise it if evaluation takes long")
     # With a default: files of users, and runs recorded earlier, lack it.
-    metrics: list[t.Text | dict[str, Any]] = key(
+    metrics: list[Text | dict[str, Any]] = key(
         "log metrics of torchmetrics too, or a _target_: [f1,auroc]", []
     )
 
     def conflicts(self) -> Conflicts:
-        if any(isinstance(one, dict) and "_target_" not in one for one in self.metrics):
-            yield "metrics", "a mapping needs a _target_"
+        """Yield a mapping that names nothing to call."""
+        for metric in self.metrics:
+            if isinstance(metric, dict) and "_target_" not in metric:
+                yield "metrics", "a mapping needs a _target_"
+                return
 
 
 class EarlyStop(Section):
-    patience: t.Count | None = key("end after so many evaluations without a better one")
-    metric: t.Text = key("watch this metric of evaluations")
+    patience: Count | None = key("end after so many evaluations without a better one")
+    metric: Text = key("watch this metric of evaluations")
     min_delta: float = key("count as an improvement only what is better by this much", ge=0)
     direction: Direction = key("which is better; null: the lower, of an accuracy the higher")
 
 
 class Log(Section):
-    interval: t.Count = key("log a row of metrics every so many optimizer steps")
-    flush: t.Count = key("copy metrics from the device every so many optimizer steps")
+    interval: Count = key("log a row of metrics every so many optimizer steps")
+    flush: Count = key("copy metrics from the device every so many optimizer steps")
 
 
 class Checkpoint(Section):
-    interval: t.IntervalText | None = key("save this often, as 10min; null: when asked to stop")
-    keep: t.Natural = key("keep so many newest checkpoints; lower it if the disk is small; 0: none")
+    interval: IntervalText | None = key("save this often, as 10min; null: when asked to stop")
+    keep: Natural = key("keep so many newest checkpoints; lower it if the disk is small; 0: none")
     keep_best: bool = key("keep one more, that with the best sweep.objective so far")
     save_final: bool = key("save the weights of the end in checkpoints/final")
     asynchronous: Literal["auto"] | bool = key("train on while files are written")
@@ -123,64 +144,67 @@ class Telemetry(Section):
     per_layer: bool = key("log the gradient norm of each parameter, to find the layer that spikes")
     update_ratio: bool = key("log the norm of each update over that of the weights", False)
     noise_scale: bool = key("log how large a batch pays", False)  # earlier runs lack both
-    profile: t.StepRange | None = key("profile these steps: 10:13; see profile/", None)
-    probe: t.Natural = key("print so many elements of the first parameter after each microbatch")
+    profile: StepRange | None = key("profile these steps: 10:13; see profile/", None)
+    probe: Natural = key("print so many elements of the first parameter after each microbatch")
 
 
 class Launch(Section):
-    timeout: t.Positive = key("end the run if a collective or a batch takes more seconds")
-    max_restarts: t.Natural = key("if a rank fails, go on from the last checkpoint so often")
+    timeout: Positive = key("end the run if a collective or a batch takes more seconds")
+    max_restarts: Natural = key("if a rank fails, go on from the last checkpoint so often")
 
 
 class Shutdown(Section):
-    timeout: t.Positive = key("end a run that was asked to stop after so many seconds")
+    timeout: Positive = key("end a run that was asked to stop after so many seconds")
 
 
 class Resume(Section):
-    source: t.Text = key("auto: what the run's folder holds; never; or a path", alias="from")
+    source: Text = key("auto: what the run's folder holds; never; or a path", alias="from")
     force: bool = key("continue though the checkpoint is that of another configuration")
 
 
 class SweepSection(Section):
-    name: t.FolderName | None = key("name the folder; null: named after what varies")
-    objective: t.Text = key("compare runs by the best value of this metric")
+    name: FolderName | None = key("name the folder; null: named after what varies")
+    objective: Text = key("compare runs by the best value of this metric")
     direction: Direction = key("which is better; null: the lower, of an accuracy the higher")
-    max_failures: t.Natural | None = key("stop after more failed runs than this; null: never")
-    max_jobs: t.Count = key("refuse a sweep of more runs, such as that of range(0,1e9)")
-    zip: t.Texts = key("advance the lists of these keys together, not as a product")
+    max_failures: Natural | None = key("stop after more failed runs than this; null: never")
+    max_jobs: Count = key("refuse a sweep of more runs, such as that of range(0,1e9)")
+    zip: Texts = key("advance the lists of these keys together, not as a product")
 
     @property
     def maximizes(self) -> bool:
+        """Whether a higher value of the objective is better."""
         if self.direction is None:
             return higher_is_better(self.objective)
         return self.direction == "maximize"
 
 
 class Report(Section):
-    baseline: t.Text | t.Natural | None = key("compare with this setting; null: the best")
+    baseline: Text | Natural | None = key("compare with this setting; null: the best")
 
 
 class Calibrate(Section):
     steps: int = key("measure this many optimizer steps without clipping", ge=2)
-    warmup_steps: t.Natural | None = key("describe so many first steps separately; null: a tenth")
-    output: t.Text | None = key("write to this folder; null: a new one in outputs/calibrations")
+    warmup_steps: Natural | None = key("describe so many first steps separately; null: a tenth")
+    output: Text | None = key("write to this folder; null: a new one in outputs/calibrations")
 
     def conflicts(self) -> Conflicts:
+        """Yield a number of first steps that leaves none to measure."""
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             yield "warmup_steps", f"must leave some of calibrate.steps={self.steps}"
 
 
 class Verify(Section):
-    steps: t.Count = key("compare this many optimizer steps")
+    steps: Count = key("compare this many optimizer steps")
     dtype: Literal["float64", "float32"] = key("compute in this type; float64 errs least")
-    tolerance: t.Positive | None = key("accept this relative error; null: 1e-9, in float32 1e-5")
-    lr: t.Positive = key("take the steps of both sides by plain SGD at this rate")
+    tolerance: Positive | None = key("accept this relative error; null: 1e-9, in float32 1e-5")
+    lr: Positive = key("take the steps of both sides by plain SGD at this rate")
     modes: Annotated[list[Literal[NAMES]], Field(min_length=1)] | None = key(  # type: ignore[valid-type]
         "modes, as [norm,value]; null: clip.mode"
     )
 
     @property
     def bound(self) -> float:
+        """The relative error that is accepted."""
         return self.tolerance or (1e-9 if self.dtype == "float64" else 1e-5)
 
 
@@ -221,11 +245,12 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = key("train on it; auto: cuda where there is one")
     callbacks: list[Target] = key("call objects of your own after steps and evaluations")
     trust: bool = key("evaluate: call any target that the run's config.yaml names", False)
-    recipe: t.Text = key("start from this published setting; none: from none")
+    recipe: Text = key("start from this published setting; none: from none")
 
     def across(self) -> Conflicts:
         """Yield values of several sections that exclude each other: the key, and why."""
-        clip, info = self.clip, type(self.clip.options).info
+        clip = self.clip
+        info = type(clip.options).info
         if clip.scales == "all" and info.parts is not None:
             yield "clip.scales", "this mode multiplies no gradients by one coefficient: use auto"
         if clip.what_if and (info.nested or info.follows == "norms"):
@@ -233,7 +258,8 @@ class RunConfig(Section):
         if clip.step_in_backward and clip.when != "backward":
             yield "clip.step_in_backward", "needs clip.when=backward"
         for name in self.verify.modes or ():
-            if name != clip.mode and (nested := MODES[name].info.nested):
+            nested = MODES[name].info.nested
+            if nested and name != clip.mode:
                 yield "verify.modes", f"{name} needs clip.{nested}: give clip={name} too"
 
 
@@ -253,33 +279,39 @@ def examine(
 ) -> tuple[RunConfig | None, list[Problem]]:
     """Return the typed configuration, or None and what is wrong with ``plain``.
 
-    Values of the sections ``unsettled``, whose option does not exist, are judged one by one alone.
+    The option of the sections ``unsettled`` does not exist: their values are not compared with
+    each other.
     """
-    known = owned_keys(plain)
-    config = None
+    keys = owned_keys(plain)
+    config: RunConfig | None = None
     errors: list[ErrorDetails] = []
     try:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    errors = [one for one in errors if one["type"] != "conflict" or one["loc"][0] not in unsettled]
-    empty = {name: one for name, one in leaves("", plain) if one == MISSING}
-    problems = [
-        *(_of_a_mode(one) for one in problems_of(errors, known, plain) if one.key not in empty),
-        *(Problem(name, MISSING, t.no_value(name, known)) for name in empty),
+    empty = [name for name, value in leaves("", plain) if value == MISSING]
+    judged = [
+        error for error in errors if error["type"] != "conflict" or error["loc"][0] not in unsettled
     ]
+    problems = [
+        _with_modes(problem)
+        for problem in problems_of(judged, keys, plain)
+        if problem.key not in empty
+    ]
+    problems += [Problem(name, MISSING, no_value(name, keys)) for name in dict.fromkeys(empty)]
     if config is not None and not problems and not unsettled:
-        problems = [Problem(name, value_at(plain, name), why) for name, why in config.across()]
+        for name, message in config.across():
+            problems.append(Problem(name, value_at(plain, name), message))
     return None if problems else config, problems
 
 
-def _of_a_mode(one: Problem) -> Problem:
-    """Name the modes that have an option that the chosen one lacks."""
-    section, _, option = one.key.partition(".")
-    having = [f"clip={name}" for name, mode in MODES.items() if option in options_of(mode)]
-    if section == "clip" and having and one.message.startswith("unknown key"):
-        return replace(one, message=f"is an option of {or_list(having)}")
-    return one
+def _with_modes(problem: Problem) -> Problem:
+    """Name the modes that have an option that the chosen mode lacks."""
+    section, _, option = problem.key.partition(".")
+    if section != "clip" or not problem.message.startswith("unknown key"):
+        return problem
+    modes = [f"clip={name}" for name, mode in MODES.items() if option in options_of(mode)]
+    return replace(problem, message=f"is an option of {or_list(modes)}") if modes else problem
 
 
 def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, FieldInfo]:
@@ -297,10 +329,11 @@ def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, FieldInfo
 def _fixed_keys() -> Mapping[str, FieldInfo]:
     def below(section: type[Section], path: str) -> Iterator[tuple[str, FieldInfo]]:
         for name, field in section.model_fields.items():
-            inner, name = field.annotation, f"{path}{field.alias or name}"
-            if isinstance(inner, type) and issubclass(inner, Section):
-                yield from below(inner, f"{name}.")
+            key = f"{path}{field.alias or name}"
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from below(kind, f"{key}.")
             else:
-                yield name, field
+                yield key, field
 
     return dict(below(RunConfig, ""))

@@ -17,8 +17,10 @@ from runner.config.notation import Duration
 from runner.config.problem import MISSING, NOTHING, Problem, did_you_mean, leaves, unknown_key
 
 Conflicts: TypeAlias = Iterable[tuple[Any, ...]]
-"""Values that are wrong beside others: the key of each relative to its section, why, and the value
-if it is not that of the key."""
+"""Values that are wrong beside others: the key relative to its section, and the reason.
+
+A third item is the wrong value, if the key has another one.
+"""
 
 
 def key(meaning: str, default: Any = ..., **limits: Any) -> Any:
@@ -54,7 +56,21 @@ DurationText = Annotated[Duration, PlainValidator(Duration.parse)]
 IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
 
 
+_UNKNOWN_KEY = ("extra_forbidden", "invalid_key", "unexpected_keyword_argument")
+"""The types of pydantic's errors for a key that does not exist."""
+
+_REWORDED = {
+    "a valid i": "an i",
+    "a valid ": "a ",
+    "be greater than or equal to": "be at least",
+    "be less than or equal to": "be at most",
+}
+"""Parts of pydantic's messages, and what ours say."""
+
+
 class Section(BaseModel):
+    """A section of the configuration: it knows its keys, and checks types and limits."""
+
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
     )
@@ -65,8 +81,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _without_conflicts(self) -> Self:
-        if found := list(self.conflicts()):
-            raise refusal(found)
+        conflicts = list(self.conflicts())
+        if conflicts:
+            raise refusal(conflicts)
         return self
 
 
@@ -98,7 +115,7 @@ class Target(Section):
 
 
 def refusal(conflicts: Conflicts) -> ValidationError:
-    """Return the error of values that are wrong, for a validator to raise: it keeps their keys."""
+    """Return the error of wrong values, for a validator to raise: it keeps their keys."""
     errors = [
         InitErrorDetails(
             type=PydanticCustomError("conflict", "{text}", {"text": message}),
@@ -113,27 +130,47 @@ def refusal(conflicts: Conflicts) -> ValidationError:
 def problems_of(
     errors: Iterable[ErrorDetails], known: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Yield what pydantic's errors say of each key of ``plain``; ``known`` has the fields."""
-    found: dict[str, dict[str, None]] = {}
-    sections = {name.partition(".")[0] for name in known}
-    right = [name for name, _ in leaves("", plain) if name.partition(".")[0] in sections]
-    for one in errors:
-        parts = [*map(str, one["loc"])]
-        # What is inside of a value, or one of the types that it may have, is no key.
-        above = [".".join(parts[:end]) for end in range(len(parts), 0, -1)] or [""]
-        if one["type"] in ("extra_forbidden", "invalid_key", "unexpected_keyword_argument"):
-            for name, value in leaves(above[0], one["input"]):
-                every = known if "." in name else {*known, *right}
-                yield unknown_key(name, every, value)
-        elif one["type"] == "conflict":
-            given = value_at(plain, above[0]) if one["input"] is NOTHING else one["input"]
-            yield Problem(above[0], given, one["msg"])
+    """Yield what pydantic's errors say about each key of ``plain``; ``known`` has the fields."""
+    reasons: dict[str, list[str]] = {}  # by key: one for each type that a value may have
+    for error in errors:
+        key = ".".join(str(part) for part in error["loc"])
+        if error["type"] in _UNKNOWN_KEY:
+            yield from _unknown_keys(key, error["input"], known, plain)
+        elif error["type"] == "conflict":
+            value = value_at(plain, key) if error["input"] is NOTHING else error["input"]
+            yield Problem(key, value, error["msg"])
         else:
-            name = next((each for each in above if each in known), above[0])
-            found.setdefault(name, {})[_sentence(one, name, known)] = None
-    for name, texts in found.items():
-        message = ", or ".join(texts).replace(", or must be ", ", or ")
+            name = _field_of(error, known)
+            reason = _sentence(error, name, known)
+            if reason not in reasons.setdefault(name, []):
+                reasons[name].append(reason)
+    for name, sentences in reasons.items():
+        message = ", or ".join(sentences).replace(", or must be ", ", or ")
         yield Problem(name, value_at(plain, name), message)
+
+
+def _unknown_keys(
+    key: str, value: Any, known: Mapping[str, Any], plain: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yield each key at and below one that does not exist."""
+    sections = {name.partition(".")[0] for name in known}
+    typed = [name for name, _ in leaves("", plain) if name.partition(".")[0] in sections]
+    for leaf, content in leaves(key, value):
+        names = known if "." in leaf else {*known, *typed}
+        yield unknown_key(leaf, names, content)
+
+
+def _field_of(error: ErrorDetails, known: Mapping[str, Any]) -> str:
+    """Return the key whose value is wrong.
+
+    An error may name what is inside of a value, or one of the types that it may have.
+    """
+    parts = [str(part) for part in error["loc"]]
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if name in known:
+            return name
+    return ".".join(parts)
 
 
 def read(model: type[Section], given: Mapping[str, Any]) -> Any:
@@ -165,29 +202,35 @@ def together(errors: Iterable[ErrorDetails]) -> ValidationError:
 
 
 def value_at(plain: Any, name: str) -> Any:
+    """Return the value of a dotted key in plain containers; ``MISSING`` if there is none."""
     for part in name.split("."):
         plain = plain.get(part, MISSING) if isinstance(plain, Mapping) else MISSING
     return plain
 
 
 def no_value(name: str, known: Mapping[str, Any]) -> str:
+    """Return the message of a key that must be given, with its meaning."""
     return "no value given" + (f" ({known[name].description})" if name in known else "")
 
 
 def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
-    kind, context, text = error["type"], error.get("ctx", {}), error["msg"]
+    """Return what an error says about the value of a key, without the key."""
+    kind = error["type"]
+    context = error.get("ctx", {})
     if kind == "missing":
         return no_value(name, known)
-    if inside := [each for each in known if each.startswith(f"{name}.")]:
-        return f"must be a section with the keys {', '.join(inside)}"
+    keys = [key for key in known if key.startswith(f"{name}.")]
+    if keys:
+        return f"must be a section with the keys {', '.join(keys)}"
     if kind == "string_pattern_mismatch" and name.endswith("_target_"):
         return "must be a full name, such as torch.optim.SGD"
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
         names = re.findall(r"'([^']*)'", context["expected"])
-        one_of = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-        return f"must be {one_of}{did_you_mean(error['input'], names)}"
-    text = re.sub(r"^\w+ should ", "must ", text).replace("a valid i", "an i")
-    text = text.replace("a valid ", "a ").replace("be greater than or equal to", "be at least")
-    return text.replace("be less than or equal to", "be at most")
+        choice = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+        return f"must be {choice}{did_you_mean(error['input'], names)}"
+    text = re.sub(r"^\w+ should ", "must ", error["msg"])
+    for pydantic_words, ours in _REWORDED.items():
+        text = text.replace(pydantic_words, ours)
+    return text

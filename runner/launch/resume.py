@@ -83,7 +83,7 @@ def require_one_machine(config: RunConfig) -> None:
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
     damaged, place = list[str](), run / files.CHECKPOINTS
-    for checkpoint in checkpoints.found(place if place.is_dir() else run):
+    for checkpoint in checkpoints.checkpoints_in(place if place.is_dir() else run):
         try:
             manifest = _require_usable(checkpoint)
         except DamagedCheckpoint as error:

@@ -15,33 +15,52 @@ from runner.config.folders import Refusal, find, read_yaml
 
 @dataclass(frozen=True)
 class Recipe:
+    """The content of one file."""
+
     choices: dict[str, str]  # of options, by group
     content: dict[str, Any]
     names: dict[str, Any]  # the option or the target that it names for a section
-    is_global: bool  # whether it says so in the form of Hydra: # @package _global_
+    is_global: bool  # by Hydra's header # @package _global_: an experiment
 
 
-def files_of(extra: Path | None = None) -> dict[str, Path]:
-    """Return the files of all recipes by name; those of a user's own folder come first."""
-    homes = [find("recipes"), *([extra / "recipe"] if extra else [])]
-    files = {file.stem: file for home in homes for file in home.glob("*.yaml") if file.is_file()}
+def files_of(config_dir: Path | None = None) -> dict[str, Path]:
+    """Return the files of all recipes by name; a user's own file replaces ours."""
+    folders = [find("recipes")]
+    if config_dir:
+        folders.append(config_dir / "recipe")
+    files = {}
+    for folder in folders:
+        files.update({file.stem: file for file in folder.glob("*.yaml") if file.is_file()})
     return dict(sorted(files.items()))
 
 
 def purpose(file: Path) -> str:
     """Return what a recipe is for, by its first line: ``# name: purpose``."""
-    found = re.match(r"#[^:\n]*:(.*)", file.read_text(encoding="utf-8", errors="replace"))
-    return found[1].strip() if found else ""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    match = re.match(r"#[^:\n]*:(.*)", text)
+    return match[1].strip() if match else ""
 
 
 def read(file: Path) -> Recipe:
-    """Read a recipe or an experiment. A Refusal says why a file cannot be read as one."""
+    """Return a recipe or an experiment. A Refusal says why a file cannot be read as one."""
     content = read_yaml(file)
     if not isinstance(content, dict):
         raise Refusal(f"{file} cannot be read: it must hold keys and values")
-    choices, defaults = {}, content.pop("defaults", None) or []
+    choices = _choices(content.pop("defaults", None) or [], file)
+    targets = {
+        section: values["_target_"]
+        for section, values in content.items()
+        if isinstance(values, dict) and "_target_" in values
+    }
+    header = re.search(r"(?m)^# *@package +_global_", file.read_text(encoding="utf-8"))
+    return Recipe(choices, content, names=choices | targets, is_global=header is not None)
+
+
+def _choices(defaults: Any, file: Path) -> dict[str, str]:
+    """Return the options of groups that a defaults list chooses."""
     if not isinstance(defaults, list):
         raise Refusal(f"{file}: defaults must be a list")
+    choices = {}
     for entry in defaults:
         for key, option in (entry if isinstance(entry, dict) else {entry: None}).items():
             override, _, group = str(key).partition(" ")
@@ -49,7 +68,4 @@ def read(file: Path) -> Recipe:
                 choices[group.strip().lstrip("/")] = str(option)
             elif key != "_self_":
                 raise Refusal(f"{file}: {key} in its defaults is no 'override /GROUP: OPTION'")
-    header = re.search(r"(?m)^# *@package +_global_", file.read_text(encoding="utf-8"))
-    given = {key: one for key, one in content.items() if isinstance(one, dict)}
-    targets = {key: one["_target_"] for key, one in given.items() if "_target_" in one}
-    return Recipe(choices, content, choices | targets, header is not None)
+    return choices

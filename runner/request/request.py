@@ -1,40 +1,39 @@
-"""From the overrides of a request to its checked jobs, and to running them in Hydra's folders."""
+"""From overrides to a request: one run, or the runs of a sweep, each composed and checked."""
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from string import Template
 from typing import Any
 
-import hydra
-import yaml
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
 from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.folders import find, outputs
+from runner.config.folders import outputs
 from runner.config.identity import digest
-from runner.config.masking import hidden, masked, masked_words
-from runner.config.problem import NOTHING, Problem, RequestError, leaves, shown
-from runner.config.schema import SHORT, RunConfig, owned_keys
-from runner.request import jobs
-from runner.request.composer import OPEN, Composed, Composer, reason, refer_to
-from runner.request.jobs import LAUNCHERS, Job, Where
-from runner.request.recipes import purpose
+from runner.config.problem import Problem, RequestError
+from runner.request.combinations import combinations
+from runner.request.composer import Composer
+from runner.request.composition import Composition
+from runner.request.jobs import Job, job_of
+from runner.request.overrides import read_overrides, repeated_keys, text_of
+from runner.request.sweep_settings import (
+    Place,
+    destination,
+    launcher_problems,
+    place_of,
+    searches,
+    setting,
+)
 
 _LISTED = "a list of values is a sweep: add -m; one value goes in brackets, [a,b], or in quotes"
-
-# Keys that are set by choosing an option of a group.
-_CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
+_MOST_PROBLEMS = 50  # the problems of further jobs are usually the same
 
 
 @dataclass(frozen=True)
@@ -43,205 +42,176 @@ class Request:
 
     composer: Composer
     jobs: tuple[Job, ...]
-    made: Composed  # of the job, or of what the jobs share
+    composition: Composition  # of the job, or of what the jobs share
     folder: Path
     sweep: str = ""  # name of the sweep
-    where: Where = "here"
+    place: Place = "here"
     identity: str = ""  # of the jobs of a sweep
-    trials: int | None = None  # runs that a sweeper chooses as it goes
+    trials: int | None = None  # number of runs that a search chooses
     lists: Mapping[str, str] = field(default_factory=dict)  # overrides that list values, by key
+
+    @property
+    def is_search(self) -> bool:
+        """Whether a sweeper chooses the runs by the results of earlier ones."""
+        return self.trials is not None
 
     def run(self, work: Callable[[DictConfig], Any], folder: Path) -> Any:
         """Return what ``work`` returns; Hydra makes ``folder`` and sets up logging before."""
-        config = self.made.config
+        config = self.composition.config
         config.hydra.mode = RunMode.RUN
         config.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
-        config.hydra.run.dir = str(folder).replace("${", "\\${")
+        config.hydra.run.dir = _literal(folder)
         with self.composer.active():
             context = HydraContext(self.composer, Callback())  # type: ignore[arg-type]
             return run_job(work, config, "hydra.run.dir", None, context).return_value
 
 
 def request(
-    given: Sequence[str],
+    overrides: Sequence[str],
     *,
     multirun: bool = False,
     config_dir: Path | None = None,
     after_each: Callable[[], object] = lambda: None,
 ) -> Request:
-    """Compose and check every job that the overrides ``given`` ask for. Nothing is written.
+    """Return the request of the overrides, every job composed and checked. Nothing is written.
 
-    ``after_each`` is called after each job: there may be thousands.
+    ``after_each`` is called after each job: there may be thousands. A RequestError names everything
+    that is wrong.
     """
-    composer, checked = Composer(config_dir), list[Job]()
+    composer = Composer(config_dir)
     with composer.active():
-        overrides, problems = composer.read(given)
-        problems += composer.repeated(given)
-        made = composer.compose([one for one in overrides if not one.is_sweep_override()])
-        swept, folder = multirun or made.config.hydra.mode == RunMode.MULTIRUN, outputs()
-        if swept:
-            params = jobs.setting(made.config, "hydra.sweeper.params") or {}
-            given_too, unread = composer.read(f"{key}={value}" for key, value in params.items())
-            problems += [*unread, *jobs.launcher_problems(made.config)]
-            overrides = [*{one.get_key_element(): one for one in [*given_too, *overrides]}.values()]
-        listed = [one for one in overrides if one.is_sweep_override()]
-        lists = {one.get_key_element(): one.input_line or "" for one in listed}
-        problems += composer.sweeps_in_lists(listed)
-        rows = iter([[one.input_line or "" for one in overrides if one not in listed]])
-        with _noted(problems):
-            folder = jobs.destination(made.config, "sweep" if swept else "run")
-        with _noted(problems):
-            if swept:
-                rows = jobs.combined(overrides, made.config)
-            elif lists:
-                words = (word.partition("=") for word in lists.values())
-                raise RequestError(Problem(key, value, _LISTED) for key, _, value in words)
-        for number, row in enumerate(rows):
-            with _noted(problems):
-                one = composer.compose(composer.read(row)[0]) if swept else made
-                job = jobs.job_of(one, outputs() if swept else folder, number if swept else None)
-                apart = tuple(word for word in row if word.partition("=")[0] in lists)
-                checked.append(replace(job, apart=apart))
-            after_each()
-            if len(problems) > 50:  # those of further jobs are the same, most of them
-                break
-        if problems:
-            raise RequestError({(one.word, one.message): one for one in problems}.values())
-        wanted = Request(composer, tuple(checked), made, folder, lists=lists)
-        if swept:
-            composer.plan()
-        return _as_sweep(wanted) if swept else wanted
+        parsed, problems = read_overrides(overrides)
+        problems += repeated_keys(overrides)
+        single = [override for override in parsed if not override.is_sweep_override()]
+        composition = composer.compose(single)
+        if multirun or composition.config.hydra.mode == RunMode.MULTIRUN:
+            return _sweep(composer, composition, parsed, problems, after_each)
+        return _one_run(composer, composition, parsed, problems, after_each)
 
 
-def _as_sweep(wanted: Request) -> Request:
-    """Return the sweep of these jobs: its name follows from them, so that it is found again."""
-    master, section = wanted.made.config, wanted.jobs[0].config.sweep
-    search = jobs.searches(master)
-    typed: Any = OmegaConf.to_container(master.hydra.overrides.hydra)
-    settings = sorted([*typed, *wanted.lists.values()] if search else [])
-    identity = digest([sorted(job.hash for job in wanted.jobs), settings])
-    recipes = {job.config.recipe for job in wanted.jobs}
-    shared = recipes - {"none"} if len(recipes) == 1 else ()
-    varied = [*shared, *(key.lstrip("+") for key in wanted.lists)]
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(varied))[:48].strip("-._")
-    master.sweep.name = name = section.name or f"{readable or 'sweep'}-{identity[:8]}"
-    folder = jobs.destination(master, "sweep")
-    master.hydra.sweep.dir = str(folder).replace("${", "\\${")
-    master.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
-    if search and section.maximizes:
-        master.hydra.sweeper.direction = "maximize"
-    trials = int(jobs.setting(master, "hydra.sweeper.n_trials") or 0) if search else None
-    where = LAUNCHERS[jobs.setting(master, "hydra.launcher._target_").rpartition(".")[2]]
-    wanted = replace(wanted, folder=folder, sweep=name, where=where)
-    return replace(wanted, identity=identity, trials=trials)
+def _one_run(
+    composer: Composer,
+    composition: Composition,
+    overrides: Sequence[Override],
+    problems: list[Problem],
+    after_each: Callable[[], object],
+) -> Request:
+    """Return the request of one run."""
+    lists = _lists(overrides)
+    problems += composer.sweeps_in_lists(lists.values())
+    folder = outputs()
+    with _noted(problems):
+        folder = destination(composition.config, "run")
+    for override in lists.values():
+        key, _, values = text_of(override).partition("=")
+        problems.append(Problem(key, values, _LISTED))
+    jobs: list[Job] = []
+    with _noted(problems):
+        jobs.append(job_of(composition, folder))
+    after_each()
+    _refuse(problems)
+    return Request(composer, tuple(jobs), composition, folder)
+
+
+def _sweep(
+    composer: Composer,
+    shared: Composition,
+    overrides: Sequence[Override],
+    problems: list[Problem],
+    after_each: Callable[[], object],
+) -> Request:
+    """Return the request of a sweep, whose runs share a composition."""
+    params = setting(shared.config, "hydra.sweeper.params") or {}
+    of_sweeper, unreadable = read_overrides(f"{key}={value}" for key, value in params.items())
+    problems += unreadable
+    problems += launcher_problems(shared.config)
+    # A typed override replaces the sweeper's.
+    by_key = {override.get_key_element(): override for override in [*of_sweeper, *overrides]}
+    lists = _lists(by_key.values())
+    problems += composer.sweeps_in_lists(lists.values())
+    rows = iter([[text_of(override) for key, override in by_key.items() if key not in lists]])
+    with _noted(problems):
+        destination(shared.config, "sweep")
+    with _noted(problems):
+        rows = combinations(by_key.values(), shared.config)
+    jobs: list[Job] = []
+    for number, row in enumerate(rows):
+        with _noted(problems):
+            row_overrides, _ = read_overrides(row)
+            job = job_of(composer.compose(row_overrides), outputs(), number)
+            varied = tuple(text for text in row if text.partition("=")[0] in lists)
+            jobs.append(replace(job, varied=varied))
+        after_each()
+        if len(problems) > _MOST_PROBLEMS:
+            break
+    _refuse(problems)
+    composer.plan()
+    texts = {key: text_of(override) for key, override in lists.items()}
+    return _named(Request(composer, tuple(jobs), shared, outputs(), lists=texts))
+
+
+def _lists(overrides: Iterable[Override]) -> dict[str, Override]:
+    """Return the overrides that list values, by their keys."""
+    return {
+        override.get_key_element(): override
+        for override in overrides
+        if override.is_sweep_override()
+    }
+
+
+def _named(sweep: Request) -> Request:
+    """Return a sweep with its name, which follows from its jobs, so that it is found again."""
+    config = sweep.composition.config
+    section = sweep.jobs[0].config.sweep
+    search = searches(config)
+    settings: list[str] = []
+    if search:
+        of_hydra: Any = OmegaConf.to_container(config.hydra.overrides.hydra)
+        settings = sorted([*of_hydra, *sweep.lists.values()])
+    identity = digest([sorted(job.hash for job in sweep.jobs), settings])
+    name = section.name or f"{_readable_name(sweep)}-{identity[:8]}"
+    config.sweep.name = name
+    folder = destination(config, "sweep")
+    config.hydra.sweep.dir = _literal(folder)
+    config.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
+    trials = None
+    if search:
+        trials = int(setting(config, "hydra.sweeper.n_trials") or 0)
+        if section.maximizes:
+            config.hydra.sweeper.direction = "maximize"
+    return replace(
+        sweep,
+        folder=folder,
+        sweep=name,
+        place=place_of(config),
+        identity=identity,
+        trials=trials,
+    )
+
+
+def _readable_name(sweep: Request) -> str:
+    """Return the recipe of a sweep and the keys that vary, as part of a file name."""
+    recipes = {job.config.recipe for job in sweep.jobs}
+    parts = [*recipes] if len(recipes) == 1 and "none" not in recipes else []
+    parts += [key.lstrip("+") for key in sweep.lists]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))[:48].strip("-._") or "sweep"
+
+
+def _literal(folder: Path) -> str:
+    """Return a path as OmegaConf takes it, in which nothing is a reference."""
+    return str(folder).replace("${", "\\${")
 
 
 @contextmanager
 def _noted(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a RequestError to ``problems``: the other overrides are checked too."""
     try:
         yield
-    except RequestError as error:  # the other overrides are checked too
+    except RequestError as error:
         problems += error.problems
 
 
-# -- answers to the flags that print and run nothing
-
-
-def help_text(given: Sequence[str], config_dir: Path | None = None, multirun: bool = False) -> str:
-    """Return the text of ``--help``, with the values that the overrides ``given`` give.
-
-    Names of sections among them ask for the keys of these sections alone.
-    """
-    sections = [word for word in given if word in RunConfig.model_fields]
-    words = [word for word in given if word not in sections]
-    wanted = request(words, multirun=multirun, config_dir=config_dir)
-    composer, config = wanted.composer, wanted.made.config
-    with composer.active():
-        groups = sorted(
-            set(GlobalHydra.instance().config_loader().list_groups("")) - {"hydra", "recipe"}
-        )
-        rows = [(one, ", ".join(composer.options(one))) for one in groups]
-        if sections:
-            options = _table((f"{one}=", listed) for one, listed in rows if one in sections)
-            return options + _keys(config, sections)
-        parts = {
-            "GROUPS": _table(rows),
-            "RECIPES": _table((name, purpose(file)) for name, file in composer.recipes.items()),
-            "KEYS": _keys(config, [*RunConfig.model_fields]),
-        }
-        return Template(config.hydra.help.template).safe_substitute(parts)
-
-
-def composed_text(wanted: Request, part: str, package: str, resolve: bool) -> str:
-    """Return the answer to ``--cfg``: the part job, hydra or all of a configuration."""
-    config = wanted.made.config
-    parts = {"job": {*config} - {"hydra"}, "hydra": {"hydra"}, "all": {*config}}
-    with wanted.composer.active():
-        refer_to(config)
-        node: Any = OmegaConf.masked_copy(config, [*parts[part]])
-        try:
-            node = OmegaConf.select(node, package.removeprefix("_global_"), default=NOTHING)
-            if node is NOTHING:
-                raise RequestError([Problem("--package", package, "there is no such key")])
-            if not OmegaConf.is_config(node):
-                return OmegaConf.to_yaml([masked(node, package)]).removeprefix("- ")
-            plain = OmegaConf.to_container(node, resolve=resolve, enum_to_str=True)
-            return as_yaml(masked(_words_masked(plain), package))
-        except OmegaConfBaseException as error:
-            raise RequestError([Problem("--cfg", part, reason(error))]) from None
-
-
-def _words_masked(plain: Any) -> Any:
-    """Mask the overrides in Hydra's part of a composition, which are lists of words."""
-    hydra = plain.get("hydra", plain) if isinstance(plain, dict) else {}
-    overrides = hydra.get("overrides") if isinstance(hydra, dict) else None
-    if isinstance(overrides, dict):
-        overrides.update({name: masked_words(words) for name, words in overrides.items()})
-    return plain
-
-
-def as_yaml(plain: Any) -> str:
-    """Return the YAML of plain containers as OmegaConf writes it, references as they are."""
-    try:
-        return OmegaConf.to_yaml(OmegaConf.create(plain))
-    except OmegaConfBaseException:  # a text that only looks like a reference
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-
-
-def answer(flags: Sequence[str], words: Sequence[str], config_dir: Path | None) -> None:
-    """Print what Hydra answers to flags of its own, such as ``--info``."""
-    main = hydra.main(version_base="1.3", config_path=str(find("conf")), config_name="config")
-    argv, printed = sys.argv, io.StringIO()
-    try:
-        with Composer(config_dir).active(), redirect_stdout(printed):
-            GlobalHydra.instance().clear()
-            sys.argv = ["clip-runner", *flags, *words]
-            main(print)()
-    finally:  # Hydra exits after some answers
-        sys.argv = argv
-        print(hidden(printed.getvalue()), end="")
-
-
-def _keys(config: DictConfig, sections: Sequence[str]) -> str:
-    """Return the keys of some sections with their values in this composition, as a table."""
-    rows = []
-    short = {key: section for section, key in SHORT.items()}
-    plain: Any = OmegaConf.to_container(config)
-    owned = owned_keys(plain)
-    arguments = (key for one in OPEN for key, _ in leaves(one, plain.get(one)))
-    names = dict.fromkeys(name for name in (*owned, *arguments) if name not in _CHOSEN)
-    for section in (one for one in plain if one in sections):
-        for name in (one for one in names if one.partition(".")[0] == section):
-            field = owned.get(name)
-            value = OmegaConf.select(config, name, default=field and field.get_default())
-            value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            meaning = (field and field.description) or ""
-            text = hidden(shown(masked(value, name)))
-            rows.append((f"{short.get(name, name)}={text}", meaning))
-    return _table(rows)
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
-    return "".join(f"  {name:<{width}}  {rest}".rstrip() + "\n" for name, rest in rows)
+def _refuse(problems: Sequence[Problem]) -> None:
+    """Raise a RequestError of the problems, if there are any; each is named once."""
+    if problems:
+        raise RequestError({(item.word, item.message): item for item in problems}.values())

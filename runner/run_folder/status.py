@@ -51,8 +51,8 @@ def claimed(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
     """Make a folder, and hold it against other processes."""
     from filelock import FileLock, Timeout  # it imports asyncio, which readers do not need
 
-    there = next(one for one in (folder, *folder.parents) if one.exists())
-    if shutil.disk_usage(there).free < 2**16:  # bytes that the record of a run needs
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if shutil.disk_usage(existing).free < 2**16:  # bytes that the record of a run needs
         raise not_written(OSError(errno.ENOSPC, ""), folder, folder.name)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -67,19 +67,33 @@ class Record:
     """Keep ``config.yaml``, ``status.json`` and ``summary.json`` of one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._status = folder, dict[str, Any]()
-        self._written, self._before = -math.inf, 0.0
+        self._folder = folder
+        self._status: dict[str, Any] = {}
+        self._written = -math.inf  # when the status was written last
+        self._seconds_before = 0.0  # of earlier processes that trained this run
+        self._begun = 0.0
 
     def begin(self, config: dict[str, Any], run_id: str | None, **resumed: Any) -> dict[str, Any]:
         """Write the configuration and the state ``running``, and return the status."""
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         write_text(self._folder / files.CONFIG, text)
-        self._status = {"state": "running", "exit_code": None, "error": None, "rank": None}
-        self._status |= {"config_hash": config_hash(config), "wandb_run_id": run_id, "step": 0}
-        self._status |= {"started": now(), "ended": None, keys.WALL_SECONDS: 0.0}
-        self._status |= {"pid": os.getpid(), "host": socket.gethostname()}
+        self._status = {
+            "state": "running",
+            "exit_code": None,
+            "error": None,
+            "rank": None,
+            "config_hash": config_hash(config),
+            "wandb_run_id": run_id,
+            "step": 0,
+            "started": now(),
+            "ended": None,
+            keys.WALL_SECONDS: 0.0,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
         self._status |= job_ids() | resumed
-        self._before = self._status[keys.WALL_SECONDS] - time.monotonic()
+        self._seconds_before = self._status[keys.WALL_SECONDS]
+        self._begun = time.monotonic()
         self._write_status()
         return self._status
 
@@ -95,55 +109,69 @@ class Record:
 
     def summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``; the status too says why a training ended early."""
-        if reason := summary.get(keys.ENDED_EARLY):
+        reason = summary.get(keys.ENDED_EARLY)
+        if reason:
             self._status[keys.ENDED_EARLY] = reason
         write_object(self._folder / files.SUMMARY, summary)
 
-    def end(self, state: str, exit_code: int = 0, error: str | None = None, **at: Any) -> None:
-        """Write how the run ended, and ``at`` which rank; a full disk has the old space."""
+    def end(self, state: str, exit_code: int = 0, error: str | None = None, **place: Any) -> None:
+        """Write how the run ended, and at which ``rank``; a full disk has the old space."""
         self._status |= {"state": state, "exit_code": exit_code, "error": error, "ended": now()}
-        self._status |= {key: value for key, value in at.items() if value is not None}
+        self._status |= {key: value for key, value in place.items() if value is not None}
         try:
             self._write_status()
-        except OSError as failed:
-            log.error("%s", failed.args[-1])
+        except OSError as failure:
+            log.error("%s", failure.args[-1])
             self._status["error"] = (error or "").strip().rpartition("\n")[2][:1000]
             with suppress(OSError), (self._folder / files.STATUS).open("r+") as file:
                 file.write(encode(hidden_in(self._status)))
                 file.truncate()
 
     def _write_status(self) -> None:
-        self._status[keys.WALL_SECONDS] = round(self._before + time.monotonic(), 3)
         self._written = time.monotonic()
+        seconds = self._seconds_before + self._written - self._begun
+        self._status[keys.WALL_SECONDS] = round(seconds, 3)
         write_object(self._folder / files.STATUS, self._status)
 
 
 def now() -> str:
+    """Return the time in UTC, as records write it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def job_ids(slurm: bool = True, elastic: bool = True) -> dict[str, str]:
     """Return the jobs that this process belongs to, as a status has them."""
+    jobs: dict[str, str | None] = {}
+    if slurm:
+        jobs["slurm_job_id"] = slurm_job()
     name = os.environ.get("TORCHELASTIC_RUN_ID")
-    # The process of torchrun, which starts this one again after a failure
-    agent = f"{socket.gethostname()}-{os.getppid()}" if name else None
-    jobs = {"slurm_job_id": slurm_job() if slurm else None, "torchelastic_agent": agent}
-    jobs |= {"torchelastic_run_id": (agent if name == "none" else name) if elastic else None}
+    if name:
+        # The process of torchrun, which starts this one again after a failure
+        agent = f"{socket.gethostname()}-{os.getppid()}"
+        jobs["torchelastic_agent"] = agent
+        if elastic:
+            jobs["torchelastic_run_id"] = agent if name == "none" else name
     return {key: job for key, job in jobs.items() if job}
 
 
 def state_of(status: Mapping[str, Any]) -> str:
     """Return the recorded state of a run, ``unknown``, or ``killed`` if its process is gone."""
-    state, pid = str(status.get("state") or "unknown"), status.get("pid")
-    here = status.get("host") in (None, socket.gethostname())
-    if state != "running" or not isinstance(pid, int) or pid < 1 or not here:
+    state = str(status.get("state") or "unknown")
+    pid = status.get("pid")
+    is_local = status.get("host") in (None, socket.gethostname())
+    if state != "running" or not is_local or not isinstance(pid, int) or pid < 1:
         return state
-    with suppress(OSError):
+    return state if _is_running(pid) else "killed"
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process of this machine runs; a zombie does not."""
+    try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        # After the command's name, which may hold parentheses; a zombie does not run
-        if stat.rpartition(")")[2].split()[:1] not in (["Z"], ["X"]):
-            return state
-    return "killed"
+    except OSError:
+        return False
+    fields = stat.rpartition(")")[2].split()  # after the command's name, which may hold parentheses
+    return fields[:1] not in (["Z"], ["X"])
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -159,7 +187,8 @@ def is_unfinished(folder: Path) -> bool:
 def objective_of(summary: Mapping[str, Any], key: str) -> float | None:
     """Return a metric of a run's summary."""
     for part in (summary.get("best"), summary.get("final"), summary):
-        if isinstance(part, Mapping) and (value := number(part.get(key))) is not None:
+        value = number(part.get(key)) if isinstance(part, Mapping) else None
+        if value is not None:
             return value
     return None
 
@@ -168,12 +197,12 @@ def provenance() -> dict[str, str]:
     """Return ``versions`` and, in a git checkout, ``git``."""
     packages = ("clip-runner", "torch", "torchvision", "hydra-core", "wandb")
     versions = [f"{name} {version(name)}" for name in packages]
-    made = {"versions": ", ".join([f"python {platform.python_version()}", *versions])}
+    facts = {"versions": ", ".join([f"python {platform.python_version()}", *versions])}
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        made["git"] = done.stdout.strip()
-    return made
+        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        facts["git"] = process.stdout.strip()
+    return facts
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -197,10 +226,12 @@ class Entry:
 
     @property
     def label(self) -> str:
+        """The overrides that set the run apart, in short."""
         return with_short_numbers(" ".join(masked_words(self.overrides)))
 
     @property
     def ended(self) -> bool:
+        """Whether the run neither waits nor runs."""
         return self.state not in ("waiting", "running")
 
 
@@ -225,16 +256,18 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: Path) -> SweepRecord:
+        """Return the record in the folder of a sweep. A ValueError says that it is none."""
         path = folder / files.SWEEP
         try:
             return _READER.validate_json(content_of(path))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise ValueError(f"{path} is no record of a sweep: {why}") from None
+            key = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{path} is no record of a sweep: {key}: {first['msg']}") from None
 
     @classmethod
     def find(cls, folder: Path) -> SweepRecord | None:
+        """Return the record in a folder; None if there is none."""
         return cls.read(folder) if (folder / files.SWEEP).exists() else None
 
     def write(self, folder: Path) -> None:
@@ -242,14 +275,18 @@ class SweepRecord:
         content = asdict(self)
         content["runs"] = content.pop("entries")
         for part in (content, *content["runs"]):
-            part |= {k: masked_words(part[k]) for k in ("words", "overrides") if k in part}
+            for key in ("words", "overrides"):
+                if key in part:
+                    part[key] = masked_words(part[key])
         write_object(folder / files.SWEEP, content)
 
     @property
     def gives_up(self) -> bool:
+        """Whether more runs have failed than the user allows."""
         return self.max_failures is not None and self.failures > self.max_failures
 
     def of(self, number: int) -> Entry:
+        """Return the run of this number."""
         return {entry.number: entry for entry in self.entries}[number]
 
 
@@ -269,31 +306,46 @@ def changed(folder: Path) -> Iterator[SweepRecord]:
 
 def best(entries: Iterable[Entry], maximizes: bool) -> Entry | None:
     """Return the finished run with the best finite objective; None if no run has one."""
-    ended = ((number(one.objective), one) for one in entries if one.state == "finished")
-    scored = [(score, one) for score, one in ended if score is not None and math.isfinite(score)]
+    scored: list[tuple[float, Entry]] = []
+    for entry in entries:
+        score = number(entry.objective)
+        if entry.state == "finished" and score is not None and math.isfinite(score):
+            scored.append((score, entry))
+    if not scored:
+        return None
     choose = max if maximizes else min
-    return choose(scored, key=lambda pair: pair[0])[1] if scored else None
+    return choose(scored, key=lambda pair: pair[0])[1]
 
 
-def earlier_record(folder: Path, asked: str | None = None, jobs: Sequence[str] = ()) -> str | None:
-    """Return why a run or a sweep must not be written to ``folder``, or None if it may be."""
-    if asked is None:
-        # A run that was killed before its record began leaves its lock
-        killed = (folder / files.LOCK).exists()
-        names = (files.STATUS, files.MULTIRUN, *(() if killed else (files.HYDRA,)))
-        name = next((one for one in names if (folder / one).exists()), None)
-        if name is None or is_unfinished(folder):  # this is continued, or refused later
-            return None
-        return f"holds the record of an earlier run ({name}); choose another or remove it"
-    other = "; choose another sweep.name"
+def earlier_run(folder: Path) -> str | None:
+    """Return why a run must not be written to ``folder``, or None if it may be."""
+    names = [files.STATUS, files.MULTIRUN]
+    if not (folder / files.LOCK).exists():  # a run that was killed before its record leaves it
+        names.append(files.HYDRA)
+    existing = [name for name in names if (folder / name).exists()]
+    if not existing or is_unfinished(folder):  # this is continued, or refused later
+        return None
+    return f"holds the record of an earlier run ({existing[0]}); choose another or remove it"
+
+
+def earlier_sweep(folder: Path, identity: str, hashes: Sequence[str]) -> str | None:
+    """Return why a sweep must not be written to ``folder``, or None if it may be.
+
+    It may continue a sweep of the same ``identity``, or add runs to one: its ``hashes`` then hold
+    all of the earlier runs.
+    """
+    advice = "; choose another sweep.name"
     try:
         record = SweepRecord.find(folder)
     except (OSError, ValueError, DamagedFile) as error:
-        return f"{error}{other} or remove {folder}"
-    if record is None:  # a sweep that ended before it wrote anything leaves its lock
-        empty = not folder.is_dir() or all(one.suffix == ".lock" for one in folder.iterdir())
-        return None if empty else f"{folder} holds something that is no sweep{other} or remove it"
-    known = Counter(entry.config_hash for entry in record.entries)
-    extended = 0 < record.total == len(record.entries) and known <= Counter(jobs)
-    same = record.request == asked or extended
-    return None if same else f"{folder} holds another request ({' '.join(record.words)}){other}"
+        return f"{error}{advice} or remove {folder}"
+    if record is None:
+        # A sweep that ended before it wrote anything leaves its lock.
+        if not folder.is_dir() or all(path.suffix == ".lock" for path in folder.iterdir()):
+            return None
+        return f"{folder} holds something that is no sweep{advice} or remove it"
+    earlier = Counter(entry.config_hash for entry in record.entries)
+    is_complete = 0 < record.total == len(record.entries)
+    if record.request == identity or (is_complete and earlier <= Counter(hashes)):
+        return None
+    return f"{folder} holds another request ({' '.join(record.words)}){advice}"

@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -51,6 +50,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replace a text file. An OSError says in one line why it could not be written."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -60,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
 
 def obstacle(folder: Path) -> str | None:
     """Return why ``folder`` cannot be created and written; None if it can."""
-    parent = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         with suppress(FileNotFoundError):
             os.lstat(folder)  # refuses a name that is too long
@@ -84,9 +84,13 @@ def not_written(error: OSError, path: Path, what: str) -> OSError:
 
 def disk_full(error: BaseException | str | None) -> str | None:
     """Return the one line of a full disk, if ``error``, or its traceback, says one; else None."""
-    lines = traceback.format_exception(error) if isinstance(error, BaseException) else [str(error)]
-    found = re.findall(rf"\[Errno (?:{'|'.join(map(str, _FULL))})\] (.*)", "".join(lines))
-    return found[-1] if found else None
+    if isinstance(error, BaseException):
+        text = "".join(traceback.format_exception(error))
+    else:
+        text = str(error)
+    codes = "|".join(str(code) for code in _FULL)
+    messages = re.findall(rf"\[Errno (?:{codes})\] (.*)", text)
+    return messages[-1] if messages else None
 
 
 def encode(value: Any, *, indent: int | None = None) -> str:
@@ -102,31 +106,42 @@ def decode(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) 
 def _object(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object: {str(record)[:80]}")
-    each = record.items()  # of a row, most are numbers: a call for each would take longer
-    return {key: value if isinstance(value, _NUMBERS) else _floats(value) for key, value in each}
+    # Most values of a row are numbers: a call for each would take longer.
+    return {
+        key: value if isinstance(value, _NUMBERS) else _floats(value)
+        for key, value in record.items()
+    }
 
 
 def spelled(value: Any) -> Any:
     """Return ``value`` with each number that is not finite as a string."""
-
-    return _each(value, _spelled)
+    return _changed(value, _spelled)
 
 
 def _spelled(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def _floats(value: Any) -> Any:
-    return _each(value, lambda one: _NONFINITE.get(one, one) if isinstance(one, str) else one)
+    """Return ``value`` with each string of `spelled` as a number."""
+    return _changed(value, _unspelled)
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def _unspelled(value: Any) -> Any:
+    return _NONFINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a JSON-like value with each item of its containers changed."""
     if isinstance(value, dict):
-        return {_spelled(key): _each(item, change) for key, item in value.items()}
-    listed = isinstance(value, list | tuple)
-    return [_each(item, change) for item in value] if listed else change(value)
+        return {_spelled(key): _changed(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(item, change) for item in value]
+    return change(value)
 
 
 def write_object(path: Path, value: dict[str, Any]) -> None:
@@ -169,7 +184,7 @@ class JsonlSink:
         from pydantic_core import to_json  # a tenth of the time of json; 20 ms to import
 
         self._path = path
-        self._encode = partial(to_json, inf_nan_mode="strings")
+        self._to_json = to_json
         self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> Self:
@@ -180,7 +195,7 @@ class JsonlSink:
 
     def write(self, row: Row) -> None:
         """Append one line. A disk that is full raises an OSError that names it."""
-        line = self._encode(row) + b"\n"
+        line = self._to_json(row, inf_nan_mode="strings") + b"\n"
         try:
             while line:
                 line = line[self._file.write(line) :]
@@ -188,6 +203,7 @@ class JsonlSink:
             raise not_written(error, self._path, f"a row of {self._path.name}") from error
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -220,20 +236,22 @@ def follow(path: Path, stopped: threading.Event, start: int = 0) -> Iterator[Row
     while not path.exists():
         if stopped.wait(_POLL) and not path.exists():
             return
-    kept, last = b"", 0
+    torn = b""  # the start of a row that is not complete yet
+    last_step = 0
     with path.open("rb") as file:
         file.seek(start)
         while True:
             ending = stopped.is_set()  # before the file: no row that was written before is missed
             size = os.fstat(file.fileno()).st_size
             if size < file.tell():  # ranks that start again have cut it
-                kept = b""
+                torn = b""
                 file.seek(min(start, size))
-            *lines, kept = (kept + file.read()).split(b"\n")
+            *lines, torn = (torn + file.read()).split(b"\n")
             for line in lines:
                 row = decode(line)
-                if (step := int(row[keys.TRAIN_STEP])) > last:
-                    last = step
+                step = int(row[keys.TRAIN_STEP])
+                if step > last_step:
+                    last_step = step
                     yield row
             if ending:
                 return

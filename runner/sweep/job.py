@@ -20,10 +20,13 @@ from runner.config.environment import slurm_job
 from runner.config.folders import outputs
 from runner.config.identity import config_hash
 from runner.config.masking import masked_words
-from runner.config.schema import parse
+from runner.config.schema import RunConfig, parse
 from runner.launch import signals
+from runner.launch.failure import Failure
 from runner.report.page import written
-from runner.request.jobs import LAUNCHERS, resolved_and_recorded, write_composition
+from runner.request.jobs import resolved_and_recorded
+from runner.request.record import write_composition
+from runner.request.sweep_settings import LAUNCHERS, Place
 from runner.run_folder import files
 from runner.run_folder.status import Entry, SweepRecord, changed, claimed
 from runner.run_folder.strict_json import disk_full
@@ -42,7 +45,8 @@ def run_job(config: DictConfig) -> float | None:
     try:
         return _run(config, place)
     except OSError as error:
-        if (message := disk_full(error)) is None:
+        message = disk_full(error)
+        if message is None:
             raise
         stop_sweep(message, place)
     except (SystemExit, KeyboardInterrupt):
@@ -55,6 +59,7 @@ def run_job(config: DictConfig) -> float | None:
 
 @cache
 def _prepare_process(beside: bool) -> None:
+    """Prepare a process of a launcher for runs: its signals, and its end with the command."""
     # joblib's processes have a method of their own to start others, which ranks do not know.
     multiprocessing.set_start_method(None, force=True)
     signals.listen()
@@ -72,81 +77,126 @@ def _prepare_process(beside: bool) -> None:
     threading.Thread(target=watch, daemon=True, name="command").start()
 
 
-def _run(config: DictConfig, place: str) -> float | None:
-    from runner.launch import supervise
-    from runner.launch.resume import decide
-
+def _run(config: DictConfig, place: Place) -> float | None:
+    """Run one job, and return its objective; None if it failed, or has none."""
     settings = HydraConfig.get()
-    sweep, folder = Path(settings.sweep.dir), Path(settings.runtime.output_dir)
+    sweep = Path(settings.sweep.dir)
+    folder = Path(settings.runtime.output_dir)
     number = int(folder.name)
     _set_number(HydraConfig.instance().cfg, number)  # the launcher numbers what it launches
     typed: Any = OmegaConf.to_container(settings.overrides.task)  # references as typed
-    words = masked_words(typed)
+    overrides = masked_words(typed)
     resolved, plain = resolved_and_recorded(config)
-    with changed(sweep) as record:
-        # A job in Slurm goes on if only the command that waits for it was interrupted.
-        if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):
-            return None
-        searched = number not in {one.number for one in record.entries}
-        if searched:
-            apart = [word for word in words if word.partition("=")[0] in record.keys]
-            record.entries.append(Entry(number, str(number), apart, words, config_hash(plain)))
-        entry = record.of(number)
-        entry.state, entry.pid = "running", os.getpid()
-        entry.job = slurm_job() if place == "elsewhere" else None
-    planned = entry.config_hash
+    waiting = Entry(number, str(number), [], overrides, config_hash(plain))
+    record, entry = _begin(sweep, waiting, place)
+    if entry is None:
+        return None
     print_line(live.news(record, entry), sys.stderr)
-    resolved, plain = (grouped(one, record.name) for one in (resolved, plain))
-    full, refused = False, False
+    resolved = grouped(resolved, record.name)
+    plain = grouped(plain, record.name)
+    disk_is_full = False
+    has_begun = True
     try:
-        if not searched and hash_of_plan(config) != planned:
-            raise RuntimeError(
-                "this is not the run that was planned: a file that its configuration refers to "
-                "was changed while the sweep runs; repeat the command"
-            )
-        typed = parse(resolved)
-        with claimed(folder):
-            write_composition(folder / files.HYDRA, config)
-            failed = supervise.run(
-                typed,
-                plain,
-                folder,
-                words,
-                start=decide(typed, plain, folder),
-                swept=record.keys,
-                alone=place != "beside",
-            )
-        entry.state = "failed" if failed else "finished"
-        full = bool(failed and failed.disk_full)
+        if entry is not waiting:
+            _require_planned(config, entry)
+        failure = _train(config, folder, parse(resolved), plain, overrides, record.keys, place)
+        entry.state = "failed" if failure else "finished"
+        disk_is_full = bool(failure and failure.disk_full)
     except Exception as error:  # the other runs may succeed
-        refused = True
-        entry.state, entry.exit_code = "failed", 1
+        has_begun = False
+        entry.state = "failed"
+        entry.exit_code = 1
         entry.error = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
     except BaseException as error:
-        entry.state, entry.exit_code = "interrupted", getattr(error, "code", 130)
+        entry.state = "interrupted"
+        entry.exit_code = getattr(error, "code", 130)
         raise
     finally:
-        entry.pid = None
-        if not refused:  # its folder may hold the status of an earlier attempt
-            load_status(entry, sweep, record.objective)
-        with changed(sweep) as record:
-            others = [one for one in record.entries if one.number != entry.number]
-            record.entries = sorted([*others, entry], key=lambda one: one.number)
-            record.failures += entry.state == "failed"
-        _update_page(record, sweep)
+        record = _end(sweep, entry, record.objective if has_begun else None)
     if entry.state != "failed":
         objective = entry.objective
         return objective if objective is not None and math.isfinite(objective) else None
     print_line(live.news(record, entry), sys.stderr)
-    if full:
+    if disk_is_full:
         stop_sweep("repeat the command once there is space", place)
     elif record.gives_up:
         stop_sweep(f"sweep.max_failures={record.max_failures}", place)
     return None
 
 
+def _begin(sweep: Path, waiting: Entry, place: Place) -> tuple[SweepRecord, Entry | None]:
+    """Record that a run begins: return the record and its entry, None if the sweep has stopped.
+
+    The entry is the one that was planned. ``waiting`` becomes the entry of a run of a search.
+    """
+    with changed(sweep) as record:
+        # A job in Slurm goes on if only the command that waits for it was interrupted.
+        if record.gives_up or (record.state == "interrupted" and place != "elsewhere"):
+            return record, None
+        if waiting.number not in {entry.number for entry in record.entries}:
+            keys = record.keys
+            waiting.overrides = [text for text in waiting.words if text.partition("=")[0] in keys]
+            record.entries.append(waiting)
+        entry = record.of(waiting.number)
+        entry.state = "running"
+        entry.pid = os.getpid()
+        entry.job = slurm_job() if place == "elsewhere" else None
+    return record, entry
+
+
+def _require_planned(config: DictConfig, entry: Entry) -> None:
+    """Refuse a run whose configuration is not the one that was planned."""
+    if hash_of_plan(config) != entry.config_hash:
+        raise RuntimeError(
+            "this is not the run that was planned: a file that its configuration refers to "
+            "was changed while the sweep runs; repeat the command"
+        )
+
+
+def _train(
+    config: DictConfig,
+    folder: Path,
+    typed: RunConfig,
+    plain: dict[str, Any],
+    overrides: list[str],
+    varied: list[str],
+    place: Place,
+) -> Failure | None:
+    """Train a run in its folder, and return why it failed; None if it has not."""
+    from runner.launch import supervise
+    from runner.launch.resume import decide
+
+    with claimed(folder):
+        write_composition(folder / files.HYDRA, config)
+        return supervise.run(
+            typed,
+            plain,
+            folder,
+            overrides,
+            start=decide(typed, plain, folder),
+            swept=varied,
+            alone=place != "beside",
+        )
+
+
+def _end(sweep: Path, entry: Entry, objective: str | None) -> SweepRecord:
+    """Record how a run ended, with the results in its folder, and update the page of the sweep.
+
+    ``objective`` is None if the run has not begun: its folder may hold an earlier attempt.
+    """
+    entry.pid = None
+    if objective is not None:
+        load_status(entry, sweep, objective)
+    with changed(sweep) as record:
+        by_number = {item.number: item for item in [*record.entries, entry]}
+        record.entries = [by_number[number] for number in sorted(by_number)]
+        record.failures += entry.state == "failed"
+    _update_page(record, sweep)
+    return record
+
+
 def hash_of_plan(config: DictConfig) -> str:
-    """Return the hash of a job's configuration, in which no folder is that of a run yet."""
+    """Return the hash of a job's configuration, as it was before the run had a folder."""
     runtime = HydraConfig.instance().cfg.hydra.runtime  # type: ignore[union-attr]
     folder = runtime.output_dir
     with read_write(runtime):
@@ -166,19 +216,22 @@ def _set_number(config: Any, number: int) -> None:
         config.hydra.sweep.subdir = "${hydra.job.num}"
 
 
-def stop_sweep(why: str, place: str = "here") -> None:
+def stop_sweep(why: str, place: Place = "here") -> None:
+    """End the command, unless runs are in other processes, which cannot be stopped."""
     if place != "here":
-        return  # other processes cannot be stopped
+        return
     print_line(f"the sweep stops: {why}", sys.stderr)
     raise SystemExit(1)
 
 
 def _update_page(record: SweepRecord, sweep: Path) -> None:
-    ended = sum(one.ended for one in record.entries)
-    left, page = record.total - ended, sweep / files.PAGE
+    """Write the page of a sweep, unless it is new or the sweep itself is about to write it."""
+    ended = sum(entry.ended for entry in record.entries)
+    waiting = record.total - ended
+    page = sweep / files.PAGE
     age = time.time() - page.stat().st_mtime if page.exists() else math.inf
-    if left and age > PAGE_SECONDS * ended:  # after the last run the sweep itself writes it
-        written(sweep, left)
+    if waiting and age > PAGE_SECONDS * ended:
+        written(sweep, waiting)
 
 
 def grouped(plain: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,14 +14,18 @@ from runner.run_folder.status import Entry, SweepRecord, best
 
 
 def resumed(entries: Sequence[Entry]) -> str:
+    """Return how many runs were finished before; empty if none was."""
     done = sum(entry.state == "finished" for entry in entries)
-    left = sum(entry.state == "waiting" for entry in entries)
+    if not done:
+        return ""
+    waiting = sum(entry.state == "waiting" for entry in entries)
     verb = "is" if done == 1 else "are"
-    rest = f"{left} to go" if left else "nothing to run"
-    return f"{done} of {plural(len(entries), 'run')} {verb} done already: {rest}" if done else ""
+    to_go = f"{waiting} to go" if waiting else "nothing to run"
+    return f"{done} of {plural(len(entries), 'run')} {verb} done already: {to_go}"
 
 
 def interruption(record: SweepRecord, search: bool) -> str:
+    """Return how far a sweep came that was interrupted, and how to continue it."""
     done = sum(entry.state == "finished" for entry in record.entries)
     again = "starts the search afresh" if search else "runs the rest"
     runs = plural(record.total, "run")
@@ -31,6 +35,7 @@ def interruption(record: SweepRecord, search: bool) -> str:
 
 
 def in_slurm(jobs: Collection[str]) -> str:
+    """Return that jobs go on without the command, and how to cancel them."""
     goes = "a run goes" if len(jobs) == 1 else f"{len(jobs)} runs go"
     return f"{goes} on in Slurm; the same command waits for them (scancel {' '.join(jobs)})"
 
@@ -38,24 +43,34 @@ def in_slurm(jobs: Collection[str]) -> str:
 def news(record: SweepRecord, entry: Entry) -> str:
     """Return that a run begins, with the best run so far and the time left, or how it ended."""
     title = f"run {entry.number} ({entry.number + 1} of {record.total})"
-    parts = [f"{title}: {entry.label}" if entry.label else title]
+    if entry.label:
+        title += f": {entry.label}"
     if entry.state == "failed":
-        return f"{parts[0]}   failed: {entry.error or 'no message'}"
+        return f"{title}   failed: {entry.error or 'no message'}"
     if entry.ended:
-        parts[0] += f"   {entry.state}"
+        score = ""
         if entry.objective is not None:
-            parts.append(f"{record.objective} {rounded(entry.objective, 4)}")
-        return "   ".join(parts)
-    # The best of several seeds would be the luckiest one.
+            score = f"   {record.objective} {rounded(entry.objective, 4)}"
+        return f"{title}   {entry.state}{score}"
+    return title + _best_so_far(record) + _time_left(record)
+
+
+def _best_so_far(record: SweepRecord) -> str:
+    """Return the best finished run; nothing if seeds vary: it would be the luckiest."""
     leader = None if "seed" in record.keys else best(record.entries, record.maximizes)
-    if leader is not None and leader.objective is not None:
-        score = rounded(leader.objective, 4)
-        parts.append(f"best so far {score} ({leader.label or leader.number})")
-    seconds = [one.seconds for one in record.entries if one.state == "finished" and one.seconds]
-    if seconds:
-        left = record.total - sum(one.ended for one in record.entries)
-        parts.append(f"about {clock(fmean(seconds) * max(left, 1))} left")
-    return "   ".join(parts)
+    if leader is None or leader.objective is None:
+        return ""
+    return f"   best so far {rounded(leader.objective, 4)} ({leader.label or leader.number})"
+
+
+def _time_left(record: SweepRecord) -> str:
+    """Return an estimate by the mean duration of a run, for runs that run one after another."""
+    finished = [entry for entry in record.entries if entry.state == "finished"]
+    seconds = [entry.seconds for entry in finished if entry.seconds]
+    if not seconds:
+        return ""
+    count = record.total - sum(entry.ended for entry in record.entries)
+    return f"   about {clock(fmean(seconds) * max(count, 1))} left"
 
 
 def answer(findings: Findings) -> str:
@@ -76,7 +91,7 @@ def answer(findings: Findings) -> str:
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of text as aligned columns; a column without any text is left out."""
     kept = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(rows) == 1]
-    widths = [max(map(len, column)) for column in kept]
+    widths = [max(len(cell) for cell in column) for column in kept]
     lines = zip(*kept, strict=True)
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -19,19 +19,15 @@ from runner.run_folder.strict_json import read_object
 
 def plan_runs(request: Request) -> list[Entry]:
     """Return the runs of a sweep, each with the state in its folder; nothing is written."""
-    if not request.sweep or request.trials is not None:
+    if not request.sweep or request.is_search:
         return []
-    record = SweepRecord.find(request.folder)
-    before: dict[str, list[Entry]] = defaultdict(list)
-    for entry in record.entries if record else ():
-        before[entry.config_hash].append(entry)
-    known = [before[job.hash].pop(0) if before[job.hash] else None for job in request.jobs]
-    taken = {entry.number for entry in known if entry}
+    recorded = _recorded(request)
+    taken = {entry.number for entry in recorded if entry}
     free = (number for number in count() if number not in taken)
     planned = []
-    for job, old in zip(request.jobs, known, strict=True):
+    for job, old in zip(request.jobs, recorded, strict=True):
         number = old.number if old else next(free)
-        waiting = Entry(number, str(number), list(job.apart), list(job.words), job.hash)
+        waiting = Entry(number, str(number), list(job.varied), list(job.overrides), job.hash)
         waiting.job = old.job if old else None
         entry = replace(waiting)
         load_status(entry, request.folder, job.config.sweep.objective)
@@ -39,20 +35,32 @@ def plan_runs(request: Request) -> list[Entry]:
     return sorted(planned, key=lambda entry: entry.number)
 
 
+def _recorded(request: Request) -> list[Entry | None]:
+    """Return the entry of each job in the record of an earlier command; None if it has none."""
+    record = SweepRecord.find(request.folder)
+    by_hash: dict[str, list[Entry]] = defaultdict(list)
+    for entry in record.entries if record else ():
+        by_hash[entry.config_hash].append(entry)
+    return [by_hash[job.hash].pop(0) if by_hash[job.hash] else None for job in request.jobs]
+
+
 def load_status(entry: Entry, sweep: Path, objective: str) -> None:
     """Copy state and results from the folder of a run, if that folder holds this configuration."""
     folder = sweep / entry.folder
     status = read_object(folder / files.STATUS)
-    state, code = status.get("state"), status.get("exit_code")
+    state = status.get("state")
     if status.get("config_hash") != entry.config_hash or state is None:
         return
-    entry.state, entry.exit_code, entry.seconds = state, code, status.get(keys.WALL_SECONDS)
+    entry.state = state
+    entry.exit_code = status.get("exit_code")
+    entry.seconds = status.get(keys.WALL_SECONDS)
     error = str(status.get("error") or "").strip().splitlines()
     entry.error = error[-1] if error else None
     if entry.state == "finished":
         summary = read_object(folder / files.SUMMARY)
         if not summary:
-            entry.state, entry.error = "failed", f"{files.SUMMARY} is gone"
+            entry.state = "failed"
+            entry.error = f"{files.SUMMARY} is gone"
         entry.objective = objective_of(summary, objective)
         entry.clip_ratio = objective_of(summary, keys.CLIP_RATIO_TOTAL)
 
@@ -71,13 +79,13 @@ def require_same(jobs: Sequence[Job]) -> None:
         return
     checkpoint = named(source).checkpoint
     assert checkpoint is not None
-    found = [
+    misfits = [
         replace(problem, job=job.label)
         for job in jobs
         for problem in problems(job.config, job.plain, checkpoint)
     ]
-    if found:
-        raise RequestError(found)
+    if misfits:
+        raise RequestError(misfits)
 
 
 def archive(sweep: Path, folders: Iterable[str]) -> None:

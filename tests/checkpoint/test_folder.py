@@ -26,7 +26,7 @@ def write(folder, step, content="x" * 100, **about):
 
 
 def test_a_checkpoint_is_found_and_whole(tmp_path):
-    assert checkpoints.found(tmp_path / "nowhere") == []
+    assert checkpoints.checkpoints_in(tmp_path / "nowhere") == []
     assert list(checkpoints.whole(tmp_path)) == []
     (empty := tmp_path / "step_000000007").mkdir()
     words = "is no checkpoint: manifest.json"
@@ -41,7 +41,7 @@ def test_an_unfinished_write_leaves_the_former_one(tmp_path):
     former = write(tmp_path, 1)
     part = checkpoints.begin(tmp_path, 2)
     (part / "a.safetensors").write_text("half")
-    assert checkpoints.found(tmp_path) == [former]
+    assert checkpoints.checkpoints_in(tmp_path) == [former]
     assert list(checkpoints.begin(tmp_path, 2).iterdir()) == []
     checkpoints.prune(tmp_path, keep=3, best=None, maximizes=False)
     assert list(tmp_path.iterdir()) == [former]
@@ -58,7 +58,7 @@ def test_a_checkpoint_that_is_removed_vanishes_at_once(tmp_path, monkeypatch):
         write(tmp_path, step)
     monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
     refused(KeyboardInterrupt, "", checkpoints.prune, tmp_path, 1, None, False)
-    assert [one.name for one in checkpoints.found(tmp_path)] == ["step_000000002"]
+    assert [one.name for one in checkpoints.checkpoints_in(tmp_path)] == ["step_000000002"]
     monkeypatch.undo()
     checkpoints.prune(tmp_path, 1, None, False)
     assert [one.name for one in tmp_path.iterdir()] == ["step_000000002"]
@@ -69,7 +69,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         write(tmp_path, step, metrics={"eval/loss": loss})
     for keep, maximizes, steps in [(2, False, [5, 4, 2]), (1, True, [5, 4])]:
         checkpoints.prune(tmp_path, keep=keep, best="eval/loss", maximizes=maximizes)
-        assert list(map(checkpoints.step_of, checkpoints.found(tmp_path))) == steps
+        assert list(map(checkpoints.step_of, checkpoints.checkpoints_in(tmp_path))) == steps
 
 
 DAMAGE = [  # of a file, or the text of the manifest

@@ -58,7 +58,7 @@ def names(folder):
 
 
 def steps_of(folder):
-    return [checkpoints.step_of(one) for one in reversed(checkpoints.found(folder))]
+    return [checkpoints.step_of(one) for one in reversed(checkpoints.checkpoints_in(folder))]
 
 
 def weights(one):

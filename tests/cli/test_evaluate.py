@@ -9,7 +9,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from runner.cli.main import main
-from runner.request.jobs import recorded
+from runner.request.record import recorded_job
 from runner.run_folder import files
 from runner.train import build
 from tests.launch.ends import rows_of
@@ -201,7 +201,7 @@ def test_a_run_of_ones_own_class_is_evaluated_once_it_is_typed_again(single, tmp
 
 def loss_of(file, run):
     """The held-out loss of an exported file, by a plain model."""
-    config = recorded(run / files.CONFIG, []).config
+    config = recorded_job(run / files.CONFIG, []).config
     model = build.maker(config.model)().eval()
     read = safetensors.torch.load_file if file.suffix == ".safetensors" else torch.load
     model.load_state_dict(read(file), strict=True)

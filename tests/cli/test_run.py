@@ -157,7 +157,8 @@ def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monke
 
 def test_the_command_of_a_sweep_has_the_whole_path_of_a_folder_of_options(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("runner.sweep.control.run_sweep", lambda *given: seen.append(given[1]) or 0)
+    start = "runner.sweep.control.Sweep.start"
+    monkeypatch.setattr(start, lambda sweep: seen.append(sweep.command) or 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     assert main(["seed=1,2", "--config-dir", "conf", "-m"]) == 0

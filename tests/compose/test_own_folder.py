@@ -7,8 +7,9 @@ from omegaconf import open_dict
 
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
-from runner.request.composer import refer_to
-from runner.request.jobs import recorded, resolved_and_recorded, write_yaml
+from runner.request.composition import refer_to
+from runner.request.jobs import resolved_and_recorded
+from runner.request.record import recorded_job, write_yaml
 from runner.request.request import request
 
 FILES = {
@@ -127,11 +128,11 @@ def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
     file = own / "run.yaml"
     [made] = request(["recipe=loss"], config_dir=own).jobs
     write_yaml(file, made.plain)
-    changed = recorded(file, ["data=own.points", "data.rows=3", "loss=own.Other"], own).config
+    changed = recorded_job(file, ["data=own.points", "data.rows=3", "loss=own.Other"], own).config
     assert changed.data.mapping() == {"_target_": "own.points", "rows": 3}
     assert changed.loss.mapping() == {"_target_": "own.Other"}
     with pytest.raises(RequestError) as refused:
-        recorded(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], own)
+        recorded_job(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], own)
     words = ["~data=mien", "model=???", "seed=-1"]
     assert [one.word for one in refused.value.problems] == words
 
@@ -181,10 +182,10 @@ def test_a_job_of_a_sweep_is_composed_of_the_files_as_they_were_planned(own, out
     )
     edit(own)
     composer = pickle.loads(pickle.dumps(wanted.composer))
-    master = wanted.made.config
+    master = wanted.composition.config
     for job in wanted.jobs:
         with composer.active():
-            config = composer.load_sweep_config(master, list(job.words))
+            config = composer.load_sweep_config(master, list(job.overrides))
             refer_to(config)
             with open_dict(config):
                 del config.hydra
@@ -201,7 +202,7 @@ def test_a_search_refuses_choices_that_it_composes_of_a_file_that_was_changed(ow
     ]
     wanted = request(words, multirun=True, config_dir=own)
     edit(own, "model/mine.yaml")
-    master = wanted.made.config
+    master = wanted.composition.config
     with wanted.composer.active():
         wanted.composer.load_sweep_config(master, ["model=mine", "clip=norm"])
         with pytest.raises(

@@ -108,7 +108,7 @@ def test_a_sweep_is_every_combination_in_hydras_order(words, labels):
         assert [job.config.seed for job in found.jobs] == [0, 1]
     if "layers" in words:
         assert [job.config.model.arguments["layers"] for job in found.jobs] == [2, 2]
-        assert found.jobs[0].words == ("model=gpt", "model.layers=2", "seed=1")
+        assert found.jobs[0].overrides == ("model=gpt", "model.layers=2", "seed=1")
 
 
 def test_a_key_that_is_removed_and_added_or_typed_alike_is_given_once():

@@ -79,7 +79,7 @@ def stopped_and_continued(model: str, plugin: str, path: Path, asynchronous: boo
     at = held(first)
 
     later = made(model, plugin, path)
-    later[0].load(folder.found(path)[0])
+    later[0].load(folder.checkpoints_in(path)[0])
     loaded = held(later)
     later[0].fit()
     last = held(later)
@@ -230,7 +230,7 @@ def due_by_minutes(path: Path) -> list[int]:
     due = 2 if dist.get_rank() == 0 else 5
     saver.overdue = lambda: training.state.progress.step == due
     training.fit()
-    return [folder.step_of(one) for one in folder.found(path)]
+    return [folder.step_of(one) for one in folder.checkpoints_in(path)]
 
 
 def failing(path: Path) -> list[Any]:

@@ -13,7 +13,7 @@ from runner.config.identity import config_hash
 from runner.config.problem import RequestError
 from runner.launch.resume import ANEW, decide
 from runner.request.request import request
-from runner.run_folder.status import earlier_record
+from runner.run_folder.status import earlier_run
 from tests.process import overriding
 
 SMALL = ["tracker=none", "data.batch_size=8", "train.max_duration=60ba"]
@@ -80,7 +80,7 @@ def test_an_unfinished_run_is_continued_from_its_newest_checkpoint(run):
     assert found.former["wandb_run_id"] == "abc"
     entries = {"started": "before", "step": 30, "resumed": [10, 30]}
     assert found.status() == {**entries, "wall_s": 3.5}
-    assert earlier_record(run) is None
+    assert earlier_run(run) is None
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, run):
@@ -105,10 +105,10 @@ def test_a_run_is_finished_once_its_summary_is_there(run):
     record(run, None, "finished")
     last = save(run, 60)
     assert start(run).checkpoint == last
-    assert earlier_record(run) is None
+    assert earlier_run(run) is None
     (run / "summary.json").write_text('{"steps": 60}')
     assert "holds the record of an earlier run" in refused(run)
-    assert "status.json" in earlier_record(run)
+    assert "status.json" in earlier_run(run)
 
 
 def test_a_run_whose_status_is_lost_is_refused(run):

@@ -10,7 +10,8 @@ import pytest
 from runner.config.folders import find
 from runner.config.modes import NAMES
 from runner.request import recipes
-from runner.request.request import help_text, request
+from runner.request.answers import help_text
+from runner.request.request import request
 from tests.launch.ends import rows_of
 from tests.process import run_here
 
@@ -67,7 +68,7 @@ def jobs(*words):
 
 
 def test_headers_say_what_a_recipe_is_where_it_is_from_and_how_to_run_it():
-    text = help_text([])
+    text = help_text(request([]), [])
     for name, file in FILES.items():
         fields, purpose = header(name), recipes.purpose(file)
         assert next(iter(fields)) == name

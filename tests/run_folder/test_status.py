@@ -15,7 +15,7 @@ import yaml
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
 from runner.run_folder import status as module
-from runner.run_folder.status import Entry, Record, SweepRecord, changed, earlier_record
+from runner.run_folder.status import Entry, Record, SweepRecord, changed, earlier_run
 from runner.run_folder.strict_json import write_text
 from tests.launch.ends import read
 from tests.process import ROOT
@@ -96,11 +96,11 @@ def test_an_objective_is_the_best_where_there_is_one():
 def test_a_record_is_not_written_over(tmp_path):
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".run.lock").touch()
-    assert earlier_record(tmp_path) is None  # it was killed before its record began
+    assert earlier_run(tmp_path) is None  # it was killed before its record began
     (tmp_path / ".run.lock").unlink()
     for name in ("status.json", "multirun.yaml"):
         (tmp_path / name).touch()
-        assert name in earlier_record(tmp_path)
+        assert name in earlier_run(tmp_path)
         (tmp_path / name).unlink()
 
 

@@ -1,0 +1,119 @@
+"""Read overrides: ``KEY=VALUE`` and ``GROUP=OPTION``, their short forms, keys that are repeated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from omegaconf import OmegaConf
+
+from runner.config.masking import masked_words, remember, secrets_in
+from runner.config.problem import NOTHING, Problem, leaves
+from runner.config.schema import SHORT
+
+OPEN = ("model", "data", "optimizer", "scheduler", "loss")
+"""Sections with a target: they pass any key to it."""
+
+_UNREADABLE = (
+    "cannot be read as KEY=VALUE or GROUP=OPTION; text with spaces or signs goes in quotes within "
+    "quotes, as in 'tracker.name=\"a (b)\"'"
+)
+_IN_NO_FILE = re.compile("[\0\ud800-\udfff]")
+
+
+def read_overrides(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
+    """Return the parsed overrides, and a problem for each text that is none.
+
+    A Composer has to be active: Hydra's parser asks its groups.
+    """
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    overrides: list[Override] = []
+    problems: list[Problem] = []
+    for text in spelled_out(texts):
+        try:
+            overrides.append(_parsed(parser, text))
+        except Exception:  # HydraException, RecursionError, ValueError of a number
+            problems.append(Problem(text, NOTHING, _UNREADABLE))
+    return overrides, problems
+
+
+def _parsed(parser: OverridesParser, text: str) -> Override:
+    if _IN_NO_FILE.search(text):
+        raise ValueError(text)
+    OmegaConf.create([text])  # Hydra records it, which fails for ${.}
+    [override] = parser.parse_overrides([text])
+    remember(secrets_in(_plain_value(override), override.get_key_element()))
+    return override
+
+
+def _plain_value(override: Override) -> Any:
+    """Return the value of an override in plain containers, or the list of values to choose from."""
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        return [getattr(item, "text", item) for item in value.list]
+    return value
+
+
+def spelled_out(texts: Iterable[str]) -> list[str]:
+    """Return overrides with ``resume.from=`` for ``resume=``, ``model._target_=`` for a class."""
+    name = r"(?:\w+\.)+[^\W\d]\w*"
+    target = re.compile(rf"^({'|'.join(OPEN)})=({name}(?:,{name})*)$")
+    short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
+
+    def with_key(match: re.Match[str]) -> str:
+        return f"{match[1]}{SHORT[match[2]]}="
+
+    with_targets = (target.sub(r"\1._target_=\2", text) for text in texts)
+    return [short.sub(with_key, text) for text in with_targets]
+
+
+def repeated_keys(texts: Sequence[str]) -> Iterator[Problem]:
+    """Yield the keys that are given twice: the last value alone would count.
+
+    ``~key +key=value`` gives a key once, and so do equal overrides.
+    """
+    earlier: dict[str, tuple[str, Override]] = {}
+    for text in texts:
+        overrides, problems = read_overrides([text])
+        if problems:
+            continue
+        [override] = overrides
+        for key in sorted(_keys_of(text, override)):
+            before = earlier.get(key)
+            earlier[key] = (text, override)
+            if before is not None and _excludes(before, (text, override)):
+                first, second = masked_words([before[0], text])
+                message = f"is given twice ({first} and {second}): leave one of them out"
+                yield Problem(key, NOTHING, message)
+                break
+
+
+def _excludes(before: tuple[str, Override], after: tuple[str, Override]) -> bool:
+    """Return whether the second of two overrides of one key hides the first."""
+    if before[0] == after[0]:
+        return False
+    adds = after[1].is_add() or after[1].is_force_add()
+    return not (before[1].is_delete() and adds)
+
+
+def _keys_of(text: str, override: Override) -> set[str]:
+    """Return the keys that an override sets: as they are typed, and as they are spelled out."""
+    spelled = key_of(override)
+    value = override.value()
+    if isinstance(value, dict):
+        return {key for key, _ in leaves(spelled, value)} - {spelled}
+    return {text.partition("=")[0].lstrip("+~"), spelled}
+
+
+def key_of(override: Override) -> str:
+    """Return the key or the group of an override, without its signs."""
+    return str(override.get_key_element().lstrip("+~"))
+
+
+def text_of(override: Override) -> str:
+    """Return an override as it is spelled out; empty if it was not typed."""
+    return override.input_line or ""

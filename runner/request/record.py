@@ -1,0 +1,96 @@
+"""A composition in the files of a run: written without secrets, and read again as a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from runner.config.folders import Refusal, read_yaml
+from runner.config.identity import NOT_HASHED
+from runner.config.masking import is_recorded, masked, masked_words, remembered
+from runner.config.problem import NOTHING, Problem, RequestError, leaves
+from runner.config.trust import Origin
+from runner.request.composer import Composer
+from runner.request.jobs import Job, job_of
+from runner.request.overrides import key_of, read_overrides, repeated_keys
+
+
+def write_composition(folder: Path, config: DictConfig) -> None:
+    """Write the files of the run that Hydra has just begun to ``folder``, but without secrets."""
+    hydra = unresolved(HydraConfig.instance().cfg)["hydra"]
+    plain: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    folder.mkdir(exist_ok=True)
+    write_yaml(folder / "config.yaml", masked(plain, known=remembered()))
+    write_yaml(folder / "hydra.yaml", {"hydra": hydra})
+    write_yaml(folder / "overrides.yaml", hydra["overrides"]["task"])
+
+
+def unresolved(config: Any) -> dict[str, Any]:
+    """Return a composition in plain containers, references unresolved, without secrets."""
+    content: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    job = content["hydra"]["job"]
+    overrides = content["hydra"]["overrides"]
+    # Hydra has copied the values of these into env_set.
+    job["env_set"] |= {name: f"${{oc.env:{name}}}" for name in job["env_copy"]}
+    overrides |= {part: masked_words(texts) for part, texts in overrides.items()}
+    job["override_dirname"] = ",".join(overrides["task"])
+    return dict(masked(content, known=remembered()))
+
+
+def write_yaml(file: Path, content: Any) -> None:
+    """Write plain containers to a YAML file, keys in their order."""
+    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def recorded_job(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Job:
+    """Return the job that the configuration file of a run describes, with overrides."""
+    content = _configuration(file)
+    content.pop("trust", None)  # the user trusts a folder, not the folder itself
+    composer = Composer(config_dir)
+    origin = Origin()
+    if config_dir is not None:
+        origin.add_folder(config_dir)
+    with composer.active():
+        parsed, problems = read_overrides(overrides)
+        problems += repeated_keys(overrides)
+        fixed = [override for override in parsed if _is_fixed(override)]
+        message = "must be one value of this run's configuration: the run is trained already"
+        for override in fixed:
+            problems.append(Problem(override.key_or_group, override.get_value_string(), message))
+        free = [override for override in parsed if not _is_fixed(override)]
+        composition = composer.compose(free, content)
+        for override in free:
+            whole = composer.chooses(override)
+            origin.add(key_of(override), override.value(), whole=whole)
+        composition.problems += [*problems, *_secrets(composition.config)]
+        return job_of(composition, file.parent, origin=origin)
+
+
+def _configuration(file: Path) -> dict[str, Any]:
+    try:
+        content = read_yaml(file)
+        if not isinstance(content, dict):
+            raise Refusal(f"{file} holds no configuration")
+    except Refusal as error:
+        raise RequestError([Problem("RUN", str(file.parent), str(error))]) from None
+    return content
+
+
+def _is_fixed(override: Override) -> bool:
+    """Return whether an override cannot be given for a run that is trained already."""
+    is_sweep = override.is_sweep_override() or override.is_hydra_override()
+    return is_sweep or override.key_or_group == "recipe"
+
+
+def _secrets(config: DictConfig) -> Iterator[Problem]:
+    """Yield the secrets that a record masks and the run would need."""
+    for key, value in leaves("", OmegaConf.to_container(config)):
+        if not is_recorded(str(value)) and key.partition(".")[0] not in NOT_HASHED:
+            message = f"is a secret, which is not recorded: give it again ({key}=???)"
+            yield Problem(key, NOTHING, message)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         TorchFSDPPlugin,
     )
     from runner.booster.loss import Loss
+    from runner.check import check_accumulation, check_clipping
     from runner.checkpoint.content import CheckpointSaver
     from runner.clip import (
         GradientClipping,
@@ -69,6 +70,8 @@ _HOME = {
     "TorchFSDPPlugin": "runner.booster",
     "Trainer": "runner.train.trainer",
     "apply_gradient_clipping": "runner.clip",
+    "check_accumulation": "runner.check",
+    "check_clipping": "runner.check",
     "clipping_state_dict": "runner.clip",
     "get_current_device": "runner.launch.process_group",
     "get_dist_logger": "runner.launch.process_group",
@@ -102,6 +105,8 @@ __all__ = [
     "TorchFSDPPlugin",
     "Trainer",
     "apply_gradient_clipping",
+    "check_accumulation",
+    "check_clipping",
     "clipping_state_dict",
     "get_current_device",
     "get_dist_logger",

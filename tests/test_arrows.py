@@ -13,9 +13,10 @@ ARROWS = {
     "cli": "sweep verify calibrate bench report launch",
     "sweep": "request launch run_folder report",
     "launch": "train telemetry run_folder",
-    "verify": "train telemetry",
+    "verify": "check train telemetry",
     "calibrate": "train telemetry",
     "bench": "request launch train",
+    "check": "clip",
     "train": "checkpoint booster telemetry optim data models",
     "checkpoint": "booster run_folder",
     "telemetry": "clip run_folder optim",
@@ -29,6 +30,7 @@ FOREIGN = {
     "config": "torch hydra wandb",
     "request": "torch wandb",
     "clip": "hydra omegaconf wandb numpy",
+    "check": "hydra omegaconf wandb numpy",
     "parallel": "hydra omegaconf wandb",
     "booster": "hydra omegaconf wandb",
     "optim": "hydra omegaconf wandb",
@@ -62,7 +64,7 @@ def test_imports_go_down(folder):
     assert {rest[0] for top, *rest in parts if top == "runner"} <= below(folder)
     libraries = {top for top, *_ in parts}
     assert not libraries & {*FOREIGN.get(folder, "").split()}
-    if folder == "clip":
+    if folder in ("clip", "check"):
         assert libraries - sys.stdlib_module_names <= {"torch", "runner"}
 
 

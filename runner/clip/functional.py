@@ -95,6 +95,11 @@ def register(clipper: Any, owned: Iterable[nn.Module | Tensor]) -> None:
         _boosted[each] = "none" if clipper is None else ref(clipper)
 
 
+def is_boosted(model: nn.Module) -> bool:
+    """Return whether a plugin has distributed a model, or a part of it."""
+    return any(module in _boosted for module in model.modules())
+
+
 @torch.no_grad()
 def apply_gradient_clipping(
     parameters: nn.Module | Iterable[Tensor] | Tensor,

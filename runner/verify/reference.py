@@ -18,6 +18,7 @@ from runner.booster.batch import mapped
 from runner.booster.criterion import Criterion
 from runner.booster.loss import Loss, WindowLoss
 from runner.booster.measurement import settle
+from runner.check.reference import total_norm
 from runner.clip import ClipMode, build
 from runner.clip.mode import NEVER
 from runner.config.modes import MODES
@@ -149,7 +150,11 @@ class Reference:
     def step(self) -> tuple[dict[str, float], float, dict[str, Tensor]]:
         """Take one step; return its metrics, its loss and the clipped gradients by name."""
         loss = self.accumulate()
+        shards = self.optimizer.layout.shards
+        held = [shard.param.grad for shard in shards if shard.param.grad is not None]
+        norm = total_norm(held, self.mode.norm_type)
         metrics = side_of(self.optimizer.clip(self.mode))
+        metrics["norm"] = norm  # by code that clips nothing
         gradients = {
             shard.name: shard.param.grad.detach().cpu().clone()
             for shard in self.optimizer.layout.shards

@@ -1,0 +1,313 @@
+"""What a rank measures of its own gradients, before and after the clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from runner.check.parts import Part, Samples, to_host
+from runner.check.reference import (
+    Buffer,
+    by_units,
+    chunks,
+    clamped,
+    combined,
+    copy_and_sum,
+    power_sum,
+)
+from runner.clip.shard import is_dtensor, local
+from runner.clip.units import units_of
+
+_LEAST = 1e-25  # mean power of an element below which squares of differences may be zero
+
+
+class Change(NamedTuple):
+    """What the clipping did to a part of a rank.
+
+    Attributes:
+        coefficient: c of the best fit G ← c·G; NaN without a gradient, or for one of zeros.
+        residual: max|G' − c·G| ÷ max|G'|, 0 where one coefficient was applied.
+        error: max|G' − expected| ÷ max|expected| of a mode that works on elements or units.
+        gone: the gradient is None after the clipping.
+        finite: whether the gradient is finite after the clipping.
+        least: the largest change that rounding explains, for ``residual`` and ``error``.
+        largest: max|G'|.
+    """
+
+    name: str
+    key: str
+    position: tuple[int, ...]
+    coefficient: float
+    residual: float
+    error: float = 0.0
+    gone: bool = False
+    finite: bool = True
+    least: float = 0.0
+    largest: float = 0.0
+
+
+# For each parameter the memory of its last copy on the host: new memory costs more than the copy.
+_memory = WeakIdKeyDictionary()
+
+
+@torch.no_grad()
+def keep(parts: list[Part], p: float, on_host: bool) -> None:
+    """Keep a copy of each local gradient, and its sum of powers."""
+    buffer = Buffer()
+    sums: list[Tensor] = []
+    held: list[Part] = []
+    for part in parts:
+        gradient = part.gradient
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"{part.name} has a sparse gradient: build the layer with sparse=False")
+        part.before = _memory_for(part, gradient, on_host)
+        sums.append(copy_and_sum(gradient, part.before, p, buffer))
+        held.append(part)
+    for part, power in zip(held, to_host(sums), strict=True):
+        part.power = power
+
+
+def _memory_for(part: Part, gradient: Tensor, on_host: bool) -> Tensor:
+    """Return memory for the copy of a gradient; on a CPU that of the last check."""
+    device = torch.device("cpu") if on_host else gradient.device
+    known: Tensor | None = _memory.get(part.parameter)  # type: ignore[no-untyped-call]
+    if known is not None:
+        wanted = (gradient.shape, gradient.dtype, device)
+        if (known.shape, known.dtype, known.device) == wanted:
+            return known
+    memory = torch.empty(gradient.shape, dtype=gradient.dtype, device=device)
+    if device.type == "cpu":
+        _memory[part.parameter] = memory
+    return memory
+
+
+@torch.no_grad()
+def measure(parts: list[Part], check: Any, excluded: Mapping[str, str]) -> list[Change]:
+    """Return what was done to each part; the copies are kept for the report."""
+    buffer = Buffer()
+    pairs: list[tuple[Tensor, Tensor] | None] = []
+    for part in parts:
+        part.after = part.gradient
+        pairs.append(_pair(part))
+    near = _near_coefficients(pairs)
+    changes: list[Change] = []
+    guess = 1.0  # the last coefficient that was exact: most models have one for all parameters
+    for part, pair, coefficient in zip(parts, pairs, near, strict=True):
+        if pair is None:
+            changes.append(_without_pair(part))
+            continue
+        before, after = pair
+        change = _change(part, before, after, coefficient, guess, check.mode, buffer)
+        if check.mode == "value":
+            limit = check.max_norm
+            error = _error(((after, clamped(before, limit)),), limit)
+            change = change._replace(error=error)
+        elif check.mode == "adaptive":
+            change = change._replace(error=_error_by_units(part, before, after, check, excluded))
+        elif change.residual == 0:
+            guess = change.coefficient
+        changes.append(change)
+    return changes
+
+
+def _pair(part: Part) -> tuple[Tensor, Tensor] | None:
+    """Return the gradient before and after of a trained parameter, if they can be compared."""
+    before = part.before
+    after = part.after
+    if before is None or after is None or before.shape != after.shape:
+        return None
+    return (before.to(after.device), after) if part.parameter.requires_grad else None
+
+
+def _without_pair(part: Part) -> Change:
+    place = (part.name, part.key, part.position)
+    if not part.parameter.requires_grad:
+        return Change(*place, math.nan, 0.0)
+    if part.before is None:
+        appeared = part.after is not None and bool(part.after.abs().sum() > 0)
+        return Change(*place, math.nan, math.inf if appeared else 0.0)
+    if part.after is None:
+        return Change(*place, math.nan, 0.0, gone=True)
+    return Change(*place, math.nan, math.inf)
+
+
+def _near_coefficients(pairs: list[tuple[Tensor, Tensor] | None]) -> list[float]:
+    """Return the coefficient that fits the sample of each pair best, NaN where it cannot tell."""
+    before = Samples([None if pair is None else pair[0] for pair in pairs])
+    after = Samples([None if pair is None else pair[1] for pair in pairs])
+    # Scaled, because the square of a small number is zero.
+    scale = before.largest()
+    divisor = scale[before.owners]
+    first = before.values / divisor
+    second = after.values / divisor
+    fit = before.sums(first * second) / before.sums(first * first)
+    found: list[float] = fit.tolist()
+    return found
+
+
+def _change(
+    part: Part,
+    before: Tensor,
+    after: Tensor,
+    coefficient: float,
+    guess: float,
+    mode: str,
+    buffer: Buffer,
+) -> Change:
+    place = (part.name, part.key, part.position)
+    least = rounding(after.dtype, before.dtype)
+    if mode == "norm" and part.power > _LEAST * before.numel() and before.dtype == after.dtype:
+        guesses = [guess] if abs(coefficient - guess) <= least * abs(guess) else []
+        for exact in chain(guesses, _exact_coefficients(before, after, coefficient)):
+            if equals_scaled(before, after, exact, buffer):
+                return Change(*place, exact, 0.0, least=least)
+    if not math.isfinite(coefficient):
+        coefficient = _fit(before, after)
+    residual, largest = residual_of(before, after, coefficient)
+    return Change(
+        *place,
+        coefficient,
+        residual,
+        finite=math.isfinite(largest),
+        least=least,
+        largest=largest,
+    )
+
+
+def rounding(*dtypes: torch.dtype) -> float:
+    """Return the largest relative change of an element that rounding explains."""
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    return max(4 * eps, 1e-12)
+
+
+def _fit(before: Tensor, after: Tensor) -> float:
+    """Return the coefficient that fits all elements best, NaN for a gradient of zeros."""
+    a = before.reshape(-1).double()
+    scale = float(a.abs().amax()) if a.numel() else 0.0
+    if scale == 0:
+        return math.nan
+    a = a / scale
+    return float(torch.dot(a, after.reshape(-1).double() / scale) / torch.dot(a, a))
+
+
+def _exact_coefficients(before: Tensor, after: Tensor, near: float) -> Iterator[float]:
+    """Yield coefficients in the type of the arithmetic that give some elements bit for bit."""
+    if not math.isfinite(near):
+        return
+    a = before.reshape(-1)[:64]
+    b = after.reshape(-1)[:64]
+    dtype = torch.float64 if a.dtype is torch.float64 else torch.float32
+    middle = torch.tensor(near, dtype=dtype)
+    low = torch.nextafter(middle, torch.tensor(-math.inf, dtype=dtype))
+    high = torch.nextafter(middle, torch.tensor(math.inf, dtype=dtype))
+    for guess in (middle, low, high):
+        if torch.equal(a * float(guess), b):
+            yield float(guess)
+
+
+def equals_scaled(before: Tensor, after: Tensor, coefficient: float, buffer: Buffer) -> bool:
+    """Return whether every element was multiplied by this coefficient, bit for bit."""
+    # A dot product is faster than torch.equal, but squares of half precision may be zero.
+    by_dot = before.dtype in (torch.float32, torch.float64)
+    for first, second in chunks(before, after):
+        scaled = torch.mul(first, coefficient, out=buffer.like(first, first.dtype))
+        if not by_dot:
+            if not torch.equal(scaled, second):
+                return False
+        else:
+            difference = scaled.sub_(second)
+            if float(torch.dot(difference, difference)) != 0:
+                return False
+    return True
+
+
+def residual_of(before: Tensor, after: Tensor, coefficient: float) -> tuple[float, float]:
+    """Return max|after − c·before| ÷ max|after|, and max|after|."""
+    if not before.numel():
+        return 0.0, 0.0
+    if not math.isfinite(coefficient):
+        largest = float(after.abs().amax())
+        return (math.inf if largest > 0 else 0.0), largest
+    off = 0.0
+    highest = 0.0
+    rows: list[Tensor] = []
+    for first, second in chunks(before, after):
+        difference = torch.sub(second, first, alpha=coefficient)
+        rows += [*torch.aminmax(difference), *torch.aminmax(second)]
+    values = torch.stack(rows).double().abs().view(-1, 4).amax(0).tolist()
+    off = max(values[0], values[1])
+    highest = max(values[2], values[3])
+    if math.isnan(off) or math.isnan(highest):
+        return math.inf, math.nan
+    scale = highest
+    if highest == 0:
+        scale = float(before.abs().amax()) if coefficient else math.inf
+    return (off / scale if scale else 0.0), highest
+
+
+def _error(pairs: Any, scale: float) -> float:
+    worst = 0.0
+    for after, expected in pairs:
+        if not expected.numel():
+            continue
+        off = float((after.double() - expected).abs().amax())
+        most = float(expected.abs().amax())
+        if off:
+            worst = max(worst, off / most if most else off / scale)
+    return worst
+
+
+def _error_by_units(
+    part: Part, before: Tensor, after: Tensor, check: Any, excluded: Mapping[str, str]
+) -> float:
+    """Return the error of adaptive clipping; a collective for a sharded parameter."""
+    parameter = part.parameter
+    weight = local(parameter.detach())
+    if part.position and is_dtensor(parameter):
+        before = _whole(before, parameter)
+        after = _whole(after, parameter)
+        weight = _whole(weight, parameter)
+    how = excluded.get(part.name, "clipped")
+    untouched = _error(((after, before.double()),), 1.0)
+    if how == "never":
+        return untouched
+    units = units_of(parameter, part.module)
+    shape = before.shape
+    if units.groups:
+        before = before.view(units.groups, -1, *shape[1:])
+        weight = weight.reshape(before.shape)
+    expected = by_units(before, weight, units.dims, check.max_norm, check.eps).view(shape)
+    clipped = _error(((after, expected),), 1.0)
+    return min(clipped, untouched) if how == "maybe" else clipped
+
+
+def _whole(shard: Tensor, parameter: Any) -> Tensor:
+    """Return the whole tensor of which every rank of a mesh has a shard."""
+    from torch.distributed.tensor import DTensor
+
+    placed = DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return placed.full_tensor()
+
+
+def power_of_buffers(model: nn.Module, p: float) -> float:
+    """Return the sum of powers of the model's floating-point buffers."""
+    sums: list[float] = []
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            sums.append(float(power_sum(local(buffer), p)))
+    return combined(sums, p)

@@ -42,6 +42,9 @@ MAY_CHANGE = (
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
+IMPLIED = {"loss.items": "auto"}
+"""Values by which earlier versions acted, of keys that their records lack."""
+
 
 def branching(source: str) -> tuple[str, int] | None:
     """Return the run and the step of ``resume=RUN@STEP``, which begins a branch; else None."""
@@ -62,7 +65,7 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     values_now = dict(leaves("", wanted))
     pairs = {}
     for key in {**values_now, **values_before}:
-        before = values_before.get(key, MISSING)
+        before = values_before.get(key, IMPLIED.get(key, MISSING))
         value = values_now.get(key, MISSING)
         if before != value and not _may_differ(key, before, value):
             pairs[key] = (before, value)

@@ -61,3 +61,8 @@ def test_values_of_secret_keys_are_masked_and_references_stay():
         hidden = masked_words([f"callbacks=[{{_target_:m.N,token:{value},url:'${{u}}'}}]"])
         assert hidden == ["callbacks=***"]
     assert masked({"token": None, "api_key": ["a", "b"]}) == {"token": None, "api_key": ["***"] * 2}
+
+
+def test_a_record_that_lacks_a_later_key_acted_by_its_default():
+    now = CONFIG | {"loss": {"_target_": None, "items": "auto"}}
+    assert differences(CONFIG | {"loss": {"_target_": None}}, now) == {}

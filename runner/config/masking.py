@@ -62,8 +62,10 @@ _OF_MODELS = re.compile(
 )
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
 _PATH = re.compile(r"(\.{0,2}|~|\$\w+)/[^@]*")
-# A token of a vocabulary: its number, a short word, or one in brackets. Those of logins are longer.
-_OF_VOCABULARY = re.compile(r"\d{1,6}|[A-Za-z]{1,7}|\[\w+\]|<[/|\w]+>")
+# What ``token`` is in a vocabulary: a number, the name of a special token, or one in brackets.
+_OF_VOCABULARY = re.compile(
+    r"\d{1,6}|cls|sep|pad|bos|eos|unk|mask|\[\w+\]|<[/|\w]+>", re.IGNORECASE
+)
 
 # An interpolation without others inside, or with some that have none.
 _INNER = r"\$\{[^${}]*\}"

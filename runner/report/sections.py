@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runner.config.reading import DamagedFile
 from runner.report.charts import curves, dots, heat, layers, norms, points, what_if
 from runner.report.charts.curves import Curve, Level, Mark
 from runner.report.figure import Chart, Entry
@@ -113,13 +115,15 @@ class Tables:
     @cached_property
     def parents(self) -> dict[str, Run]:
         """The runs that branches begin in, by how their configuration names them."""
-        found: dict[str, Run] = {}
+        parents: dict[str, Run] = {}
         for run in self.findings.sweep.runs:
-            if run.branch is not None and run.branch[0] not in found:
+            if run.branch is None or run.branch[0] in parents:
+                continue
+            with suppress(OSError, DamagedFile):  # a page can do without it
                 folder = _folder_of(run.branch[0], run.folder)
                 if folder is not None:
-                    found[run.branch[0]] = read_run(folder)
-        return found
+                    parents[run.branch[0]] = read_run(folder)
+        return parents
 
     def curves(self, key: str, settings: Sequence[Setting]) -> list[Curve]:
         return [

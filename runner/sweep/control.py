@@ -1,11 +1,10 @@
 """Run a sweep: find the runs that are left, start them, record how the sweep ended."""
 
-from __future__ import annotations
+from __future__ import logging
 
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from runner.config.problem import RequestError
@@ -21,6 +20,8 @@ from runner.sweep import live, slurm
 from runner.sweep.launchers import launch
 from runner.sweep.resume import archive, continues, load_status, plan_runs, require_same
 from runner.telemetry.sinks.console import print_line
+
+log = logging.getLogger(__name__)
 
 
 class Sweep:
@@ -171,8 +172,10 @@ class Sweep:
     def _show(self, record: SweepRecord) -> int:
         """Write the page and print its answer; return 1 if a run or the sweep failed, else 0."""
         page = written(self.folder)
-        with suppress(Exception):  # as for the page: what cannot be read ends no sweep
+        try:
             print_line(live.answer(find(read(self.folder))))
+        except Exception as error:  # as for the page: what cannot be read ends no sweep
+            log.warning("the answer of %s could not be printed: %r", self.folder, error)
         print_line(str(page or self.folder))
         failed = any(entry.state == "failed" for entry in record.entries)
         return int(failed or record.state == "failed")

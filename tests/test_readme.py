@@ -160,7 +160,7 @@ def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):
     section = README.partition("## Your own training loop\n")[2].partition("\n## ")[0]
     section += DOCUMENTS["runner/booster/library.md"]
     examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     try:
         stand_alone()
         for example in examples:

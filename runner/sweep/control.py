@@ -1,7 +1,8 @@
 """Run a sweep: find the runs that are left, start them, record how the sweep ended."""
 
-from __future__ import logging
+from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence

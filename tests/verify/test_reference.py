@@ -72,3 +72,10 @@ def test_every_kind_of_dropout_is_switched_off_and_nothing_else():
         switch_off_dropout(model)
         assert not draws(model, inputs), type(model)
         assert (model.drop_last, model.dropped_tokens) == (True, 7)
+
+
+def test_a_wrong_norm_of_the_code_that_both_sides_share_is_found(monkeypatch):
+    config = config_of("clip=norm", "clip.threshold=0.5")
+    right = reference_of(config, 1).step()[0]["norm"]
+    monkeypatch.setattr("runner.verify.reference.side_of", lambda _: {"norm": right / 2})
+    assert reference_of(config, 1).step()[0]["norm"] == pytest.approx(right, rel=1e-12)

@@ -24,7 +24,7 @@ from runner.check.parts import (
 from runner.check.ranks import MissingRanksError, Ranks, Watch, in_words
 from runner.check.reference import coefficients, combined, power_sum, root
 from runner.clip.functional import is_boosted
-from runner.clip.shard import is_dtensor
+from runner.clip.shard import is_dtensor, local
 from runner.clip.units import head_weights
 from runner.config.notation import first_few
 
@@ -307,6 +307,7 @@ class ClippingCheck:
                 returned=known if norm_is_wrong else None,
                 norms=norms,
                 max_norm=self.max_norm,
+                p=self.p,
                 tolerance=tolerance,
                 explain=explain,
             )
@@ -366,12 +367,14 @@ class ClippingCheck:
         """Return a function that names the mistake behind norms of ranks; it is a collective."""
         known: list[Any] = []
 
-        def explain(values: Sequence[float | None], rounded: float) -> str | None:
+        def explain(
+            values: Sequence[float | None], rounded: float, factors: bool = True
+        ) -> str | None:
             assert self._whole is not None
             if not known:
                 known.append(self._sums())
-            sums, others, after, extra = known[0]
-            guesses = norm_faults.mistakes(sums, others, after, extra)
+            sums, others, instead, extra = known[0]
+            guesses = norm_faults.mistakes(sums, others, instead, extra, factors)
             limit = max(tolerance, rounded, 1e-6)
             return norm_faults.matching(guesses, values, self.norm, limit)
 
@@ -391,16 +394,21 @@ class ClippingCheck:
             0.0 if part.after is None else float(power_sum(part.after, self.p))
             for part in self._parts
         ]
-        ranks = self._ranks.gather((rows, after, buffers))
+        weights = [float(power_sum(local(part.parameter.detach()), self.p)) for part in self._parts]
+        ranks = self._ranks.gather((rows, after, buffers, weights))
         places = self._places()
         here = norm_faults.Sums(whole, self.p, {i: u.power for i, u in enumerate(whole.units)})
         others = []
         for column, p in enumerate(powers):
             values = {i: ranks[rank][0][at][column] for i, (rank, at) in enumerate(places)}
             others.append(norm_faults.Sums(whole, p, values))
-        clipped = norm_faults.Sums(
-            whole, self.p, {i: ranks[rank][1][at] for i, (rank, at) in enumerate(places)}
-        )
+        instead: dict[str, list[float]] = {}
+        for column, label in (
+            (1, "this is the norm after clipping, not before"),
+            (3, "this is the norm of the weights, not of the gradients"),
+        ):
+            values = {i: ranks[rank][column][at] for i, (rank, at) in enumerate(places)}
+            instead[label] = [norm_faults.Sums(whole, self.p, values).norm] * whole.size
         extra = {
             "the norm counts buffers of the model": [rank[2] for rank in ranks],
         }
@@ -408,8 +416,7 @@ class ClippingCheck:
             names = first_few([unit.name for unit in whole.untrained if unit.power])
             total = math.fsum(unit.power for unit in whole.untrained)
             extra[f"frozen parameters counted: {names}"] = [total] * whole.size
-        after_norms = [clipped.norm] * whole.size
-        return here, others, after_norms, extra
+        return here, others, instead, extra
 
     def _check_returned(
         self,
@@ -430,7 +437,7 @@ class ClippingCheck:
         rank = wrong[0]
         value = returned[rank]
         assert value is not None
-        why = explain(returned, tolerance)
+        why = explain(returned, tolerance, True)
         if why is None and norm_faults.in_bfloat16(returned):
             why = "it was computed in bfloat16"
         different = len({one for one in returned if one is not None}) > 1
@@ -470,7 +477,7 @@ class ClippingCheck:
                 continue
             alone: list[float | None] = [None] * len(said)
             alone[rank] = value
-            why = explain(alone, _LOGGED)
+            why = explain(alone, _LOGGED, True)
             self.faults.append(self._off(value, f"rank {rank} logs", why, "the logged value is "))
 
     def _off(self, value: float, who: str, why: str | None, prefix: str = "") -> str:

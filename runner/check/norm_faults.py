@@ -114,11 +114,15 @@ def classes_of(whole: Whole) -> list[Class]:
 
 
 def mistakes(
-    sums: Sums, others: Sequence[Sums], after: Sequence[float] | None, extra: dict[str, list[float]]
+    sums: Sums,
+    others: Sequence[Sums],
+    instead: dict[str, list[float]],
+    extra: dict[str, list[float]],
+    factors: bool,
 ) -> Iterator[Mistake]:
     """Yield mistakes, the commonest first.
 
-    ``others`` are sums for other p, ``after`` the norms on each rank once clipped, and ``extra``
+    ``others`` are sums for other p, ``instead`` norms of something else on each rank, and ``extra``
     sums of powers on each rank of what does not belong to the norm.
     """
     size = sums.whole.size
@@ -133,8 +137,8 @@ def mistakes(
     if len(classes) > 1:
         yield from _of_ranks(sums)
     yield from _of_p(sums, others)
-    if after is not None:
-        yield Mistake("this is the norm after clipping, not before", list(after))
+    for label, norms in instead.items():
+        yield Mistake(label, norms)
     total = sums.of(sums.all)
     for label, powers in extra.items():
         norms = [sums.root(combined([total, power], sums.p)) for power in powers]
@@ -142,7 +146,8 @@ def mistakes(
     yield from _left_out(sums)
     yield from _of_types(sums)
     yield from _of_two_classes(sums, classes)
-    yield from _factors(sums)
+    if factors:
+        yield from _factors(sums)
 
 
 def _same(value: float, size: int) -> list[float]:
@@ -321,20 +326,25 @@ def _left_out(sums: Sums) -> Iterator[Mistake]:
             prefix = prefix.rpartition(".")[0]
             sets.setdefault(prefix, []).append(number)
         sets.setdefault("*." + name.rpartition(".")[2], []).append(number)
+        kind = "vectors" if len(sums.units[number].facts.shape) < 2 else "matrices"
+        sets.setdefault(f"all {kind}", []).append(number)
+        sets.setdefault(f"all {sums.units[number].facts.dtype}", []).append(number)
     total = sums.of(sums.all)
-    for numbers in sets.values():
-        if len(numbers) == len(sums.units):
-            continue
+    chosen = [numbers for numbers in sets.values() if len(numbers) < len(sums.units)]
+    labels: list[str] = []
+    for numbers in chosen:
         inside = set(numbers)
         others = [number for number in sums.all if number not in inside]
-        names = first_few(list(dict.fromkeys(sums.units[number].name for number in numbers)))
-        yield Mistake(f"left out of the norm: {names}", _same(sums.root(sums.of(others)), size))
-        yield Mistake(
-            f"all but these left out of the norm: {names}", _same(sums.root(sums.of(numbers)), size)
-        )
+        label = first_few(list(dict.fromkeys(sums.units[number].name for number in numbers)))
+        labels.append(label)
+        norm = sums.root(sums.of(others))
+        yield Mistake(f"left out of the norm: {label}", _same(norm, size))
+    for numbers, label in zip(chosen, labels, strict=True):
+        norm = sums.root(sums.of(numbers))
+        yield Mistake(f"all but these left out of the norm: {label}", _same(norm, size))
         if not math.isinf(sums.p):
             twice = combined([total, sums.of(numbers)], sums.p)
-            yield Mistake(f"counted 2 times: {names}", _same(sums.root(twice), size))
+            yield Mistake(f"counted 2 times: {label}", _same(sums.root(twice), size))
 
 
 def _of_types(sums: Sums) -> Iterator[Mistake]:
@@ -378,7 +388,7 @@ def _factors(sums: Sums) -> Iterator[Mistake]:
         scale = 2.0**power
         text = f"2^{power} times the norm: the norm of gradients that were not unscaled"
         yield Mistake(text, _same(norm * scale, size))
-        text = f"2^-{power} times the norm: the norm of gradients that were unscaled twice"
+        text = f"2^-{power} times the norm: gradients were unscaled inside of the block, or twice"
         yield Mistake(text, _same(norm / scale, size))
 
 
@@ -390,5 +400,8 @@ def in_bfloat16(values: Sequence[float | None]) -> bool:
     )
 
 
-Finder = Callable[[Sequence[float | None], float], str | None]
-"""Returns the mistake that explains the norms of ranks, with so much tolerance; None if none."""
+Finder = Callable[[Sequence[float | None], float, bool], str | None]
+"""Returns the mistake that explains the norms of ranks, None if none does.
+
+It is given the norms, a tolerance, and whether plain factors, such as 1/2, are explanations.
+"""

@@ -9,7 +9,7 @@ from typing import Any
 from runner.check.measures import Change
 from runner.check.norm_faults import Finder
 from runner.check.parts import Whole
-from runner.check.reference import coefficients
+from runner.check.reference import coefficients, combined, root
 from runner.config.notation import first_few, ranks_as_text
 
 EXAMPLE = 'groups={"experts.*": process_group}'
@@ -149,9 +149,10 @@ def by_elements(
             f"scaled by one coefficient ({applied(changes)}) instead of clipping {what}: {names}"
         )
     else:
+        largest = max(change.largest for change in involved)
         yield (
             f"not clipped by {mode}: {names} differ by up to {worst:.2g} of their largest element "
-            f"from what {what} should be"
+            f"from what {what} should be (the largest is {largest:.4g})"
         )
 
 
@@ -180,6 +181,7 @@ def by_coefficient(
     returned: Sequence[float] | None,
     norms: Sequence[float],
     max_norm: float,
+    p: float,
     tolerance: float,
     explain: Finder,
 ) -> Iterator[str]:
@@ -215,7 +217,7 @@ def by_coefficient(
     ]
     if not wrong:
         return
-    yield from _wrong(whole, known, wrong, returned, norm, max_norm, tolerance, explain)
+    yield from _wrong(whole, known, wrong, returned, norm, max_norm, p, tolerance, explain)
 
 
 def _crooked(crooked: Sequence[Change], max_norm: float) -> str:
@@ -233,6 +235,7 @@ def _wrong(
     returned: Sequence[float] | None,
     norm: float,
     max_norm: float,
+    p: float,
     tolerance: float,
     explain: Finder,
 ) -> Iterator[str]:
@@ -267,9 +270,15 @@ def _wrong(
     if uniform:
         yield _uniform(whole, values[0], norm, max_norm, tolerance, explain)
         return
-    if _by_own_norm(whole, known, max_norm, tolerance):
-        yield "each parameter was clipped by its own norm, not by the norm of all"
-        return
+    for level in ("parameter", "layer"):
+        if _by_own_norm(whole, known, level, max_norm, p, tolerance):
+            yield f"each {level} was clipped by its own norm, not by the norm of all"
+            return
+    if returned is not None:
+        first = _clipped_before(whole, known, returned[0], max_norm, p)
+        if first:
+            yield f"clipped before the rest, and again with it: {first_few(first)}"
+            return
     unscaled = [change.name for _, change in wrong if _is(change.coefficient, 1.0, 1e-6)]
     if unscaled and len(unscaled) == len(wrong):
         yield (
@@ -346,28 +355,62 @@ def _uniform(
         if _is(value, max_norm / norm, tolerance):
             return f"{text}: a smaller gradient was scaled up to the threshold"
         return f"{text}: scaled up"
-    why = explain([max_norm / value] * whole.size, tolerance) if value < 1 else None
+    if value < 0:
+        return f"{text}: the sign is wrong"
+    other = f"{text}, that of a norm of {max_norm / value:.4g}"
+    why = explain([max_norm / value] * whole.size, tolerance, False) if value < 1 else None
     if why:
-        return f"{text}: that of a norm of {max_norm / value:.4g}: {why}"
+        return f"{other}: {why}"
     power = math.log2(high / value)
-    if power >= 1 and _is(power, round(power), 1e-4):
+    if power > 3 and _is(power, round(power), 1e-4):
         return f"{text}: divided by 2^{round(power)}, as by unscaling inside of the block"
-    return f"{text}: that of a norm of {max_norm / value:.4g}"
+    return f"{other}, or of a threshold of {value * norm:.4g}"
 
 
 def _by_own_norm(
-    whole: Whole, known: Sequence[tuple[int, Change]], max_norm: float, tolerance: float
+    whole: Whole,
+    known: Sequence[tuple[int, Change]],
+    level: str,
+    max_norm: float,
+    p: float,
+    tolerance: float,
 ) -> bool:
-    """Return whether each parameter was scaled by the coefficient of its own 2-norm."""
-    powers = {(unit.facts.key, unit.facts.position): unit.power for unit in whole.units}
+    """Return whether each parameter, or each layer, was scaled by the coefficient of its norm."""
+    powers: dict[str, list[float]] = {}
+    for unit in whole.units:
+        powers.setdefault(_scope(unit.name, level), []).append(unit.power)
     for _, change in known:
-        power = powers.get((change.key, change.position))
-        if power is None or change.position:
-            return False
-        low, high = coefficients(math.sqrt(power), max_norm)
+        norm = root(combined(powers.get(_scope(change.name, level), []), p), p)
+        low, high = coefficients(norm, max_norm)
         if not _between(change.coefficient, low, high, tolerance + change.least):
             return False
     return True
+
+
+def _scope(name: str, level: str) -> str:
+    return name if level == "parameter" else name.rpartition(".")[0]
+
+
+def _clipped_before(
+    whole: Whole,
+    known: Sequence[tuple[int, Change]],
+    returned: float,
+    max_norm: float,
+    p: float,
+) -> list[str]:
+    """Return parameters that were scaled twice, if this gives the norm that was returned."""
+    _, last = coefficients(returned, max_norm)
+    factors = {(change.key, change.position): change.coefficient / last for _, change in known}
+    powers: list[float] = []
+    names: dict[str, None] = {}
+    exponent = 1.0 if math.isinf(p) else p
+    for unit in whole.units:
+        factor = factors.get((unit.facts.key, unit.facts.position), 1.0)
+        powers.append(unit.power * abs(factor) ** exponent)
+        if not _is(factor, 1.0, 1e-3):
+            names[unit.name] = None
+    explained = _is(root(combined(powers, p), p), returned, 1e-4)
+    return list(names) if explained else []
 
 
 def _between(value: float, low: float, high: float, tolerance: float) -> bool:

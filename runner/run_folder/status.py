@@ -212,8 +212,8 @@ class Entry:
 
     number: Annotated[int, Field(ge=0)]
     folder: Annotated[str, Field(pattern=r"^\d+$")]  # it is moved away if the run starts again
-    overrides: list[str]
-    words: list[str]
+    overrides: list[str]  # that set it apart from the other runs
+    words: list[str]  # all of its overrides
     config_hash: str
     state: str = "waiting"
     exit_code: int | None = None

@@ -155,7 +155,7 @@ def _command(argv: list[str]) -> int:
 
 
 def _refused(error: RequestError) -> RequestError:
-    """Return the error of a wrong request; if several ranks are started, that of all of them."""
+    """Return a wrong request as an error that all ranks raise, if several are started."""
     started = started_rank()
     if started is None or started.world_size == 1:
         return error

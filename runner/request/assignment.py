@@ -29,6 +29,7 @@ class Assignment(NamedTuple):
 
     @property
     def section(self) -> str:
+        """The section of the key."""
         return self.key.partition(".")[0]
 
 

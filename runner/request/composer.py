@@ -49,6 +49,7 @@ class _SearchPath(SearchPathPlugin):  # type: ignore[misc, unused-ignore]
     config_dir: Path | None = None
 
     def manipulate_search_path(self, search_path: Any) -> None:
+        """Add the folder; Hydra calls this."""
         if self.config_dir is not None:
             search_path.prepend("command-line", f"file://{self.config_dir}")
 

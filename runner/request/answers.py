@@ -40,10 +40,10 @@ def help_text(request: Request, sections: Sequence[str]) -> str:
         if sections:
             rows = [(f"{group}=", text) for group, text in options.items() if group in sections]
             return _table(rows) + _keys(config, sections)
-        recipes = request.composer.recipes
+        purposes = {name: purpose(file) for name, file in request.composer.recipes.items()}
         parts = {
             "GROUPS": _table(options.items()),
-            "RECIPES": _table((name, purpose(file)) for name, file in recipes.items()),
+            "RECIPES": _table(purposes.items()),
             "KEYS": _keys(config, list(RunConfig.model_fields)),
         }
         return Template(config.hydra.help.template).safe_substitute(parts)

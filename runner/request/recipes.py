@@ -46,7 +46,7 @@ def read(file: Path) -> Recipe:
     content = read_yaml(file)
     if not isinstance(content, dict):
         raise Refusal(f"{file} cannot be read: it must hold keys and values")
-    choices = _choices(content.pop("defaults", None) or [], file)
+    choices = _choices(content, file)
     targets = {
         section: values["_target_"]
         for section, values in content.items()
@@ -56,8 +56,9 @@ def read(file: Path) -> Recipe:
     return Recipe(choices, content, names=choices | targets, is_global=header is not None)
 
 
-def _choices(defaults: Any, file: Path) -> dict[str, str]:
-    """Return the options of groups that a defaults list chooses."""
+def _choices(content: dict[str, Any], file: Path) -> dict[str, str]:
+    """Take the defaults list out of the content, and return the options that it chooses."""
+    defaults = content.pop("defaults", None) or []
     if not isinstance(defaults, list):
         raise Refusal(f"{file}: defaults must be a list")
     choices = {}

@@ -88,7 +88,7 @@ def test_a_sweep_with_failures_that_is_killed_is_finished_by_the_same_command(co
     failures = [line for line in err.splitlines() if "planted fault" in line]
     assert failures == ["run 1 (2 of 3): +model.number=1   failed: ValueError: planted fault"]
     assert command.states() == ["finished", "failed", "waiting"]
-    assert re.search(r"^1 .*failed .*ValueError: planted fault$", out, re.M)
+    assert re.search(r"^Run 1 failed at step .*: ValueError: planted fault$", out, re.M)
     assert "planted fault" in (command.folder / "report.html").read_text()
 
     (command.marks / "1").write_text("kill")

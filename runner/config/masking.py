@@ -244,13 +244,18 @@ def secrets_in(value: Any, key: str = "", secret: bool = False) -> Iterator[str]
     elif secret and not _is_open(key, value):
         yield str(value)
     if isinstance(value, str):
-        for _, user in _URL.findall(value):
-            if not _is_open_user("", user):
-                yield user
-                yield user.partition(":")[2]
-        for _, name, default in _DEFAULT.findall(value):
-            if not _is_harmless(name, default, secret):
-                yield default.strip().strip("'\"")
+        yield from _secrets_in_text(value, secret)
+
+
+def _secrets_in_text(text: str, secret: bool) -> Iterator[str]:
+    """Yield users of URLs, and defaults of references to the environment."""
+    for _, user in _URL.findall(text):
+        if not _is_open_user("", user):
+            yield user
+            yield user.partition(":")[2]
+    for _, name, default in _DEFAULT.findall(text):
+        if not _is_harmless(name, default, secret):
+            yield default.strip().strip("'\"")
 
 
 def _of_environment() -> list[str]:

@@ -85,29 +85,47 @@ def _check_events(path: Path, text: bytes) -> None:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    sizes: dict[str, int] = {}  # values that an anchor stands for; those that are open have none
-    above: list[tuple[str | None, int]] = []  # anchor of each open container, values before it
-    values = 0
+    counter = _ValueCounter(path)
     try:
         for event in yaml.parse(text, Loader=loader):
-            if isinstance(event, yaml.CollectionStartEvent):
-                above.append((event.anchor, values))
-                values += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, before = above.pop()
-                if anchor is not None:
-                    sizes[anchor] = values - before
-            elif isinstance(event, yaml.AliasEvent):
-                if event.anchor not in sizes:
-                    raise DamagedFile(path, f"*{event.anchor} stands for nothing before it")
-                values += sizes[event.anchor]
-            elif isinstance(event, yaml.ScalarEvent):
-                values += 1
-                if event.anchor is not None:
-                    sizes[event.anchor] = 1
-            if len(above) > MOST_DEPTH:
-                raise too_deep(path)
-            if values > MOST_VALUES:
-                raise DamagedFile(path, f"it stands for more than {MOST_VALUES:,} values")
+            counter.count(event)
     except yaml.YAMLError:
         return  # the parser that reads it says what is wrong
+
+
+class _ValueCounter:
+    """Counts the values that a YAML text stands for, each alias as what its anchor holds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values = 0
+        self._sizes: dict[str, int] = {}  # by anchor; an open container has no size yet
+        self._open: list[tuple[str | None, int]] = []  # anchor of a container, values before it
+
+    def count(self, event: Any) -> None:
+        """Count an event; raise if there are too many values, or too many open containers."""
+        import yaml
+
+        if isinstance(event, yaml.CollectionStartEvent):
+            self._open.append((event.anchor, self._values))
+            self._values += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, values_before = self._open.pop()
+            self._note(anchor, self._values - values_before)
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._sizes:
+                message = f"*{event.anchor} stands for nothing before it"
+                raise DamagedFile(self._path, message)
+            self._values += self._sizes[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            self._values += 1
+            self._note(event.anchor, 1)
+        if len(self._open) > MOST_DEPTH:
+            raise too_deep(self._path)
+        if self._values > MOST_VALUES:
+            message = f"it stands for more than {MOST_VALUES:,} values"
+            raise DamagedFile(self._path, message)
+
+    def _note(self, anchor: str | None, size: int) -> None:
+        if anchor is not None:
+            self._sizes[anchor] = size

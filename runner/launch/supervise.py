@@ -235,8 +235,10 @@ def run(
     """Run one job, of a sweep over the keys ``swept`` if any; record and return a failure."""
     signals.set_timeout(config.shutdown.timeout)
     show_path(folder)
-    record, run_id = Record(folder), start.former.get("wandb_run_id") or new_run_id()
-    run_id = str(run_id) if config.tracker.uses("wandb") else None
+    record = Record(folder)
+    run_id = None
+    if config.tracker.uses("wandb"):
+        run_id = str(start.former.get("wandb_run_id") or new_run_id())
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.defer()  # a signal is recorded from here on
     resumed = start.status()
@@ -244,12 +246,7 @@ def run(
     cut(folder / files.ROWS, start.step if start.former else 0)
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
     shown: list[Sink] = [record, RunLog(folder, words, made_with)]
-    for sentence in start.warnings:
-        log.warning("%s", sentence)
-    if start.checkpoint is not None:
-        line = f"continuing after step {start.step} from {start.checkpoint}"
-        log.info(line)
-        print_line(f"clip-runner: {line}", sys.stderr)
+    _announce(start)
 
     def show_and_train() -> dict[str, Any]:
         from runner.train import build
@@ -261,26 +258,22 @@ def run(
         shown.extend(_trackers(config, plain, folder, name_of(words, swept, folder), status))
         trained = train(config, folder, shown, start=start)
         trained[keys.WALL_SECONDS] += resumed.get(keys.WALL_SECONDS, 0.0)
-        trained |= {"guidance": sentences(trained.get("remarks", ()), swept or ())} | made_with
+        trained["guidance"] = sentences(trained.get("remarks", ()), swept or ())
+        trained |= made_with
         record.summary(trained)
-        if (reason := trained.get(keys.ENDED_EARLY)) and swept is None:
+        reason = trained.get(keys.ENDED_EARLY)
+        if reason and swept is None:
             print_line(f"clip-runner: ended early: {reason}", sys.stderr)
         return trained
 
     logging.captureWarnings(True)  # and so in runner.log
     with signals.last_words(lambda code, why: record.end("interrupted", code, why)):
-        ended = attempt(show_and_train)
+        outcome = attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
-        failed, summary = (ended, None) if isinstance(ended, Failure) else (None, ended)
-        if failed:
-            at = {"rank": failed.rank, "node": failed.node}
-            record.end(failed.state, failed.exit_code, failed.error, **at)
-            log.info("%s", failed.error)
-            for text in failed.others:
-                log.info("%s", text)
-        else:
-            record.end("finished")
+        failed = outcome if isinstance(outcome, Failure) else None
+        summary = None if isinstance(outcome, Failure) else outcome
+        _record_end(record, failed)
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
     exit_code = failed.exit_code if failed else 0
     for sink in shown:
@@ -292,12 +285,38 @@ def run(
         place = page(folder) or folder
         _advise(folder, words, stopped=exit_code > 128)
         print_line(str(place))
+    _raise_signal(exit_code, swept is not None)
+    return failed
+
+
+def _announce(start: Start) -> None:
+    """Log and print from where a run begins."""
+    for sentence in start.warnings:
+        log.warning("%s", sentence)
+    if start.checkpoint is not None:
+        line = f"continuing after step {start.step} from {start.checkpoint}"
+        log.info(line)
+        print_line(f"clip-runner: {line}", sys.stderr)
+
+
+def _record_end(record: Record, failed: Failure | None) -> None:
+    """Write how the run ended to its status, and what all ranks said to its log."""
+    if failed is None:
+        record.end("finished")
+        return
+    record.end(failed.state, failed.exit_code, failed.error, rank=failed.rank, node=failed.node)
+    log.info("%s", failed.error)
+    for text in failed.others:
+        log.info("%s", text)
+
+
+def _raise_signal(exit_code: int, in_sweep: bool) -> None:
+    """Raise for the signal that has stopped the run, or that ends the sweep after it."""
     late = stop.reset()  # a signal after the training had ended
     if exit_code > 128:
         raise signals.Interrupted if exit_code == 130 else SystemExit(exit_code)
-    if late and swept is not None:  # the sweep ends
+    if late and in_sweep:
         raise signals.Terminated(late)
-    return failed
 
 
 def _advise(folder: Path, words: Sequence[str], stopped: bool) -> None:

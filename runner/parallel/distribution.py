@@ -141,19 +141,12 @@ class Distribution:
         if self.sync_batchnorm:
             data = axes.dp.get_group()
             nn.SyncBatchNorm.convert_sync_batchnorm(model, data)  # type: ignore[no-untyped-call]
+        self._require_shardable(model)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = mesh.of_experts(model) if sizes.ep > 1 else frozenset()
-        styles: Mapping[str, str] = {}
-        if sizes.tp > 1:
-            styles = tensor_styles.checked_plan(
-                model, self.tp_plan, sizes.tp, self.sequence_parallel
-            )
+        styles = self._tensor_styles(model)
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
-        self._require_no_post_accumulate(model)
-        problem = mixed_dtypes(model, experts_apart=sizes.ep > 1) if self.sharded else None
-        if problem:
-            raise ValueError(problem)
         # Ranks may have drawn different weights.
         broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], world)
         own_stages = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
@@ -166,7 +159,7 @@ class Distribution:
         usage = Usage()
         if self.sharded:
             self._shard_over_data(roots, axes, usage, ends=not parts)
-        if max(sizes.tp, sizes.pp, sizes.ep, self.zero_stage + 1) == 1:
+        if self._is_replicated():
             # All ranks have bitwise equal gradients, so that clipping needs no collective.
             layout = Layout.of_model(model)
         else:
@@ -207,8 +200,23 @@ class Distribution:
             once=bool(own_stages.copies or experts),
         )
 
-    def _require_no_post_accumulate(self, model: nn.Module) -> None:
-        """Refuse hooks that would not be called, or not with the gradient of the parameter."""
+    def _is_replicated(self) -> bool:
+        """Return True if every rank holds and steps the whole model."""
+        sizes = self.sizes
+        return max(sizes.tp, sizes.pp, sizes.ep) == 1 and self.zero_stage == 0
+
+    def _tensor_styles(self, model: nn.Module) -> Mapping[str, str]:
+        """Return how each layer is split over tensor-parallel ranks."""
+        if self.sizes.tp == 1:
+            return {}
+        ranks = self.sizes.tp
+        return tensor_styles.checked_plan(model, self.tp_plan, ranks, self.sequence_parallel)
+
+    def _require_shardable(self, model: nn.Module) -> None:
+        """Refuse mixed dtypes in a block, and hooks that would not be called as autograd does."""
+        problem = mixed_dtypes(model, experts_apart=self.sizes.ep > 1) if self.sharded else None
+        if problem:
+            raise ValueError(problem)
         reasons = []
         if self.sizes.tp > 1:
             reasons.append("tensor parallelism replaces parameters by the parts on each rank")

@@ -11,7 +11,7 @@ from runner.config.notation import first_few
 from runner.config.notation import rounded as typed
 from runner.report.findings import DIVERGED, DONE, Findings
 from runner.report.look import joined, percent, plural, rounded
-from runner.report.run import Run, command_of
+from runner.report.run import Run, SweepRuns, command_of
 from runner.report.settings import MODE, RATE, THRESHOLD, Setting, choice, short
 from runner.report.statistics import Difference
 from runner.run_folder import keys
@@ -341,7 +341,7 @@ def _next(findings: Findings) -> tuple[str, str]:
     """Return the command to run next, and what it is for; empty texts if there is none."""
     sweep = findings.sweep
     runs = sweep.runs
-    if not runs or all(run.own_loop for run in runs) or not (sweep.single or sweep.words):
+    if not _has_commands(sweep):
         return "", ""
     unfinished = [run for run in runs if run.state not in DONE]
     if unfinished and not sweep.single and sweep.words:
@@ -363,6 +363,19 @@ def _next(findings: Findings) -> tuple[str, str]:
     if sweep.searches:
         words = [word for word in best.runs[0].overrides if not word.startswith("seed=")]
         return command_of(["-m", *words, "seed=0,1,2,3,4"]), "The best trial, with five seeds:"
+    return _train_with(findings, best)
+
+
+def _has_commands(sweep: SweepRuns) -> bool:
+    """Return whether commands of this project made the runs."""
+    if all(run.own_loop for run in sweep.runs):
+        return False
+    return sweep.single or bool(sweep.words)
+
+
+def _train_with(findings: Findings, best: Setting) -> tuple[str, str]:
+    """Return the command that trains with the best setting."""
+    sweep = findings.sweep
     words = [word for word in best.runs[0].overrides if not word.startswith("seed=")]
     if "-m" not in sweep.words and "--multirun" not in sweep.words:
         words.append("hydra.mode=RUN")  # a recipe asked for the sweep

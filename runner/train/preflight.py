@@ -307,45 +307,73 @@ def _fit(config: RunConfig, model: nn.Module, data: Data, criterion: Any) -> Ite
     """Check that two samples go through model and criterion, and that metrics take the outputs."""
     if length_of(data.train) == 0:
         return
-    place: tuple[str, str | None] = ("model._target_", config.model.target)
-    samples = None
     try:
-        WindowLoss(model, Loss(criterion, config.loss.items))
-    except ValueError as error:  # its reduction
-        stated = config.loss.items != "auto"
-        key = ("loss.items", config.loss.items) if stated else ("loss._target_", config.loss.target)
-        yield Problem(*key, str(error))
-        return
-    try:
-        samples = collate_pairs([first_sample(data.train)] * 2)
         loss = WindowLoss(model, Loss(criterion, config.loss.items))
-        loss.items(samples)
-        batch = mapped(samples, lambda t: t.to("meta"))
-        if isinstance(criterion, nn.Module):
-            criterion.to("meta")
-        with torch.device("meta"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            outputs = loss.forward(model, batch)
-            if not loss.takes_batch and returned_loss(outputs) is None:
-                place = ("loss._target_", config.loss.target)
-                if criterion is None and _are_numbers(targets_of(samples)):
-                    named = "must name a criterion, such as torch.nn.MSELoss"
-                    raise TargetError(f"{named}: the targets are numbers, not classes")
-            loss.sum(outputs, batch, items=1)
-        if config.eval.metrics:
-            EvalMetrics(config.eval.metrics, loss).try_on(logits_of(outputs), samples)
+    except ValueError as error:  # its reduction
+        if config.loss.items != "auto":
+            yield Problem("loss.items", config.loss.items, str(error))
+        else:
+            yield Problem("loss._target_", config.loss.target, str(error))
+        return
+    trial = _Trial(config, model, loss)
+    try:
+        trial.run(data, criterion)
     except (BatchError, DataUnavailable) as error:
         yield Problem("data._target_", config.data.target, str(error))
     except MetricError as error:
         yield Problem("eval.metrics", error.metric, str(error))
     except TargetError as error:
-        yield Problem(*place, str(error))
+        yield Problem(*trial.at_fault, str(error))
     except Exception as error:
         if not _about_meta(error):
-            parts = [part for part in tree_leaves(samples) if isinstance(part, Tensor)]
-            shapes = [part.shape[1:] for part in parts if part.ndim]
-            given = ", ".join(f"[{', '.join(['B', *map(str, shape)])}]" for shape in shapes)
-            message = f"does not take a sample of {config.data.target} ({given}): "
-            yield Problem(*place, message + _first_line(error))
+            yield Problem(*trial.at_fault, trial.refusal(error))
+
+
+class _Trial:
+    """Two samples on torch's meta device, which takes no memory.
+
+    Attributes:
+        at_fault: key and value of the target that an exception comes from.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module, loss: WindowLoss) -> None:
+        self._config = config
+        self._model = model
+        self._loss = loss
+        self._samples: Any = None
+        self.at_fault: tuple[str, str | None] = ("model._target_", config.model.target)
+
+    def run(self, data: Data, criterion: Any) -> None:
+        """Run model, criterion and metrics on the first sample, twice."""
+        loss = self._loss
+        self._samples = collate_pairs([first_sample(data.train)] * 2)
+        loss.items(self._samples)
+        batch = mapped(self._samples, lambda t: t.to("meta"))
+        if isinstance(criterion, nn.Module):
+            criterion.to("meta")
+        with torch.device("meta"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            outputs = loss.forward(self._model, batch)
+            if not loss.takes_batch and returned_loss(outputs) is None:
+                self.at_fault = ("loss._target_", self._config.loss.target)
+                if criterion is None and _are_numbers(targets_of(self._samples)):
+                    raise TargetError(
+                        "must name a criterion, such as torch.nn.MSELoss: the targets are numbers, "
+                        "not classes"
+                    )
+            loss.sum(outputs, batch, items=1)
+        if self._config.eval.metrics:
+            EvalMetrics(self._config.eval.metrics, loss).try_on(logits_of(outputs), self._samples)
+
+    def refusal(self, error: Exception) -> str:
+        """Return that the target does not take the samples, with their shapes."""
+        shapes = []
+        for part in tree_leaves(self._samples):
+            if isinstance(part, Tensor) and part.ndim:
+                sizes = ["B", *(str(size) for size in part.shape[1:])]
+                shapes.append(f"[{', '.join(sizes)}]")
+        reason = _first_line(error)
+        data = self._config.data.target
+        return f"does not take a sample of {data} ({', '.join(shapes)}): {reason}"
 
 
 def _are_numbers(targets: Any) -> bool:

@@ -22,7 +22,7 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "_FabricModule": "_forward_module",
 }
-_SAMPLE = 512  # elements of a tensor that ranks compare
+_SAMPLE = 128  # elements of a tensor that ranks compare
 
 
 @dataclass(eq=False)

@@ -105,8 +105,8 @@ class Watch:
             try:
                 places = gathered(place, _groups[2], self._ranks.grace())
                 self.places = dict(enumerate(places))
-            except RuntimeError:
-                pass  # a rank that is not in this check; what is known of this one stays
+            except (RuntimeError, ValueError):
+                pass  # ranks left this check, or the process group; what is known stays
         if not self.state:
             text = f"the clipping takes over {self._ranks.timeout:g} s: {in_words(self.places)}\n"
             sys.stderr.write(f"check_clipping: {text}")

@@ -15,7 +15,7 @@ from torch import Tensor
 TORCH_EPS = 1e-6
 """``torch.nn.utils.clip_grad_norm_`` adds it to the norm that it divides by; others do not."""
 
-_CHUNK = 2**16  # elements that are worked on at a time, so that they stay in a cache
+_CHUNK = 2**17  # elements that are worked on at a time, so that they stay in a cache
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -212,7 +212,7 @@ class ClippingCheck:
         self._watch.state = "has left the clipping"
         excluded = self._excluded()
         changes = measure(self._parts, self, excluded)
-        step_order.left(self._parts)
+        step_order.left(self._parts, math.isfinite(self.norm))
         try:
             self._changes = self._ranks.gather(changes, self._watch.left())
         except MissingRanksError as missing:

@@ -78,9 +78,10 @@ def entered(parts: list[Part]) -> list[str]:
     return problems
 
 
-def left(parts: list[Part]) -> None:
-    """Remember the gradients that were clipped."""
+def left(parts: list[Part], finite: bool) -> None:
+    """Remember the gradients that were clipped; a step that is not finite may be skipped."""
     for part in parts:
         gradient = part.parameter.grad
-        if gradient is not None:
+        _clipped.pop(part.parameter, None)  # type: ignore[no-untyped-call]
+        if gradient is not None and finite:
             _clipped[part.parameter] = _Mark(part.parameter, local(gradient))

@@ -265,6 +265,17 @@ def several_steps():
     return "\n".join(texts)
 
 
+def a_skipped_step():
+    """A step that is not finite is left out, and its gradients are zeroed in place."""
+    model = DistributedDataParallel(net())
+    texts = []
+    for factor in (math.inf, 1.0):
+        backward(model, scale=factor)
+        texts.append(by_torch(model))
+        model.zero_grad(set_to_none=False)
+    return "\n".join(texts)
+
+
 RIGHT = {
     name: body
     for name, body in list(globals().items())

@@ -539,6 +539,8 @@ def number_of(value: Any) -> float | None:
 def _near(first: float, second: float, tolerance: float) -> bool:
     if first == second:
         return True
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return False
     return abs(first - second) <= tolerance * max(abs(first), abs(second))
 
 

@@ -329,6 +329,14 @@ def rounded_to_bfloat16():
     return report(model, clip), "bfloat16"
 
 
+def squares_that_overflow():
+    model = ddp()
+    for parameter in model.parameters():
+        parameter.grad.mul_(1e20)
+    found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return found, "inf of the true norm: the sum of powers is too large for float32"
+
+
 def of_gradients_that_were_not_unscaled():
     model = ddp()
 

@@ -353,7 +353,8 @@ def _of_types(sums: Sums) -> Iterator[Mistake]:
     norm = sums.norm
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
         value = float(torch.tensor(norm, dtype=torch.float64).to(dtype))
-        yield Mistake(f"the norm is rounded to {name}", _same(value, size))
+        if math.isfinite(value):
+            yield Mistake(f"the norm is rounded to {name}", _same(value, size))
     overflows = sums.p != 0 and not math.isinf(sums.p)
     total = sums.of(sums.all)
     if overflows and total > torch.finfo(torch.float16).max:

@@ -99,8 +99,8 @@ def test_it_runs_the_main_job_from_an_empty_folder(python_says, tmp_path):
 def test_the_model_and_data_of_readme_train(python_says, tmp_path, words):
     """Split over two ranks, over two ranks in a sweep, and continued in one process."""
     empty, readme = tmp_path / "empty", (ROOT / "README.md").read_text()
-    [code] = re.findall(r"Save this as `mine.py`:\n\n```python\n(.*?)```", readme, re.DOTALL)
-    assert len(code.splitlines()) <= 25
+    [code] = re.findall(r"```python\n(# mine.py\n.*?)```", readme, re.DOTALL)
+    assert len(code.splitlines()) <= 28
     (empty / "mine.py").write_text(code)
     [command] = re.findall(r"^    python (-m runner model=mine.Net .*)$", readme, re.MULTILINE)
     command = [*command.split(), "tracker=none"]

@@ -261,34 +261,47 @@ def _wrong(
         which = "right norm" if returned is None else "whatever the norm"
         yield f"{which}, nothing was scaled: the coefficient is {high:.4g}"
         return
+    values = [change.coefficient for _, change in known]
     apart = _apart(whole, known, tolerance)
     if apart:
         yield apart
-        return
-    values = [change.coefficient for _, change in known]
-    uniform = _is(min(values), max(values), tolerance + 1e-6)
-    if uniform:
+    elif _is(min(values), max(values), tolerance + 1e-6):
         yield _uniform(whole, values[0], norm, max_norm, tolerance, explain)
-        return
+    else:
+        pattern = _pattern_of_norms(whole, known, returned, max_norm, p, tolerance)
+        yield pattern or _some_wrong(known, wrong, high)
+
+
+def _pattern_of_norms(
+    whole: Whole,
+    known: Sequence[tuple[int, Change]],
+    returned: Sequence[float] | None,
+    max_norm: float,
+    p: float,
+    tolerance: float,
+) -> str | None:
+    """Return that parts were clipped by norms of their own, or some of them before the others."""
     for level in ("parameter", "layer"):
         if _by_own_norm(whole, known, level, max_norm, p, tolerance):
-            yield f"each {level} was clipped by its own norm, not by the norm of all"
-            return
-    if returned is not None:
-        first = _clipped_before(whole, known, returned[0], max_norm, p)
-        if first:
-            yield f"clipped before the rest, and again with it: {first_few(first)}"
-            return
+            return f"each {level} was clipped by its own norm, not by the norm of all"
+    if returned is None:
+        return None
+    first = _clipped_before(whole, known, returned[0], max_norm, p)
+    return f"clipped before the rest, and again with it: {first_few(first)}" if first else None
+
+
+def _some_wrong(
+    known: Sequence[tuple[int, Change]], wrong: Sequence[tuple[int, Change]], high: float
+) -> str:
+    """Return which parameters were not scaled, or scaled by another coefficient."""
+    lowest = min(change.coefficient for _, change in known)
     unscaled = [change.name for _, change in wrong if _is(change.coefficient, 1.0, 1e-6)]
     if unscaled and len(unscaled) == len(wrong):
-        yield (
-            f"not scaled, while others were scaled by {min(values):.4g}: "
-            f"{first_few(list(dict.fromkeys(unscaled)))}"
-        )
-        return
+        names = first_few(list(dict.fromkeys(unscaled)))
+        return f"not scaled, while others were scaled by {lowest:.4g}: {names}"
     rank, change = (wrong or known)[0]
     names = first_few(list(dict.fromkeys(change.name for _, change in wrong or known)))
-    yield (
+    return (
         f"{change.name} was scaled by {change.coefficient:.4g} on rank {rank} instead of "
         f"{high:.4g}, and so are others wrong: {names}"
     )

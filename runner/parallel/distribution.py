@@ -178,16 +178,17 @@ class Distribution:
         after_batch = AfterBatch(model.parameters() if parts else ())
         averagings = self._averagings(model, modules, replicas, after_batch)
         pipeline = self._pipeline(modules, axes, device, after_batch) if parts else None
-        calls: list[Callable[[], None]] = []
-        if pipeline is not None:
-            calls.append(pipeline.require_unchanged)
-        calls += self._drop_unused(model, axes, experts, usage)
-        calls.append(self._sum_partial(model, axes))
-        calls += [averaging.finish for averaging in averagings]
-        calls += tied
-        calls.append(sync.broadcast_buffers(model, axes, experts))
         replicated = tensor_styles.replicated(model)
-        calls.append(tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()))
+        # In this order, once a step, on every rank.
+        calls: list[Callable[[], None]] = [
+            *([] if pipeline is None else [pipeline.require_unchanged]),
+            *self._drop_unused(model, axes, experts, usage),
+            self._sum_partial(model, axes),
+            *(averaging.finish for averaging in averagings),
+            *tied,
+            sync.broadcast_buffers(model, axes, experts),
+            tensor_styles.ReplicaCheck(replicated, axes.tp.get_group()),
+        ]
         return ParallelModel(
             layout=layout,
             sync_grads=lambda: sync.in_turn(calls),

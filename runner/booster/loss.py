@@ -197,6 +197,8 @@ class WindowLoss:
         """Load what :meth:`state_dict` returned, unless what a mean divides by is known here."""
         if not self.unproved:
             return
+        if "divisor" in state:
+            return  # An earlier version found it in another way: it is measured again.
         if "candidates" in state:
             self.use(Candidates.from_state_dict(state["candidates"]))
         self.unproved = state["unproved"]

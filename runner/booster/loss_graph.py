@@ -39,6 +39,31 @@ _PASSED = (
 """Operations that leave a mean what it is: their names begin so."""
 _ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
+_OF_PARAMETERS = (
+    *_ADDED,
+    "Abs",
+    "Clone",
+    "Div",
+    "Exp",
+    "LinalgVectorNorm",
+    "Log",
+    "Mean",
+    "Mul",
+    "Neg",
+    "Norm",
+    "Permute",
+    "Pow",
+    "Sigmoid",
+    "Softplus",
+    "Sqrt",
+    "Squeeze",
+    "Sum",
+    "ToCopy",
+    "Transpose",
+    "Unsqueeze",
+    "View",
+)
+"""Operations that keep a value one of parameters alone. Products of matrices may hold samples."""
 _ELEMENTS = ("Unbind", "Select", "Index", "Slice", "Split", "Take")
 
 
@@ -164,7 +189,7 @@ def _read_scalar(place: _Place) -> _Step:
         return None, [part._replace(inside=True) for part in before]
     if name.startswith(_PASSED):
         return None, before
-    if _is_learned_number(place):
+    if _is_learned_number(place) or _is_penalty(place):
         return place.term(), []
     if hasattr(place.node, "saved_tensors"):
         raise GraphError(f"its graph ends in {place.node.name()}")
@@ -182,9 +207,18 @@ def _read_elements(place: _Place) -> _Step:
         return None, place.averaged().before()
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
         return None, before
-    elif name in ("Stack", "Cat") and all(part.is_scalar for part in before):
+    elif _is_sum_of_parts(name, before):
         return None, [part._replace(inside=True) for part in before]
+    elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
+        return None, [part for part in before if not _is_penalty(part)]
     return place.term(), []
+
+
+def _is_sum_of_parts(name: str, before: list[_Place]) -> bool:
+    """Return whether elements are means of their own, or values plus a penalty."""
+    if name in ("Stack", "Cat"):
+        return all(part.is_scalar for part in before)
+    return name in ("Add", "Sub") and any(_is_penalty(part) for part in before)
 
 
 def _product(place: _Place) -> _Step:
@@ -213,6 +247,24 @@ def _is_learned_number(place: _Place) -> bool:
         before = current.before()
         if current.name.startswith(_ELEMENTS) and before[0].name == "AccumulateGrad":
             continue
+        places += before
+    return False
+
+
+def _is_penalty(place: _Place) -> bool:
+    """Return whether a value depends on parameters alone, and on no sample."""
+    places = [place]
+    for _ in range(200):
+        if not places:
+            return True
+        current = places.pop()
+        if current.name == "AccumulateGrad":
+            continue
+        if not current.name.startswith(_OF_PARAMETERS):
+            return False
+        before = current.before()
+        if current.name in ("Mul", "Div") and len(before) == 1 and _number(current.node) is None:
+            return False  # Something else than a number, such as the inputs.
         places += before
     return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -81,7 +81,28 @@ def _key_of_now(key: str) -> str:
     if key.startswith(("AdaGCClip(", "PercentileClip(", "ZScoreClip(")):
         key = key.replace("history=True", "history='clipped'")
         key = key.replace("history=False", "history='raw'")
-    return key
+    name, _, options = key.removesuffix(")").partition("(")
+    return _key(name, _divided(options))
+
+
+def _divided(options: str) -> list[str]:
+    """Divide the options of a key at the commas that are not inside of brackets or quotes."""
+    parts = [""]
+    depth = 0
+    quoted = False
+    for character in options:
+        quoted ^= character == "'"
+        depth += (character in "([{") - (character in ")]}") if not quoted else 0
+        if character == "," and depth == 0 and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _key(name: str, options: Iterable[str]) -> str:
+    """Return a key whose options are sorted: their order has changed with versions."""
+    return f"{name}({', '.join(sorted(options))})"
 
 
 def key_of(mode: ClipMode) -> str:
@@ -90,8 +111,8 @@ def key_of(mode: ClipMode) -> str:
     for option in fields(mode):
         if option.init and option.name != "threshold":
             options[option.name] = getattr(mode, option.name)
-    named = ", ".join(f"{name}={_text(value)}" for name, value in options.items())
-    return f"{_class_name(type(mode))}({named})"
+    texts = [f"{name}={_text(value)}" for name, value in options.items()]
+    return _key(_class_name(type(mode)), texts)
 
 
 def _text(value: Any) -> str:

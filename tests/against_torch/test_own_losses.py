@@ -275,6 +275,15 @@ def penalised(net, batch):
     return nano_gpt(net, batch) + 1e-2 * squares
 
 
+def with_norms_of_weights(net, batch):
+    return nano_gpt(net, batch) + 1e-2 * sum(p.norm() for p in net.head.parameters())
+
+
+def norm_of_a_product(net, batch):
+    """A product of a weight and samples is no penalty of the weight."""
+    return (batch["x"] @ net.head.weight.T).norm()
+
+
 def several_tokens(net, batch):
     """The next word and the one after it."""
     logits, labels = net.head(batch["x"]), batch["labels"]
@@ -288,6 +297,12 @@ def learned_weights(net, batch):
     labels = F.cross_entropy(net.head(batch["x"]).flatten(0, 1), batch["labels"].flatten())
     first, second = net.scale
     return torch.exp(-first) * labels + first + torch.exp(-second) * numbers + second
+
+
+def vector_of_learned_weights(net, batch):
+    numbers = F.mse_loss(net.value(batch["x"]).squeeze(-1), batch["numbers"])
+    labels = F.cross_entropy(net.head(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+    return (torch.exp(-net.scale) * torch.stack([labels, numbers]) + net.scale).sum()
 
 
 def looped(net, batch):
@@ -401,9 +416,12 @@ CASES = {
     "two masks": Case(two_masks, with_two_masks, refused=ELSE),
     "nanoGPT": Case(nano_gpt, ignoring(-1)),
     "nanoGPT with a penalty": Case(penalised, ignoring(-1)),
+    "nanoGPT with norms of weights": Case(with_norms_of_weights, ignoring(-1)),
+    "the norm of a product": Case(norm_of_a_product, refused="vectornorm of what it has summed"),
     "several tokens": Case(several_tokens, holes=False),
     "several tokens that are ignored later": Case(several_tokens, ignoring(-100), refused=ELSE),
     "learned weights of tasks": Case(learned_weights),
+    "a vector of learned weights": Case(vector_of_learned_weights),
     "a loop over samples": Case(looped),
     "class weights of the batch": Case(weights_of_the_batch, refused=ELSE),
     "class weights": Case(weights_of_classes),

@@ -161,3 +161,10 @@ def test_a_batch_whose_targets_cannot_be_found_is_refused_in_one_message():
         words = f"{what}|has to be a pair (inputs, targets)|collate_fn|loss(outputs, batch)"
         items = WindowLoss(nn.Identity(), nn.MSELoss()).items
         refused(BatchError, words, items, batch)
+
+
+def test_what_an_earlier_version_has_found_is_measured_again():
+    loss = WindowLoss(nn.Linear(2, 1), lambda outputs, targets: (outputs - targets).abs().mean())
+    assert loss.unproved
+    loss.load_state_dict({"unproved": False, "divisor": {"counts": "samples"}})
+    assert loss.unproved

@@ -5,5 +5,6 @@ TABLES = {
     "parallel": "runner.bench.parallel:rows",
     "loop": "runner.bench.loop:rows",
     "start": "runner.bench.loop:start",
+    "scale": "runner.bench.scale:rows",
 }
 """Generators of the rows of each table, ``rows(setting)``; their docstrings are the titles."""

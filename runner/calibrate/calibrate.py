@@ -74,8 +74,11 @@ class Tally:
 
     def gather(self, layout: Layout) -> tuple[list[float], float]:
         """Return the counts of each bin and of everything, over all ranks; one collective."""
-        counts = [0.0] * (BINS + 1) if self._counts is None else self._counts.tolist()
-        *everywhere, total = (math.fsum(map(float, column)) for column in layout.gather(counts))
+        counts = self._counts
+        if counts is None:
+            wide = transfer.widest(layout.device)
+            counts = torch.zeros(BINS + 1, dtype=wide, device=layout.device)
+        *everywhere, total = layout.sum(counts).tolist()
         return everywhere, total
 
 

@@ -191,6 +191,7 @@ def bench(argv: Sequence[str]) -> int:
       parallel   clipping under fsdp, tensor and a 2-D mesh on 2 and 4 ranks
       loop       a training loop with its record against a bare one, in one process and under ddp
       start      the time until a command answers, and a run's time besides its training
+      scale      what a rank receives to agree with all others, on up to 16,384 ranks
     """
     parser = command_parser(bench)
     add = parser.add_argument

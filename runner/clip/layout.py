@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.clip import transfer
+from runner.clip.account import account
 from runner.clip.shard import (
     ParamShard,
     Whole,
-    account,
     is_sharded,
     local_gradients,
     placed,
@@ -153,7 +153,7 @@ class Layout:
     ) -> Layout:
         """Return the layout that DTensor placements describe; a plain parameter is whole.
 
-        One collective of ``group``, all ranks that hold any part of ``model``: there is a
+        A few collectives of ``group``, all ranks that hold any part of ``model``: there is a
         ``LayoutError`` if they do not count each of the ``whole`` model's elements, by name, once.
         ``ranks`` of a name are those that hold a shard or a replica, by default all. ``renamed``
         has the name of a tied parameter by that of its copy.
@@ -258,17 +258,25 @@ class Layout:
     def gather(self, values: Sequence[Number]) -> list[list[Number]]:
         """Gather, for each value, those of all ranks; no collective where all is on this rank.
 
-        A gather rather than a sum: sums and maxima travel together, and every rank adds the same
-        rows in the same order, so that all get the same bits.
+        For a handful of values: each rank receives values times ranks. Sums and maxima travel
+        together, and every rank adds the same rows in the same order, so that all get the same
+        bits. Vectors over parameters or units travel by :meth:`sum` and :meth:`max`.
         """
         if self.group is None:
             return [[value] for value in values]
-        columns = self.rows_of_ranks(transfer.on_device(values, self.device)).T
+        row = transfer.on_device(values, self.device)
+        columns = transfer.start_gather(row, self.group)().T
         return [list(transfer.numbers(column)) for column in columns]
 
-    def rows_of_ranks(self, row: Tensor) -> Tensor:
-        """Gather a vector of each rank, [ranks, values]; see :meth:`gather`."""
-        return row.unsqueeze(0) if self.group is None else transfer.start_gather(row, self.group)()
+    def sum(self, vector: Tensor) -> Tensor:
+        """Return the sum of the vectors of all ranks, the same bits on every rank."""
+        alone = self.group is None or not vector.numel()
+        return vector if alone else transfer.sum_over_ranks(vector, self.group)
+
+    def max(self, vector: Tensor) -> Tensor:
+        """Return the maximum of the vectors of all ranks, NaN where any rank has NaN."""
+        alone = self.group is None or not vector.numel()
+        return vector if alone else transfer.max_over_ranks(vector, self.group)
 
     def matching(self, pattern: str, option: str) -> list[str]:
         """Return the names of parameters that match a glob, which the mode's ``option`` has."""

@@ -57,7 +57,8 @@ def combine(powers: Sequence[Number], norm_type: float) -> Number:
     """Return the norm, given the share of each rank in ‖G‖^p."""
     device = next((power.device for power in powers if isinstance(power, Tensor)), None)
     if device is not None:
-        return combined_norms(transfer.on_device(powers, device), norm_type)
+        on_ranks = transfer.on_device(powers, device)
+        return on_ranks.amax() if math.isinf(norm_type) else on_ranks.sum() ** (1.0 / norm_type)
     if math.isinf(norm_type):
         # The result of max() with NaN depends on the order.
         return math.nan if any(map(math.isnan, powers)) else max(powers)
@@ -71,9 +72,11 @@ def combine_norms(norms: Sequence[Number], norm_type: float) -> Number:
     return combine(whole, norm_type)
 
 
-def combined_norms(every: Tensor, norm_type: float) -> Tensor:
-    """Return the norms, [...], whose shares on all ranks are given, [ranks, ...]."""
-    return every.amax(0) if math.isinf(norm_type) else every.sum(0) ** (1.0 / norm_type)
+def norms_over_ranks(layout: Layout, shares: Tensor, norm_type: float) -> Tensor:
+    """Return norms, [...], given this rank's share in the power of each; one collective."""
+    if math.isinf(norm_type):
+        return layout.max(shares)
+    return layout.sum(shares) ** (1.0 / norm_type)
 
 
 def powers_of(

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runner.clip.account import account
 from runner.clip.layout import Layout, OptionError
 from runner.clip.shard import (
     LayoutError,
     ParamShard,
-    account,
     is_dtensor,
     local,
     placed,
@@ -65,7 +65,7 @@ def over_ranks(model: nn.Module, world: dist.ProcessGroup, process_groups: Proce
 
     DTensors lie as their placements say. Parameters that match a pattern of ``process_groups`` are
     distinct on each rank of the group, and replicas over all other ranks. All others are replicas
-    on all ranks. Takes two collectives of ``world``.
+    on all ranks. Takes a few collectives of ``world``.
 
     Raises:
         LayoutError: replicas differ, or a parameter lies on some ranks alone. On every rank.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
-from runner.clip.norms import combined_norms, powers_of
+from runner.clip.norms import norms_over_ranks, powers_of
 from runner.config.modes import AdaGC, PerParameter
 
 
@@ -46,8 +46,7 @@ class TensorMode(ClipMode):
         assert powers is not None
         presence = powers._replace(each=torch.ones_like(powers.each))
         on_this_rank = torch.stack([powers.of_parameters(layout), presence.of_parameters(layout)])
-        of_all_ranks = layout.rows_of_ranks(on_this_rank.flatten()).view(-1, *on_this_rank.shape)
-        norms, present = combined_norms(of_all_ranks, p)
+        norms, present = norms_over_ranks(layout, on_this_rank, p)
         tensors = TensorNorms(norms, present > 0, p)
         return GradStats.measured(tensors.total, powers, tensors)
 

@@ -96,7 +96,7 @@ class OptimizerMode(ClipMode):
             if id(shard.param) in self._places:
                 stepped_here[layout.positions[shard.name]] += shard.weight.numel()
         row = transfer.on_device(stepped_here, layout.device)
-        stepped: list[float] = layout.rows_of_ranks(row).sum(0).tolist()
+        stepped: list[float] = layout.sum(row).tolist()
         self._copies = {}
         for (name, parameter), elements in zip(layout.parameters.items(), stepped, strict=True):
             self._copies[name] = elements / max(1, math.prod(parameter.shape))
@@ -257,7 +257,7 @@ class UpdateClip(Update, OptimizerMode):
 
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        """Measure ‖G‖ and the RMS of each tensor, with one collective for both.
+        """Measure ‖G‖ and the RMS of each tensor, with one collective for both (two for p = inf).
 
         ``work`` is the RMS of each of ``layout.names``, and whether an optimizer steps it with a
         gradient.
@@ -278,10 +278,15 @@ class UpdateClip(Update, OptimizerMode):
             sizes = layout.constant("elements", stepped, lambda shard: shard.weight.numel())
             sums[0].index_add_(0, positions, torch.stack(ratios))
             sums[1].index_add_(0, positions, sizes)
-        row = torch.cat([transfer.on_device([power], device), sums.view(-1)])
-        of_ranks = layout.rows_of_ranks(row)
-        norm = combine([transfer.read(power) for power in of_ranks[:, 0]], self.norm_type)
-        ratio, elements = of_ranks[:, 1:].sum(0).view(2, -1)
+        if math.isinf(self.norm_type):
+            norm = combine(layout.gather([power])[0], self.norm_type)
+            totals = layout.sum(sums.view(-1))
+        else:
+            row = torch.cat([transfer.on_device([power], device), sums.view(-1)])
+            of_all_ranks = layout.sum(row)
+            norm = combine([transfer.read(of_all_ranks[0])], self.norm_type)
+            totals = of_all_ranks[1:]
+        ratio, elements = totals.view(2, -1)
         work = ((ratio / elements.clamp(min=1.0)).sqrt(), elements > 0)
         return GradStats.measured(norm, powers, work)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -141,34 +140,6 @@ def position_of(parameter: Tensor) -> tuple[tuple[int, ...], int]:
             position.append(parameter.device_mesh.get_local_rank(axis))
             parts *= parameter.device_mesh.size(axis)
     return tuple(position), parts
-
-
-def account(
-    shards: Sequence[ParamShard], group: dist.ProcessGroup, whole: Mapping[str, int]
-) -> tuple[dict[str, Whole], str]:
-    """Check that the shards of all ranks add up to ``whole``; one collective."""
-    shares = [(p.name, p.weight.numel() / p.num_replicas, Whole.of(p)) for p in shards]
-    device_type = shards[0].param.device.type if shards else None
-    everywhere: list[Any] = [None] * group.size()
-    dist.all_gather_object(everywhere, (device_type, shares), group=group)
-    accounted: defaultdict[str, float] = defaultdict(float)
-    parameters: dict[str, Whole] = {}
-    for _, of_rank in everywhere:
-        for name, share, parameter in of_rank:
-            accounted[name] += share
-            parameters.setdefault(name, parameter)
-    unknown = sorted(accounted.keys() - whole.keys())
-    if unknown:
-        raise LayoutError(
-            f"{', '.join(unknown)}: no such parameter in the whole model (a weight is tied no "
-            "longer, or ranks hold different models)"
-        )
-    for name, elements in whole.items():
-        if abs(accounted[name] - elements) > 1e-6 * max(elements, 1):
-            text = f"{name} has {elements} elements, but the ranks account for {accounted[name]:g}"
-            raise LayoutError(text)
-    device_types = [kind for kind, _ in everywhere if kind is not None]
-    return parameters, device_types[0] if device_types else "cpu"
 
 
 def _shards(parameter: DTensor) -> Iterator[tuple[int, Any]]:

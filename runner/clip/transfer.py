@@ -127,3 +127,23 @@ def start_gather(row: Tensor, group: dist.ProcessGroup | None) -> Callable[[], T
         return rows.view(ranks, -1)
 
     return wait
+
+
+def sum_over_ranks(vector: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the sum of the vectors of all ranks.
+
+    Each rank receives about twice the vector, on any number of ranks. All get the same bits: the
+    backends add each part in one order and send the result.
+    """
+    total = vector.clone()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    return total
+
+
+def max_over_ranks(vector: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the maximum of the vectors of all ranks, NaN where any rank has NaN."""
+    missing = vector.isnan()
+    # A backend may lose NaN, depending on the order of the ranks: flags say where it was.
+    largest = torch.stack([vector.where(~missing, -math.inf), missing.to(vector.dtype)])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest[0].where(largest[1] == 0, math.nan)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from runner.clip.transfer import start_gather
+from runner.clip.transfer import SHORT, start_gather
 
 T = TypeVar("T")
 
@@ -138,6 +138,10 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[
     if group is None or group.size() == 1:
         return list(flags)
     # On the host, so that no accelerator is waited for.
+    if len(flags) > SHORT:
+        set_by_any = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(set_by_any, op=dist.ReduceOp.MAX, group=group)
+        return [flag > 0 for flag in set_by_any.tolist()]
     wait = start_gather(torch.tensor(flags), group)
     of_any: list[bool] = wait().any(0).tolist()
     return of_any

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from runner.clip import Decision, Layout, Number, ParamShard, transfer
-from runner.clip.norms import Powers, combined_norms, powers_of
+from runner.clip.norms import Powers, norms_over_ranks, powers_of
 from runner.config.notation import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.divergence import diverged_from
@@ -118,8 +118,8 @@ class StepValues(NamedTuple):
 class Gauges:
     """Measures norms of parameters, and of their updates, of which each rank has a share.
 
-    The measurements of a step lie in one vector, which stays on the device. The vectors of many
-    steps are combined over ranks in one collective, when metrics travel to the host.
+    The measurements of a step lie in one vector, which stays on the device until metrics travel to
+    the host: then the vectors of many steps are combined over ranks.
     """
 
     def __init__(self, layout: Layout, norm_type: float, per_layer: bool, updates: bool) -> None:
@@ -150,14 +150,23 @@ class Gauges:
         return end
 
     def over_ranks(self, shares: list[Tensor]) -> Tensor:
-        """Combine the shares of several steps, [steps, values]; one collective."""
-        stacked = torch.stack(shares)
-        every = self.layout.rows_of_ranks(stacked.flatten()).view(-1, *stacked.shape)
-        total = every.sum(0)
-        if self.per_layer:
-            layers = slice(len(self.layout.names))
-            total[:, layers] = combined_norms(every[..., layers], self._norm_type)
-        return total
+        """Combine the shares of several steps, [steps, values]; a collective for each step.
+
+        One for all of them could round a step differently where other steps travel with it, as in
+        a run that continues.
+        """
+        return torch.stack([self._step_over_ranks(share) for share in shares])
+
+    def _step_over_ranks(self, share: Tensor) -> Tensor:
+        if not self.per_layer:
+            return self.layout.sum(share)
+        layers = len(self.layout.names)
+        if math.isinf(self._norm_type):
+            norms = norms_over_ranks(self.layout, share[:layers], self._norm_type)
+            return torch.cat([norms, self.layout.sum(share[layers:])])
+        total = self.layout.sum(share)
+        norms = total[:layers] ** (1.0 / self._norm_type)
+        return torch.cat([norms, total[layers:]])
 
     def row(self, values: Sequence[float]) -> Row:
         """Return the metrics of a step, given its values in the order of :meth:`begin`."""

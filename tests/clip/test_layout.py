@@ -65,8 +65,13 @@ class Ranks:
             columns = [each.chunk(self.world) for each in group.everyone(sent.clone())]
             torch.cat([parts[self.rank()] for parts in columns], out=rows)
 
-        def all_reduce(tensor, group):
-            tensor.copy_(sum(group.everyone(tensor.clone())))
+        def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
+            every = torch.stack(group.everyone(tensor.clone()))
+            least = {dist.ReduceOp.MIN: every.amin, dist.ReduceOp.MAX: every.amax}
+            tensor.copy_(least.get(op, every.sum)(0))
+
+        def broadcast_object_list(objects, group, group_src):
+            objects[:] = group.everyone(list(objects))[group_src]
 
         def all_gather_object(objects, mine, group):
             objects[:] = group.everyone(mine)
@@ -75,6 +80,8 @@ class Ranks:
             patch.object(dist, "all_to_all_single", all_to_all_single),
             patch.object(dist, "all_reduce", all_reduce),
             patch.object(dist, "all_gather_object", all_gather_object),
+            patch.object(dist, "broadcast_object_list", broadcast_object_list),
+            patch.object(dist, "get_backend_config", lambda group: "cpu:gloo"),
             ThreadPoolExecutor(self.world) as pool,
         ):
             futures = [pool.submit(work, rank) for rank in range(self.world)]

@@ -178,3 +178,27 @@ def test_wrong_replicas_and_plans_are_named_and_a_module_under_two_names_counts_
     loop.backward(*batch_for("gpt"))
     loop.optimizer.unscale()
     assert first == pytest.approx([total_norm(loop.layout)] * 6, rel=1e-12)
+
+
+def reduced():
+    """Vectors of this rank, and their sum and maximum over ranks."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    vector = torch.randn(1001, generator=generator, dtype=torch.float64)
+    vector[rank] = math.nan if rank == 1 else math.inf
+    layout = Layout([], dist.group.WORLD)
+    return vector, layout.sum(vector), layout.max(vector)
+
+
+def test_vectors_are_reduced_to_the_same_bits_on_every_rank():
+    ranks = run_ranks(reduced, 3)
+    vectors = torch.stack([vector for vector, _, _ in ranks])
+    for _, total, largest in ranks:
+        assert torch.equal(total.view(torch.int64), ranks[0][1].view(torch.int64))
+        assert torch.equal(largest.view(torch.int64), ranks[0][2].view(torch.int64))
+    _, total, largest = ranks[0]
+    torch.testing.assert_close(total, vectors.sum(0), rtol=1e-14, atol=1e-14, equal_nan=True)
+    # NaN of any rank is kept, which a backend's own maximum may lose.
+    torch.testing.assert_close(largest, vectors.amax(0), rtol=0, atol=0, equal_nan=True)
+    assert largest[1].isnan()
+    assert largest[0] == math.inf

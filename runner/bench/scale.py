@@ -96,7 +96,7 @@ def fake_ranks(number: int) -> Iterator[dist.ProcessGroup]:
 def rows(setting: Setting) -> Iterator[Row]:
     """Megabytes that a rank receives in a step, and at boost, apart from gradients and weights.
 
-    by torch's fake process group, for a model of 10,000 parameters; ddp receives nothing
+    by torch's fake process group, for a model of 10,000 parameters; modes under ddp send nothing
     """
     parameters = 200 if setting.quick else 10_000
     for ranks in (8, 64) if setting.quick else (8, 64, 1024, 16_384):
@@ -116,6 +116,8 @@ def of_ranks(ranks: int, parameters: int, limits: bool = False) -> Iterator[Row]
 
     with fake_ranks(ranks) as group:
         mesh = init_device_mesh("cpu", (ranks,))
+        # Layouts as plugins hand them to modes. Those of zero 2 and 3 are as that of fsdp, those of
+        # pipeline and moe as that of zero1.
         models = {
             "fsdp": sharded_model(parameters // 2, mesh, 0),
             "tensor": sharded_model(parameters // 2, mesh, 1),

@@ -184,7 +184,7 @@ def evaluate(argv: Sequence[str]) -> int:
 def bench(argv: Sequence[str]) -> int:
     """Measure this project against plain PyTorch.
 
-    Prints medians of paired ratios with quartiles. This takes about ten minutes on two cores. Leave
+    Prints medians of paired ratios with quartiles. This takes about 15 minutes on two cores. Leave
     the machine alone meanwhile.
 
       clip       what clipping and telemetry add to an optimizer step

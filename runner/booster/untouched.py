@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+_MOST_COPIED = 2**28  # bytes of frozen parameters: those of a large model are a base, no teacher
+
 
 @contextmanager
 def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Leave generators, buffers and counts of modules as they were.
+    """Leave generators, buffers, frozen parameters and counts of modules as they were.
 
-    A count is an attribute that is a number. Flags stay: some say that a hook was registered.
-    Yields a function that returns whether a random number was drawn since its last call.
+    A teacher whose weights follow the model is frozen, and may be changed in a forward pass. A
+    count is an attribute that is a number. Flags stay: some say that a hook was registered. Yields
+    a function that returns whether a random number was drawn since its last call.
     """
     held = list(modules)
     training = [(module, module.training) for module in held]
@@ -29,6 +32,7 @@ def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Ca
         for name, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_inference()
     ]
+    frozen = _copies_of_frozen(held)
     devices = [device] if device.type == "cuda" else []
     is_compiling = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
@@ -59,6 +63,22 @@ def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Ca
                 if buffer._version != version:
                     buffer.copy_(before_buffer)
                 owner[name] = buffer
+            for parameter, copy in frozen:
+                if not torch.equal(parameter, copy):
+                    parameter.copy_(copy)
+
+
+def _copies_of_frozen(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return frozen parameters and copies of them; none if these would take much memory."""
+    parameters = {
+        id(parameter): parameter
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None and not parameter.requires_grad and not parameter.is_meta
+    }
+    if sum(parameter.nbytes for parameter in parameters.values()) > _MOST_COPIED:
+        return []
+    return [(parameter, parameter.detach().clone()) for parameter in parameters.values()]
 
 
 def _numbers_of(module: nn.Module) -> dict[str, int | float]:

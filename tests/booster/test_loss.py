@@ -168,3 +168,23 @@ def test_what_an_earlier_version_has_found_is_measured_again():
     assert loss.unproved
     loss.load_state_dict({"unproved": False, "divisor": {"counts": "samples"}})
     assert loss.unproved
+
+
+class Teacher(nn.Module):
+    """A frozen teacher, which follows the model in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(3, 2)
+        self.teacher = nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, x):
+        self.teacher.weight.data.lerp_(self.student.weight.data, 0.1)
+        return {"loss": (self.student(x) - self.teacher(x)).square().mean()}
+
+
+def test_a_teacher_that_a_forward_pass_changes_is_as_before_the_measurement():
+    model = Teacher()
+    before = model.teacher.weight.clone()
+    settle(WindowLoss(model, None), model, [{"x": torch.randn(4, 3)}, {"x": torch.randn(2, 3)}])
+    assert torch.equal(model.teacher.weight, before)

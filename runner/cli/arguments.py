@@ -5,6 +5,7 @@ torch is imported only after the overrides are validated, so that a wrong key, `
 """
 
 import argparse
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,8 +72,7 @@ def read(argv: Sequence[str], purpose: str = "a run") -> Arguments:
     arguments, overrides = parser.parse_known_args(argv, namespace=Arguments())
     unknown = [text for text in overrides if text.startswith("-")]
     if unknown:
-        message = f"unknown flag of {purpose}; --help and --hydra-help list the flags"
-        raise RequestError(Problem(flag, NOTHING, message) for flag in unknown)
+        raise RequestError(Problem(flag, NOTHING, _why_unknown(flag, purpose)) for flag in unknown)
     if not arguments.cfg:
         flags = ["--resolve"] if arguments.resolve else []
         flags += ["--package"] if arguments.package else []
@@ -83,6 +83,13 @@ def read(argv: Sequence[str], purpose: str = "a run") -> Arguments:
         arguments.sections = [text for text in overrides if text in RunConfig.model_fields]
     arguments.overrides = [text for text in overrides if text not in arguments.sections]
     return arguments
+
+
+def _why_unknown(flag: str, purpose: str) -> str:
+    """Return what to type instead of a flag that does not exist."""
+    if re.match(r"--?\w+(\.\w+)*=", flag):
+        return f"a key has no dashes: {flag.lstrip('-')}"
+    return f"unknown flag of {purpose}; --help and --hydra-help list the flags"
 
 
 def _parser(purpose: str) -> Parser:

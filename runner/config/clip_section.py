@@ -51,6 +51,14 @@ class Skip(Section):
             yield "min_steps", f"must be from 2 to the window of {most} steps"
 
 
+def _listed(value: Any) -> Any:
+    """Return a list of one for a number."""
+    return [value] if type(value) in (int, float) else value
+
+
+_Thresholds = Annotated[list[t.Positive], BeforeValidator(_listed)]
+
+
 class Clip(Section):
     """The keys of all modes, and under any further key the options of the mode."""
 
@@ -67,7 +75,9 @@ class Clip(Section):
     when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
     step_in_backward: bool = key("step each parameter in the backward pass too", False)
     skip: Annotated[Skip, _SHORT] = key("leave out steps whose gradient norm is a spike", Skip())
-    what_if: list[t.Positive] = key("log the share of steps that these thresholds would clip")
+    what_if: Annotated[list[t.Positive], BeforeValidator(_listed)] = key(
+        "log the share of steps that these thresholds would clip"
+    )
 
     _options: Mode = PrivateAttr()
 

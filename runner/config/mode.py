@@ -139,8 +139,10 @@ def validated(kind: type[AnyMode], options: Mapping[str, Any]) -> AnyMode:
     adapter.validator.validate_python(ArgsKwargs((), dict(options)), self_instance=mode)
     takes_threshold = kind.info.takes_threshold
     if (mode.threshold is None) == takes_threshold:
-        needs = "needs a finite number greater than 0" if takes_threshold else "takes none"
-        raise refusal([("threshold", f"this mode {needs}")])
+        message = "this mode takes none: leave it out, or choose clip=norm"
+        if takes_threshold:
+            message = "this mode needs a finite number greater than 0"
+        raise refusal([("threshold", message)])
     if conflicts := list(mode.conflicts()):
         raise refusal(conflicts)
     return mode

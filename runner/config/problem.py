@@ -91,17 +91,36 @@ class RefusedOnAllRanks(RequestError):
 
 # Names of other programs, whose spelling is not near ours, or is nearer to a wrong one (gpu: cpu).
 _NAMES_ELSEWHERE = {
-    "fp16": ("16", "amp", "float16", "half"),
-    "bf16": ("bfloat16",),
+    "fp16": ("16", "16-mixed", "amp", "float16", "half"),
+    "bf16": ("bf16-mixed", "bf16-true", "bfloat16"),
+    "fp32": ("32", "32-true", "float32"),
     "cuda": ("gpu",),
     "float64": ("fp64",),
     "rowwise": ("row",),
+    "plugin": ("strategy",),
     "plugin.nproc": ("devices", "gpus", "nproc_per_node"),
     "plugin.tp_size": ("tensor_parallel_size",),
-    "train.max_duration": ("epochs",),
-    "accumulation.steps": ("gradient_accumulation_steps",),
-    "clip.threshold": ("gradient_clip_val", "max_grad_norm"),
-    "optimizer.lr": ("learning_rate", "lr"),
+    "train.max_duration": ("epochs", "max_epochs", "max_steps", "num_epochs", "num_train_epochs"),
+    "data.batch_size": ("per_device_train_batch_size", "train_batch_size"),
+    "accumulation.steps": (
+        "accumulate_grad_batches",
+        "accumulation_steps",
+        "grad_accum",
+        "gradient_accumulation_steps",
+    ),
+    "clip.threshold": (
+        "clip_grad",
+        "clip_norm",
+        "clip_value",
+        "grad_clip",
+        "gradient_clip_val",
+        "max_grad_norm",
+        "max_norm",
+    ),
+    "optimizer.lr": ("base_lr", "learning_rate", "lr"),
+    "scheduler.warmup_fraction": ("warmup", "warmup_ratio", "warmup_steps"),
+    "model": ("pretrained", "weights"),
+    "tracker": ("logger", "report_to", "wandb"),
 }
 _OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names}
 
@@ -144,9 +163,17 @@ def _nearest_keys(key: str, keys: list[str]) -> list[str]:
     meant = _OURS.get(last)
     if meant in keys and not (section and same):
         return [meant]
-    near = same or get_close_matches(key, keys, n=1, cutoff=0.8)
+    if same:
+        return same[:3]
+    top = key.lower().partition(".")[0] if section else ""
+    if any(candidate.startswith(f"{top}.") for candidate in keys):
+        # A key of another section may look alike, and means something else.
+        keys = [candidate for candidate in keys if candidate.startswith(f"{top}.")]
+        by_last = {name: [k for k in names if k in keys] for name, names in by_last.items()}
+    near = get_close_matches(key, keys, n=1, cutoff=0.8)
     if not near:
-        for name in get_close_matches(last, by_last, n=1):
+        names = [name for name, candidates in by_last.items() if candidates]
+        for name in get_close_matches(last, names, n=1):
             near = by_last[name]
     return near[:3]
 

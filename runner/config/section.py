@@ -226,6 +226,8 @@ def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
         return "must be a full name, such as torch.optim.SGD"
     if kind == "value_error":
         return str(context["error"])
+    if kind == "finite_number" and name.endswith("threshold"):
+        return "must be a finite number; clip=none measures without clipping"
     if kind == "literal_error":
         names = re.findall(r"'([^']*)'", context["expected"])
         choice = names[0] if len(names) == 1 else f"one of {', '.join(names)}"

@@ -41,6 +41,8 @@ def no_option(group: str, option: str, options: Sequence[str]) -> str:
     listed = ", ".join(options)
     if group in OPEN:
         listed += f"; any class or function by its full name: {group}=package.name"
+    if group == "tracker":
+        listed += "; a sink of your own: see runner/telemetry/README.md"
     return f"there is no {group}/{option}{near}  (options: {listed})"
 
 

@@ -22,6 +22,8 @@ _UNREADABLE = (
     "cannot be read as KEY=VALUE or GROUP=OPTION; text with spaces or signs goes in quotes within "
     "quotes, as in 'tracker.name=\"a (b)\"'"
 )
+_COMMANDS = ("fit", "run", "start", "train")
+_TABLES = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
 _IN_NO_FILE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -37,8 +39,25 @@ def read_overrides(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]
         try:
             overrides.append(_parsed(parser, text))
         except Exception:  # HydraException, RecursionError, ValueError of a number
-            problems.append(Problem(text, NOTHING, _UNREADABLE))
+            problems.append(Problem(text, NOTHING, _why_unreadable(text)))
     return overrides, problems
+
+
+def _why_unreadable(text: str) -> str:
+    """Return what to type instead of a text that is no override."""
+    if text in _COMMANDS:
+        return "a run has no command of its own: python -m runner KEY=VALUE ..."
+    if text == "help":
+        return "did you mean --help, or --help GROUP?"
+    if text.endswith(_TABLES) and "=" not in text:
+        return "a file of data goes into a folder: data=datasets data.path=FOLDER"
+    if re.fullmatch(r"\w+(\.\w+)+", text) and not re.fullmatch(r"[\d.]+", text):
+        return f"has no value: {text}=VALUE, without spaces around the sign"
+    if re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", text):
+        return "belongs to no key: KEY=VALUE is one word, without spaces around the sign"
+    if re.fullmatch(r"[\w.@/+~-]+=.*,", text):
+        return "ends with a comma: leave it out, or add a value"
+    return _UNREADABLE
 
 
 def _parsed(parser: OverridesParser, text: str) -> Override:
@@ -67,8 +86,17 @@ def spelled_out(texts: Iterable[str]) -> list[str]:
     def with_key(match: re.Match[str]) -> str:
         return f"{match[1]}{SHORT[match[2]]}="
 
-    with_targets = (target.sub(r"\1._target_=\2", text) for text in texts)
+    with_targets = (target.sub(r"\1._target_=\2", _callbacks(text)) for text in texts)
     return [short.sub(with_key, text) for text in with_targets]
+
+
+def _callbacks(text: str) -> str:
+    """Return ``callbacks=[{_target_:mine.Printer}]`` for ``callbacks=[mine.Printer]``."""
+    match = re.fullmatch(r"callbacks=\[((?:\w+\.)+\w+(?:,(?:\w+\.)+\w+)*)\]", text)
+    if match is None:
+        return text
+    targets = [f"{{_target_:{name}}}" for name in match[1].split(",")]
+    return f"callbacks=[{','.join(targets)}]"
 
 
 def repeated_keys(texts: Sequence[str]) -> Iterator[Problem]:

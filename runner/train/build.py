@@ -79,6 +79,8 @@ def maker(target: Target) -> partial[Any]:
             names = vars(import_module(module))
             if name not in names:
                 reason = f"{module} has no {name}{did_you_mean(name, names)}"
+                if name == "py":
+                    reason = f"name a class or a function of the file: {module}.NAME"
         raise TargetError(f"{target.target}: {reason}") from error
     assert isinstance(make, partial)
     return make

@@ -33,6 +33,27 @@ KEYS = [
     ),
     ("-m seed=1,2 seed=3,4", ["(seed=1,2 and seed=3,4)"]),
 ]
+# Words of other tools, and shapes of a mistake.
+OTHER_WORDS = [
+    (
+        "max_norm=1 clip.max_norm=1 max_epochs=3 accumulate_grad_batches=4 strategy=ddp "
+        "wandb=false pretrained=true per_device_train_batch_size=8",
+        [
+            *("max_norm=1", "clip.max_norm=1", "did you mean clip.threshold?"),
+            *("max_epochs=3", "train.max_duration?", "accumulation.steps?", "mean plugin?"),
+            *("mean tracker?", "mean model?", "data.batch_size?"),
+        ],
+    ),
+    ("precision=bf16-mixed tracker=mlflow", ["mean bf16?", "a sink of your own"]),
+    ("clip.threshold 0.5", ["clip.threshold=VALUE", "is one word"]),
+    ("--clip.threshold=0.5", ["a key has no dashes: clip.threshold=0.5"]),
+    (
+        "train help clip=norm, mydata.csv",
+        ["no command of its own", "mean --help", "ends with a comma", "data=datasets data.path="],
+    ),
+    ("clip.threshold=inf", ["clip=none measures without clipping"]),
+    ("model=torch.py", ["name a class or a function of the file: torch.NAME"]),
+]
 OPTIONS = [
     (
         "clip=nrom plugin=dpp plugin.nproc=2 accumulation=x3 precision=half optimizer=adma",
@@ -233,7 +254,18 @@ MOVING_LIMITS = [
     ("clip=schedule clip.decay=cosine", ["clip.steps"]),
 ]
 WRONG = [
-    *(*KEYS, *OPTIONS, *VALUES, *COMBINATIONS, *FLAGS, *SWEEPS, *FOLDERS, *COMMANDS, *FIRST_HOUR),
+    *(
+        *KEYS,
+        *OTHER_WORDS,
+        *OPTIONS,
+        *VALUES,
+        *COMBINATIONS,
+        *FLAGS,
+        *SWEEPS,
+        *FOLDERS,
+        *COMMANDS,
+        *FIRST_HOUR,
+    ),
     *((words, ["(1 problem)", *parts]) for words, parts in MOVING_LIMITS),
     ("", ["hydra.run.dir=/dev/null/outputs", "must be a folder that can be written"]),
 ]

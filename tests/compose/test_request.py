@@ -116,3 +116,13 @@ def test_a_key_that_is_removed_and_added_or_typed_alike_is_given_once():
     job = one(*words, "optimizer=sgd", "optimizer={lr:0.3}", "model=cnn", "model.width=8")
     assert (job.config.seed, job.config.optimizer.arguments["lr"]) == (3, 0.3)
     assert job.config.optimizer.arguments["nesterov"] is True
+
+
+def test_one_number_is_a_list_of_one_threshold():
+    [job] = request(["clip.what_if=0.5"]).jobs
+    assert job.config.clip.what_if == [0.5]
+
+
+def test_a_callback_is_named_by_its_class_alone():
+    [job] = request(["callbacks=[mine.Printer,mine.Other]"]).jobs
+    assert [target.target for target in job.config.callbacks] == ["mine.Printer", "mine.Other"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.booster.divisor import Divisor
+from runner.booster.divisor import NOTHING, Divisor
 from runner.booster.loss_graph import GraphError, Term, terms_of
 
 _KEPT = 8  # observations of a way to count
@@ -29,6 +29,11 @@ class Observed(NamedTuple):
 def tolerance_of(loss: Tensor) -> float:
     """Return by how much a divisor may differ from a count, as it is rounded."""
     return _TOLERANCES.get(loss.dtype, 4e-3)
+
+
+def is_silent(loss: Tensor, terms: Sequence[Term]) -> bool:
+    """Return whether a loss is 0 and divides by nothing, as that of a batch without labels."""
+    return float(loss.detach()) == 0 and not any(term.divides and term.factor for term in terms)
 
 
 @dataclass
@@ -138,6 +143,8 @@ class Candidates:
 
     def after(self, batch: Any, loss: Tensor, terms: Sequence[Term]) -> Candidates:
         """Return the candidates that agree with one more batch too."""
+        if is_silent(loss, terms):
+            return self._after_silent(batch)
         divisors = self.read(terms)
         value = float(loss)
         is_zero = value == 0 or math.isnan(value)
@@ -149,6 +156,14 @@ class Candidates:
             if same_parts and extended.fits(self.tolerance):
                 remaining.append(extended)
         return replace(self, candidates=remaining)
+
+    def _after_silent(self, batch: Any) -> Candidates:
+        """Prefer what counts no items, as the loss of a batch without items is 0."""
+        remaining = []
+        for candidate in self.candidates:
+            if candidate.divisor.counts == NOTHING or not candidate.divisor.items(batch):
+                remaining.append(candidate)
+        return replace(self, candidates=remaining or self.candidates)
 
     def common(self, other: Candidates) -> Candidates:
         """Return the candidates that agree with what another rank has seen too."""
@@ -182,9 +197,13 @@ class Candidates:
         divisors = self.read(terms)
         value = float(loss.detach())
         is_zero = value == 0 or math.isnan(value)
-        if self.outer and len(terms) == 1:
+        if not items and is_silent(loss, terms):
             return True
         first = self.candidates[0]
+        if first.divisor.counts == NOTHING:
+            return is_zero or self._are_constants(divisors)
+        if self.outer and len(terms) == 1:
+            return True
         scale = first.scale(self.tolerance)
         if len(divisors) != len(first.observed[0].divisors):
             # The loss has other parts than in evaluation.
@@ -192,6 +211,14 @@ class Candidates:
             return not items or any(near)
         seen = Observed(items / scale, divisors, is_zero)
         return Candidate(first.divisor, [*first.observed, seen]).fits(self.tolerance)
+
+    def _are_constants(self, divisors: Sequence[float]) -> bool:
+        """Return whether a sum divides by nothing but the constants of earlier batches."""
+        constants = {number for seen in self.candidates[0].observed for number in seen.divisors}
+        for divisor in divisors:
+            if not any(abs(divisor - number) <= self.tolerance * number for number in constants):
+                return False
+        return True
 
     def described(self, loss: Tensor) -> str:
         """Return what a loss divides by, for a message."""

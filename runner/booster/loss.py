@@ -98,6 +98,7 @@ class WindowLoss:
         stated = criterion if isinstance(criterion, Loss) else Loss(criterion)
         criterion = stated.criterion
         self.name = name_of(criterion, model)
+        self._stated_loss = stated
         self._stated = stated.items
         self._averages = _is_a_mean(stated)
         self._given = criterion is not None
@@ -186,6 +187,11 @@ class WindowLoss:
             self.ignored = int(divisor.ignored)
             self._shifts = divisor.shifts
 
+    def forget(self) -> None:
+        """Forget what a loss of 0 was taken for, before another window is measured."""
+        self.candidates = None
+        self._averages = _is_a_mean(self._stated_loss)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was found, so that a training that continues need not measure again."""
         state: dict[str, Any] = {"unproved": self.unproved}
@@ -224,6 +230,8 @@ class WindowLoss:
         of_batch = not (self._may_return and named_parts(batch) is None)
         if self._loss_items is not None and of_batch:
             return float(self._loss_items(targets_of(batch) if self._given else batch))
+        if self.candidates is not None and self.unproved:
+            return 0.0  # the losses so far are 0
         if self.candidates is not None and self._averages:
             return self.candidates.items(batch)
         return self._guessed(batch, targets)
@@ -305,6 +313,8 @@ class WindowLoss:
             return zero_of(others)
         loss = self._criterion(*self._compared(outputs, batch)) if own is None else own
         if is_sum:
+            if not self._averages:
+                self._require_items(loss, 1.0)
             return loss
         self._require_items(loss, items)
         return loss * items
@@ -313,6 +323,11 @@ class WindowLoss:
         """Check what the loss of a batch divides by, if it was found in the graph of others."""
         if self.candidates is None or self.candidates.agree_with(loss, items):
             return
+        if not self._averages:
+            raise DivisorError(
+                f"{self.name} divides by something that earlier batches did not show: they show a "
+                f"sum, and this loss divides by {self.candidates.described(loss)}: {self.ways_out}"
+            )
         raise DivisorError(
             f"{self.name} divides by something that earlier batches did not show: this one counts "
             f"{items:g} items as the earlier ones do, and the loss divides by "

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.booster.batch import batch_size, mapped
-from runner.booster.candidates import Candidates
+from runner.booster.candidates import Candidate, Candidates
+from runner.booster.divisor import NOTHING, Divisor
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.loss_graph import GraphError, terms_of
 from runner.booster.outputs import logits_of, returned_loss
@@ -108,26 +109,47 @@ def settle(
         return
     model = _Model(module, pipeline, loss, together)
     if loss.unproved:
-        batch = joined(to_device(batch) for batch in batches)
+        _measure(model, batches, to_device)
+    start = 0
+    while not loss.is_settled:
+        number = _first_of_doubt(model, batches, start)
+        if number is None:
+            return
+        _look(model, batches, number, to_device)
+        start = number + 1
+
+
+def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
+    """Measure the first batches, and others while the losses of all ranks are 0."""
+    loss, number = model.loss, 0
+    goes_on = True
+    while goes_on:
+        loss.forget()
+        batch = joined(to_device(batch) for batch in batches[min(number, len(batches) - 1) :])
         if loss.may_return and not loss.reads_batch(batch):
             loss.unproved = False
             return
         with model.without_a_trace(batch) as drawn:
             findings = _measured(model, batch, drawn)
         _conclude(loss, batch, findings)
-    while not loss.is_settled:
-        number = _first_of_doubt(model, batches)
-        if number is None:
-            return
-        _look(model, batches, number, to_device)
+        number += 1
+        is_zero = loss.unproved and loss.candidates is not None
+        goes_on = is_zero and any(model.from_ranks(number < len(batches)))
 
 
-def _first_of_doubt(model: _Model, batches: Sequence[Any]) -> int | None:
-    """Return the number of the first batch, on any rank, that candidates count differently."""
+def _first_of_doubt(model: _Model, batches: Sequence[Any], start: int) -> int | None:
+    """Return the number of the first batch, on any rank, that candidates count differently.
+
+    Batches before ``start`` have been looked at.
+    """
     candidates = model.loss.candidates
     number: int | None = None
-    if candidates is not None:
-        doubtful = [place for place, batch in enumerate(batches) if candidates.disagree(batch)]
+    if candidates is not None and not model.loss.unproved:
+        doubtful = [
+            place
+            for place, batch in enumerate(batches)
+            if place >= start and candidates.disagree(batch)
+        ]
         number = doubtful[0] if doubtful else None
     numbers = [each for each in model.from_ranks(number) if each is not None]
     return min(numbers, default=None)
@@ -165,6 +187,10 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None
             candidates.candidates = candidates.candidates[:1]
             reasons.append("several counts agree with it within its precision")
         loss.use(candidates)
+    elif any(finding.is_zero for finding in findings) and not reasons:
+        loss.use(Candidates([Candidate(Divisor(NOTHING))]))
+        loss.unproved = True  # the next window may tell
+        return
     elif any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:
         loss.tries += 1  # the next window may tell
         return
@@ -296,9 +322,9 @@ def _looked_at(model: _Model, candidates: Candidates, batch: Any) -> list[Findin
     if isinstance(shown, Finding):
         return model.from_ranks(shown._replace(candidates=candidates))
     remaining = candidates
-    if shown.error is None:
+    if shown.error is None or shown.tells_nothing:
         remaining = candidates.after(batch, shown.loss, shown.terms)
-    remaining.looks = candidates.looks + 1
+    remaining.looks = candidates.looks + (not shown.tells_nothing)
     problem = ""
     if not remaining.candidates:
         problem = (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from runner.booster.batch import batch_size
-from runner.booster.candidates import Candidate, Candidates, tolerance_of
+from runner.booster.candidates import Candidate, Candidates, is_silent, tolerance_of
 from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
 from runner.booster.loss import WindowLoss
 from runner.booster.loss_graph import GraphError, NotLinear, Term
@@ -39,6 +40,11 @@ class Shown(NamedTuple):
         return float(self.loss)
 
     @property
+    def tells_nothing(self) -> bool:
+        """Whether it is 0 and divides by nothing, as that of a batch without labels may be."""
+        return is_silent(self.loss, self.terms)
+
+    @property
     def divisors(self) -> str:
         """What the parts of the loss divide by, for a message."""
         numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in self.terms)
@@ -54,12 +60,14 @@ class Finding(NamedTuple):
         problem: why the loss is refused; empty if it is not.
         reason: what a warning says of the loss; empty for no warning.
         retry: whether another batch may tell more.
+        is_zero: whether the loss is 0, which tells nothing: the next window is measured instead.
     """
 
     candidates: Candidates | None = None
     problem: str = ""
     reason: str = ""
     retry: bool = False
+    is_zero: bool = False
 
 
 def verdict(
@@ -69,13 +77,16 @@ def verdict(
     loss.items(whole.batch)  # raises an error if a guess is known to be wrong
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
+    if whole.tells_nothing:
+        return Finding(is_zero=True)
     if whole.error is not None:
         return _by_values(loss, whole, parts, reason or (_RANDOM if is_random else ""))
     candidates = _candidates(whole, parts)
     if not candidates.candidates:
-        if _is_a_sum(whole, parts):
-            return Finding(Candidates([Candidate(Divisor(NOTHING))], known=True))
-        is_of_batch = _has_constant_divisors(whole, parts) and not _is_between(whole, parts)
+        if _is_a_sum(candidates, whole, parts):
+            return Finding(_as_a_sum(candidates, whole, parts))
+        is_constant = _has_constant_divisors(candidates, whole, parts)
+        is_of_batch = is_constant and not _is_between(whole, parts)
         return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
     if is_random and not candidates.known:
         return Finding(candidates, reason=_RANDOM)
@@ -105,14 +116,14 @@ def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
     known = divisor_of_calls(whole)
     if known is not None:
         return Candidates([Candidate(known)], known=True)
-    shown = [*parts, whole]
+    shown = _telling(whole, parts)
     outer = len({len(each.terms) for each in shown}) > 1
     factors = [[term.factor for term in each.terms] for each in shown]
     varies = not outer and any(numbers != factors[0] for numbers in factors)
     divides = any(term.divides for each in shown for term in each.terms)
-    if not (divides or varies):
-        return Candidates([Candidate(Divisor(NOTHING))], known=True)
     every = list(divisors_of(whole.batch))
+    if not (divides or varies):
+        every.insert(0, Divisor(NOTHING))
     for term in whole.terms:
         compared = None if term.call is None else compared_by(term.call, whole.batch)
         if compared is not None:
@@ -123,11 +134,33 @@ def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
         factors=varies,
         tolerance=tolerance,
     )
+    candidates = _after_silent(candidates, parts)
     for each in shown:
         if outer and len(each.terms) == 1:
             continue  # what divides a sum of one part divides the part
         candidates = candidates.after(each.batch, each.loss, each.terms)
     return candidates
+
+
+def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
+    for part in parts:
+        if part.tells_nothing:
+            candidates = candidates.after(part.batch, part.loss, part.terms)
+    return candidates
+
+
+def _telling(whole: Shown, parts: Sequence[Shown]) -> list[Shown]:
+    """Return the parts and the whole, without parts whose losses tell nothing."""
+    telling = [part for part in parts if part.error is None and not part.tells_nothing]
+    return [*telling, whole]
+
+
+def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> Candidates:
+    """Return that nothing, or a constant, divides the loss."""
+    total = replace(candidates, candidates=[Candidate(Divisor(NOTHING))])
+    for each in _telling(whole, parts):
+        total = total.after(each.batch, each.loss, each.terms)
+    return total
 
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -169,14 +202,23 @@ def _is_between(whole: Shown, parts: Sequence[Shown]) -> bool:
     return min(values) - margin <= whole.value <= max(values) + margin
 
 
-def _has_constant_divisors(whole: Shown, parts: Sequence[Shown]) -> bool:
-    numbers = {tuple(term.divisor for term in shown.terms) for shown in (whole, *parts)}
-    return bool(parts) and len(numbers) == 1
+def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
+    if not parts:
+        return False
+    numbers = [candidates.read(shown.terms) for shown in _telling(whole, parts)]
+    return all(
+        len(divisors) == len(numbers[0])
+        and all(
+            abs(divisor - first) <= candidates.tolerance * abs(first)
+            for divisor, first in zip(divisors, numbers[0], strict=True)
+        )
+        for divisors in numbers
+    )
 
 
-def _is_a_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
+def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
     """Return whether a loss that divides by constants is the sum of those of its parts."""
-    if not _has_constant_divisors(whole, parts):
+    if not _has_constant_divisors(candidates, whole, parts):
         return False
     return _near(sum(part.value for part in parts), whole, parts)
 

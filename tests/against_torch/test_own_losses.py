@@ -480,6 +480,69 @@ def test_a_loss_of_ones_own_is_that_of_one_batch_or_refused(name, zero, caplog):
         torch.testing.assert_close(weights, of_one_batch(case, steps, zero), rtol=0, atol=1e-13)
 
 
+def guarded(net, batch):
+    kept = batch["mask"]
+    if not kept.any():
+        return net.head(batch["x"]).sum() * 0
+    return (cross_entropies(net, batch) * kept).sum() / kept.sum()
+
+
+def guarded_without_a_graph(net, batch):
+    if not batch["mask"].any():
+        return torch.zeros((), dtype=torch.float64, requires_grad=True)
+    return selected(net, batch)
+
+
+def per_positive(net, batch):
+    return cross_entropies(net, batch).sum() / batch["positive"].sum().clamp(min=1)
+
+
+def per_positive_in_method(outputs, batch):
+    losses = F.cross_entropy(outputs(None).mT, batch["labels"], reduction="none")
+    return losses.sum() / batch["positive"].sum().clamp(min=1)
+
+
+def without_labels_at_first(batch, microbatches):
+    batch["mask"][: sum(SIZES[:microbatches])] = False
+
+
+def without_positives_at_first(batch, microbatches):
+    batch["positive"][: sum(SIZES[:microbatches])] = 0
+
+
+def trained(case, steps):
+    model = made(case, zero=False)
+    microbatches = [part for batch in steps for part in parts(batch)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"accumulation_steps": 2, "optimizers": optimizer}
+    Trainer(model, microbatches, f"{len(steps)}ba", **options).fit()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("loss", [guarded, guarded_without_a_graph])
+def test_a_loss_of_0_in_the_first_batches_is_no_sum(loss, microbatches):
+    steps, case = batches(), Case(loss)
+    without_labels_at_first(steps[0], microbatches)
+    weights = trained(case, steps)
+    torch.testing.assert_close(weights, of_one_batch(case, steps, False), rtol=0, atol=1e-13)
+
+
+def test_a_sample_whose_loss_has_no_graph_tells_nothing():
+    steps, case = batches(), Case(guarded_without_a_graph)
+    for batch in steps:
+        batch["mask"][0] = False
+    weights = trained(case, steps)
+    torch.testing.assert_close(weights, of_one_batch(case, steps, False), rtol=0, atol=1e-13)
+
+
+def test_a_loss_that_divides_by_1_without_positives_is_refused_once_it_divides_by_more():
+    steps = batches()
+    without_positives_at_first(steps[0], microbatches=2)
+    with pytest.raises(DivisorError, match="show a sum, and this loss divides by"):
+        trained(Case(per_positive), steps)
+
+
 def test_sums_of_a_mask_in_half_precision_tell_what_was_left_out():
     batch = batches()[1]
     halves = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}

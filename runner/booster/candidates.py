@@ -208,7 +208,7 @@ class Candidates:
         if len(divisors) != len(first.observed[0].divisors):
             # The loss has other parts than in evaluation.
             near = [abs(divisor - items) <= self.tolerance * items for divisor in divisors]
-            return not items or any(near)
+            return is_zero or any(near)
         seen = Observed(items / scale, divisors, is_zero)
         return Candidate(first.divisor, [*first.observed, seen]).fits(self.tolerance)
 

@@ -304,8 +304,8 @@ class WindowLoss:
         own = returned_loss(outputs) if self._may_return else None
         is_sum = not self._averages or (self._sums and own is None)
         if items is None or (items == 0 and not is_sum):
-            if items == 0 and own is not None:
-                self._require_items(own, 0.0)
+            if items == 0:
+                self._require_nothing(own, outputs, batch)
             numbers = [tensor for tensor in held_tensors(outputs) if tensor.is_floating_point()]
             # A mean over no items is NaN, and so would be its gradient.
             others = [tensor for tensor in numbers if tensor is not own] or numbers
@@ -318,6 +318,13 @@ class WindowLoss:
             return loss
         self._require_items(loss, items)
         return loss * items
+
+    def _require_nothing(self, own: Tensor | None, outputs: Any, batch: Any) -> None:
+        """Check that the loss of a batch without items is 0, or NaN, as it is left out."""
+        if self.candidates is None or self.candidates.known:
+            return
+        loss = self._criterion(*self._compared(outputs, batch)) if own is None else own
+        self._require_items(loss, 0.0)
 
     def _require_items(self, loss: Tensor, items: float) -> None:
         """Check what the loss of a batch divides by, if it was found in the graph of others."""

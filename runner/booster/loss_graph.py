@@ -289,7 +289,9 @@ def _loss_of_torch(place: _Place) -> Term:
         return place.term()
     targets = node._saved_target
     if not hasattr(node, "_saved_total_weight"):
-        call = TorchLoss(targets, classes=False, ignored=0, weight=None)
+        weights = [getattr(node, f"_saved_{name}", None) for name in ("weight", "pos_weight")]
+        weight = next((weight for weight in weights if weight is not None), None)
+        call = TorchLoss(targets, classes=False, ignored=0, weight=weight)
         return place.divided(max(targets.numel(), node._saved_self.numel())).term(call)
     ignored = int(node._saved_ignore_index)
     signed = ignored - (1 << 64) if ignored >= 1 << 63 else ignored

@@ -16,6 +16,7 @@ from runner.booster.loss import WindowLoss
 from runner.booster.loss_graph import GraphError, NotLinear, Term
 
 _RANDOM = "it is random"
+_ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
 _OF_THE_BATCH = (
     "it depends on the batch as a whole, as a contrastive loss does, so that accumulated "
     "microbatches are not one batch"
@@ -90,11 +91,19 @@ def verdict(
         return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
     if is_random and not candidates.known:
         return Finding(candidates, reason=_RANDOM)
+    if not parts and _may_vary(candidates, whole):
+        return Finding(candidates, reason=reason or _ONE_SAMPLE)
     if not parts or _adds_up(candidates, whole, parts):
         return Finding(candidates)
     if candidates.divisor.counts == NOTHING and _is_between(whole, parts):
         return _refused(loss, whole, parts)
     return Finding(candidates, reason=_OF_THE_BATCH)
+
+
+def _may_vary(candidates: Candidates, whole: Shown) -> bool:
+    """Return whether weights inside of a sum, or a factor of a mean, may depend on the batch."""
+    is_sum = candidates.divisor.counts == NOTHING
+    return is_sum or any(term.divides and term.factor != 1 for term in whole.terms)
 
 
 def divisor_of_calls(whole: Shown) -> Divisor | None:
@@ -106,6 +115,10 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
         compared = None if term.call is None else compared_by(term.call, whole.batch)
         if compared is None or not compared.is_certain:
             return None
+        count = compared.divisor.items(whole.batch)
+        divides_more = abs(term.divisor - count) > tolerance_of(whole.loss) * count
+        if divides_more or term.factor != 1:
+            return None  # what is around the call may depend on the batch
         divisors.append(compared.divisor)
     return divisors[0] if len(set(divisors)) == 1 else None
 
@@ -226,7 +239,7 @@ def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> b
 def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: str) -> Finding:
     """Compare the loss of a batch with those of its parts, as its graph does not tell."""
     if reason or not parts:
-        return Finding(reason=reason or "a batch has one sample, or tensors of several lengths")
+        return Finding(reason=reason or _ONE_SAMPLE)
 
     def items(batch: Any) -> float:
         return loss.items(batch).items

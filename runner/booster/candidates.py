@@ -180,7 +180,7 @@ class Candidates:
             parts = {len(seen.divisors) for seen in observed}
             if len(parts) == 1 and together.fits(self.tolerance):
                 remaining.append(together.shortened())
-        return replace(self, candidates=remaining)
+        return replace(self, candidates=remaining, looks=max(self.looks, other.looks))
 
     def agree_with(self, loss: Tensor, items: float) -> bool:
         """Return whether a loss may divide by so many items; True if its graph does not tell."""

@@ -230,7 +230,7 @@ class WindowLoss:
         of_batch = not (self._may_return and named_parts(batch) is None)
         if self._loss_items is not None and of_batch:
             return float(self._loss_items(targets_of(batch) if self._given else batch))
-        if self.candidates is not None and self.unproved:
+        if self.candidates is not None and self.unproved and not self._averages:
             return 0.0  # the losses so far are 0
         if self.candidates is not None and self._averages:
             return self.candidates.items(batch)

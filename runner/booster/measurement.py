@@ -115,8 +115,8 @@ def settle(
         number = _first_of_doubt(model, batches, start)
         if number is None:
             return
-        _look(model, batches, number, to_device)
-        start = number + 1
+        tells = _look(model, batches, number, to_device)
+        start = number if tells else number + 1
 
 
 def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
@@ -133,14 +133,15 @@ def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], A
             findings = _measured(model, batch, drawn)
         _conclude(loss, batch, findings)
         number += 1
-        is_zero = loss.unproved and loss.candidates is not None
+        candidates = loss.candidates if loss.unproved else None
+        is_zero = candidates is not None and candidates.divisor.counts == NOTHING
         goes_on = is_zero and any(model.from_ranks(number < len(batches)))
 
 
 def _first_of_doubt(model: _Model, batches: Sequence[Any], start: int) -> int | None:
     """Return the number of the first batch, on any rank, that candidates count differently.
 
-    Batches before ``start`` have been looked at.
+    Batches before ``start`` tell nothing.
     """
     candidates = model.loss.candidates
     number: int | None = None
@@ -157,14 +158,28 @@ def _first_of_doubt(model: _Model, batches: Sequence[Any], start: int) -> int | 
 
 def _look(
     model: _Model, batches: Sequence[Any], number: int, to_device: Callable[[Any], Any]
-) -> None:
-    """Look at what the loss of one more batch of each rank divides by."""
+) -> bool:
+    """Look at what the loss of one more batch of each rank divides by; False if all are 0."""
     candidates = model.loss.candidates
     assert candidates is not None
     batch = to_device(batches[min(number, len(batches) - 1)])
     with model.without_a_trace(batch):
         findings = _looked_at(model, candidates, batch)
     _conclude(model.loss, batch, findings)
+    return not all(finding.is_zero for finding in findings)
+
+
+def _in_common(loss: WindowLoss, several: Sequence[Candidates]) -> Candidates:
+    """Return the candidates that agree with what all ranks have seen."""
+    candidates = several[0]
+    for other in several[1:]:
+        candidates = candidates.common(other)
+    if not candidates.candidates:
+        raise DivisorError(
+            f"{loss.name} divides by something else on other ranks, whose batches no count "
+            f"explains together: {loss.ways_out}"
+        )
+    return candidates
 
 
 def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None:
@@ -175,18 +190,15 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None
     reasons = [finding.reason for finding in findings if finding.reason]
     several = [finding.candidates for finding in findings if finding.candidates is not None]
     if several:
-        candidates = several[0]
-        for other in several[1:]:
-            candidates = candidates.common(other)
-        if not candidates.candidates:
-            raise DivisorError(
-                f"{loss.name} divides by something else on other ranks, whose batches no count "
-                f"explains together: {loss.ways_out}"
-            )
+        candidates = _in_common(loss, several)
         if candidates.looks >= _MOST_LOOKS:
             candidates.candidates = candidates.candidates[:1]
             reasons.append("several counts agree with it within its precision")
         loss.use(candidates)
+        if any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:
+            loss.tries += 1
+            loss.unproved = True  # the next batches may tell more
+            return
     elif any(finding.is_zero for finding in findings) and not reasons:
         loss.use(Candidates([Candidate(Divisor(NOTHING))]))
         loss.unproved = True  # the next window may tell
@@ -320,6 +332,7 @@ def _looked_at(model: _Model, candidates: Candidates, batch: Any) -> list[Findin
     """Return the candidates that agree, on each rank, with one more batch too."""
     shown, _ = _first_pass(model, batch, drawn=lambda: False)
     if isinstance(shown, Finding):
+        candidates.looks += 1
         return model.from_ranks(shown._replace(candidates=candidates))
     remaining = candidates
     if shown.error is None or shown.tells_nothing:
@@ -332,4 +345,4 @@ def _looked_at(model: _Model, candidates: Candidates, batch: Any) -> list[Findin
             f"{shown.divisors}, which is no count of this batch that agrees with them: "
             f"{model.loss.ways_out}"
         )
-    return model.from_ranks(Finding(remaining, problem=problem))
+    return model.from_ranks(Finding(remaining, problem=problem, is_zero=shown.tells_nothing))

@@ -94,7 +94,8 @@ def verdict(
     if not parts and _may_vary(candidates, whole):
         return Finding(candidates, reason=reason or _ONE_SAMPLE)
     if not parts or _adds_up(candidates, whole, parts):
-        return Finding(candidates)
+        all_zero = not any(shown.value for shown in (whole, *parts))
+        return Finding(candidates, retry=all_zero and not candidates.known)
     if candidates.divisor.counts == NOTHING and _is_between(whole, parts):
         return _refused(loss, whole, parts)
     return Finding(candidates, reason=_OF_THE_BATCH)

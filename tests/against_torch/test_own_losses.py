@@ -341,6 +341,28 @@ def normalised_weights(net, batch):
     return (cross_entropies(net, batch) * weights).sum()
 
 
+def times_tokens(net, batch):
+    kept = batch["labels"] != -100
+    mean = F.cross_entropy(net.head(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+    return mean * kept.sum() / len(kept)
+
+
+def squares_of_samples(net, batch):
+    return 0.5 * F.mse_loss(net.value(batch["x"])[..., 0], batch["numbers"]) * len(batch["x"])
+
+
+def scaled_by_the_batch(net, batch):
+    squares = F.mse_loss(net.value(batch["x"])[..., 0], batch["numbers"])
+    return squares * (batch["numbers"] > 0).double().mean()
+
+
+def balanced_positives(net, batch):
+    positive = batch["positive"]
+    weight = (positive == 0).sum() / positive.sum()
+    values = net.value(batch["x"])[..., 0]
+    return F.binary_cross_entropy_with_logits(values, positive, pos_weight=weight)
+
+
 def ignoring(label):
     def change(batch):
         return {**batch, "labels": batch["labels"].masked_fill(~batch["mask"], label)}
@@ -369,6 +391,11 @@ def with_nan(batch):
 
 def with_two_masks(batch):
     return {**batch, "other_mask": batch["mask"].roll(3, 1) & (batch["numbers"] < 1)}
+
+
+def first_positive(batch):
+    batch["positive"][0] = 1
+    return batch
 
 
 def unchanged(batch):
@@ -427,6 +454,12 @@ CASES = {
     "class weights": Case(weights_of_classes),
     "a sum": Case(summed),
     "targets that are NaN": Case(without_nan, with_nan),
+    "a mean of torch times tokens": Case(times_tokens, ignoring(-100)),
+    "half the squares of samples": Case(squares_of_samples),
+    "a mean of torch times a share": Case(scaled_by_the_batch, refused=ELSE),
+    "weights of the positives of a batch": Case(
+        balanced_positives, first_positive, warned=OF_BATCH
+    ),
     "normalised weights": Case(normalised_weights, refused="nothing that the batch holds"),
 }
 
@@ -541,6 +574,21 @@ def test_a_loss_that_divides_by_1_without_positives_is_refused_once_it_divides_b
     without_positives_at_first(steps[0], microbatches=2)
     with pytest.raises(DivisorError, match="show a sum, and this loss divides by"):
         trained(Case(per_positive), steps)
+
+
+def test_a_microbatch_without_positives_whose_loss_is_not_0_is_refused():
+    steps = batches()
+    steps[1]["positive"][: SIZES[0]] = 0
+    with pytest.raises(DivisorError, match=r"counts 0 items .* and the loss divides by 1"):
+        trained(Case(per_positive_in_method, kind=Whole), steps)
+
+
+def test_weights_of_a_batch_whose_loss_is_0_are_told_by_the_next(caplog):
+    steps = batches()
+    steps[0]["positive"][:] = 1
+    steps[1] = first_positive(steps[1])
+    trained(Case(balanced_positives), steps)
+    assert OF_BATCH in caplog.text
 
 
 def test_sums_of_a_mask_in_half_precision_tell_what_was_left_out():

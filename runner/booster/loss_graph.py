@@ -93,6 +93,7 @@ class Term(NamedTuple):
         factor: number that it is multiplied with, such as the weight of a penalty.
         divides: whether it divides at all; a sum and a penalty of weights do not.
         call: the loss of torch that it is; None for operations of one's own.
+        is_scaled: whether a number multiplies or divides it, be it 1 in this batch.
     """
 
     divisor: float
@@ -100,6 +101,7 @@ class Term(NamedTuple):
     factor: float
     divides: bool
     call: TorchLoss | None = None
+    is_scaled: bool = False
 
 
 class _Place(NamedTuple):
@@ -112,6 +114,7 @@ class _Place(NamedTuple):
     factor: float = 1.0
     divides: bool = False
     inside: bool = False  # of a sum of parts
+    is_scaled: bool = False
 
     def divided(self, by: float) -> _Place:
         outer = self.outer if self.inside else self.outer * by
@@ -123,8 +126,8 @@ class _Place(NamedTuple):
         if number is None:
             raise NotLinear("it divides by something that depends on the outputs")
         if self.name == "Div":
-            return self.divided(number)
-        return self._replace(factor=self.factor * number)
+            return self.divided(number)._replace(is_scaled=True)
+        return self._replace(factor=self.factor * number, is_scaled=True)
 
     def averaged(self) -> _Place:
         before = math.prod(int(length) for length in self.node._saved_self_sym_sizes)
@@ -132,7 +135,7 @@ class _Place(NamedTuple):
         return self.divided(before / max(after, 1))
 
     def term(self, call: TorchLoss | None = None) -> Term:
-        return Term(self.divisor, self.outer, self.factor, self.divides, call)
+        return Term(self.divisor, self.outer, self.factor, self.divides, call, self.is_scaled)
 
     def before(self) -> list[_Place]:
         """Return the nodes that this one takes tensors with gradients from."""

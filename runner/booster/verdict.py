@@ -104,7 +104,8 @@ def verdict(
 def _may_vary(candidates: Candidates, whole: Shown) -> bool:
     """Return whether weights inside of a sum, or a factor of a mean, may depend on the batch."""
     is_sum = candidates.divisor.counts == NOTHING
-    return is_sum or any(term.divides and term.factor != 1 for term in whole.terms)
+    is_scaled = any(term.call is not None and term.is_scaled for term in whole.terms)
+    return is_sum or is_scaled or any(term.divides and term.factor != 1 for term in whole.terms)
 
 
 def divisor_of_calls(whole: Shown) -> Divisor | None:
@@ -118,7 +119,7 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
             return None
         count = compared.divisor.items(whole.batch)
         divides_more = abs(term.divisor - count) > tolerance_of(whole.loss) * count
-        if divides_more or term.factor != 1:
+        if divides_more or term.is_scaled:
             return None  # what is around the call may depend on the batch
         divisors.append(compared.divisor)
     return divisors[0] if len(set(divisors)) == 1 else None

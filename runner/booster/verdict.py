@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,8 +43,9 @@ class Shown(NamedTuple):
 
     @property
     def tells_nothing(self) -> bool:
-        """Whether it is 0 and divides by nothing, as that of a batch without labels may be."""
-        return is_silent(self.loss, self.terms)
+        """Whether it is 0 and divides by nothing, as without labels, or is multiplied by NaN."""
+        is_finite = all(math.isfinite(term.factor) for term in self.terms)
+        return not is_finite or is_silent(self.loss, self.terms)
 
     @property
     def divisors(self) -> str:

@@ -188,3 +188,14 @@ def test_a_teacher_that_a_forward_pass_changes_is_as_before_the_measurement():
     before = model.teacher.weight.clone()
     settle(WindowLoss(model, None), model, [{"x": torch.randn(4, 3)}, {"x": torch.randn(2, 3)}])
     assert torch.equal(model.teacher.weight, before)
+
+
+def test_a_loss_that_is_multiplied_by_nan_tells_nothing_of_its_mean():
+    def criterion(outputs, targets):
+        return F.cross_entropy(outputs, targets) * float("nan")
+
+    model = nn.Linear(3, 2)
+    loss = WindowLoss(model, criterion)
+    batches = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(2)]
+    settle(loss, model, batches)
+    assert loss.unproved

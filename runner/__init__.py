@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from runner.booster.loss import Loss
     from runner.check import check_accumulation, check_clipping
     from runner.checkpoint.content import CheckpointSaver
-    from runner.clip import (
-        GradientClipping,
-        SkipRule,
+    from runner.clip import SkipRule
+    from runner.integrations.clipping import (
         apply_gradient_clipping,
         clipping_state_dict,
         load_clipping_state_dict,
     )
+    from runner.integrations.monitor import GradientMonitor
+    from runner.integrations.transformers_callback import ClippingCallback
     from runner.launch.process_group import (
         DistCoordinator,
         get_current_device,
@@ -37,10 +38,9 @@ if TYPE_CHECKING:
     )
     from runner.models import Classifier
     from runner.optim.schedulers import CosineAnnealingLR, LinearWarmupLR
-    from runner.telemetry.monitor import GradientMonitor
-    from runner.telemetry.transformers_callback import ClippingCallback
     from runner.train.callbacks import SkippedSteps
-    from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
+    from runner.train.options import Evaluate, GradientClipping, InBackward, Log, Measurements
+    from runner.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -48,19 +48,19 @@ _HOME = {
     "Booster": "runner.booster",
     "CheckpointSaver": "runner.checkpoint.content",
     "Classifier": "runner.models",
-    "ClippingCallback": "runner.telemetry.transformers_callback",
+    "ClippingCallback": "runner.integrations.transformers_callback",
     "CosineAnnealingLR": "runner.optim.schedulers",
     "DistCoordinator": "runner.launch.process_group",
-    "Evaluate": "runner.train.trainer",
-    "GradientClipping": "runner.clip",
-    "GradientMonitor": "runner.telemetry.monitor",
+    "Evaluate": "runner.train.options",
+    "GradientClipping": "runner.train.options",
+    "GradientMonitor": "runner.integrations.monitor",
     "HybridParallelPlugin": "runner.booster",
     "LinearWarmupLR": "runner.optim.schedulers",
-    "InBackward": "runner.train.trainer",
-    "Log": "runner.train.trainer",
+    "InBackward": "runner.train.options",
+    "Log": "runner.train.options",
     "Loss": "runner.booster.loss",
     "LowLevelZeroPlugin": "runner.booster",
-    "Measurements": "runner.train.trainer",
+    "Measurements": "runner.train.options",
     "MoeHybridParallelPlugin": "runner.booster",
     "PipelineParallelPlugin": "runner.booster",
     "SkipRule": "runner.clip",
@@ -69,14 +69,14 @@ _HOME = {
     "TorchDDPPlugin": "runner.booster",
     "TorchFSDPPlugin": "runner.booster",
     "Trainer": "runner.train.trainer",
-    "apply_gradient_clipping": "runner.clip",
+    "apply_gradient_clipping": "runner.integrations.clipping",
     "check_accumulation": "runner.check",
     "check_clipping": "runner.check",
-    "clipping_state_dict": "runner.clip",
+    "clipping_state_dict": "runner.integrations.clipping",
     "get_current_device": "runner.launch.process_group",
     "get_dist_logger": "runner.launch.process_group",
     "launch_from_torch": "runner.launch.process_group",
-    "load_clipping_state_dict": "runner.clip",
+    "load_clipping_state_dict": "runner.integrations.clipping",
 }
 
 __all__ = [

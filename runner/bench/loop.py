@@ -31,12 +31,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from runner.bench.parallel import on_ranks, slowest
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave, row
 from runner.booster import Booster, Plugin, TorchDDPPlugin
-from runner.clip import GradientClipping
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import JsonlSink, read_rows
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
-from runner.train.trainer import Log, Trainer
+from runner.train.options import GradientClipping, Log
+from runner.train.trainer import Trainer
 
 THRESHOLD = 0.25  # of the norm
 INTERVAL = 50  # steps between rows

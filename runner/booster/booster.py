@@ -23,7 +23,7 @@ from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
 from runner.booster.replaced import refuse_replaced
 from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import BoostedParameters, ModelWrapper, checked, no_backward, wrappers
-from runner.clip.functional import register
+from runner.clip.boosted import register
 from runner.clip.skip import SkipRule
 from runner.parallel.collectives import raise_first
 from runner.parallel.gradient_sync import nothing

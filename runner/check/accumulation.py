@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from runner.check.parts import Part, inner_model, parts_of
 from runner.check.ranks import Ranks
-from runner.clip.functional import is_boosted
+from runner.clip.boosted import is_boosted
 from runner.clip.shard import local
 from runner.config.notation import first_few, ranks_as_text
 

@@ -23,7 +23,7 @@ from runner.check.parts import (
 )
 from runner.check.ranks import MissingRanksError, Ranks, Watch, in_words
 from runner.check.reference import coefficients, combined, power_sum, root
-from runner.clip.functional import is_boosted
+from runner.clip.boosted import is_boosted
 from runner.clip.shard import is_dtensor, local
 from runner.clip.units import head_weights
 from runner.config.notation import first_few

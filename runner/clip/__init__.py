@@ -1,12 +1,6 @@
 """Gradient clipping over layouts: where gradients live, what they measure, and one file a mode."""
 
 from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.functional import (
-    GradientClipping,
-    apply_gradient_clipping,
-    clipping_state_dict,
-    load_clipping_state_dict,
-)
 from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
 from runner.clip.norm import limit_norm
@@ -21,7 +15,6 @@ __all__ = [
     "ClipMode",
     "Decision",
     "GradStats",
-    "GradientClipping",
     "Layout",
     "ModeInfo",
     "Number",
@@ -29,10 +22,7 @@ __all__ = [
     "Parts",
     "SkipRule",
     "Units",
-    "apply_gradient_clipping",
     "build",
-    "clipping_state_dict",
     "limit_norm",
-    "load_clipping_state_dict",
     "total_norm",
 ]

@@ -41,8 +41,9 @@ from runner.data.dataset import is_dataset, length_of
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
+from runner.train.options import Evaluate, InBackward, Log, Measurements
 from runner.train.progress import total_steps
-from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
+from runner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGINT
 from typing import Any, TypeVar
@@ -24,16 +23,15 @@ from runner.booster.criterion import Criterion
 from runner.booster.loss import Count, Loss, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
-from runner.clip import ClipMode, GradientClipping, Number, build, transfer
+from runner.clip import ClipMode, Number, build, transfer
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
 from runner.telemetry.meter import Gauges, Meter, StepMetrics
-from runner.telemetry.profile import Profile
-from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.train.callbacks import Callbacks, SkippedSteps
 from runner.train.metrics import EvalMetrics
+from runner.train.options import Algorithm, Evaluate, GradientClipping, InBackward, Log
 from runner.train.passes import (
     NO_NOISE_SCALE,
     NO_UPDATE_RATIO,
@@ -49,77 +47,6 @@ from runner.train.windows import Window, Windows
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """Optional measurements, taken in the steps that have a row (``log.interval``).
-
-    Attributes:
-        update_ratio: log ‖ΔW‖ ÷ ‖W‖, with W the weights before a step and ΔW what the step added;
-            with layer norms also of each parameter. Takes a copy of the weights.
-        noise_scale: log ``noise/scale``, tr(Σ) ÷ ‖G‖² over the last 100 rows: the samples of a step
-            up to which accumulating more pays. Needs microbatches, under SinglePlugin or DDP.
-    """
-
-    update_ratio: bool = False
-    noise_scale: bool = False
-
-
-@dataclass(frozen=True)
-class Log:
-    """What a :class:`Trainer` records, and where.
-
-    Args:
-        sinks: where rows go. Give them on the first rank only.
-        interval: steps between rows.
-        flush: steps between transfers of metrics to the host.
-        what_if: thresholds of which the share of steps that they would have clipped is logged.
-        per_layer: also log each parameter's gradient norm.
-        measurements: what else is measured, see :class:`runner.Measurements`.
-        bar: whether :meth:`Trainer.fit` shows a bar where standard error is a terminal.
-        profile: what profiles some of the steps; give it on one rank only.
-    """
-
-    sinks: Sequence[Sink] = ()
-    interval: int = 1
-    flush: int = 50
-    what_if: Sequence[float] = ()
-    per_layer: bool = False
-    measurements: Measurements = field(default_factory=Measurements)
-    bar: bool = True
-    profile: Profile | None = None
-
-
-@dataclass(frozen=True)
-class InBackward:
-    """Clip each gradient in the backward pass, as soon as it is final.
-
-    Args:
-        algorithm: what clips, see :meth:`runner.booster.OptimizerWrapper.clip_in_backward`.
-        step: whether the optimizer steps there too, and frees each gradient.
-    """
-
-    algorithm: GradientClipping | ClipMode
-    step: bool = False
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """Held-out data of a :class:`runner.Trainer`, and how it is evaluated.
-
-    Args:
-        dataloader: the held-out data, see ``train_dataloader`` of the Trainer; None for none.
-        metrics: further metrics, see :class:`runner.train.metrics.EvalMetrics`: ``["f1"]``.
-        interval: a duration between evaluations; there is always one at the end.
-    """
-
-    dataloader: Iterable[Any] | None
-    metrics: Sequence[str | Mapping[str, Any]] = ()
-    interval: str | Duration = "1ep"
-
-
-Algorithm = GradientClipping | ClipMode | InBackward
 
 
 class Trainer:

@@ -25,7 +25,8 @@ from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys
 from runner.telemetry.sinks import Sink
 from runner.train import build
-from runner.train.trainer import Log, Trainer
+from runner.train.options import Log
+from runner.train.trainer import Trainer
 from runner.verify.comparison import (
     Naive,
     compare_mode,

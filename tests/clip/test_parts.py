@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from runner import apply_gradient_clipping
 from runner.calibrate.calibrate import HIGHEST, LOWEST, Histogram, Tally
-from runner.clip import GradStats, Layout, apply_gradient_clipping, build
+from runner.clip import GradStats, Layout, build
 from runner.clip.mode import scale_each
 from tests.clip.reference import REFERENCE, adaptive, norm_of, on, unwaited
 from tests.clip.test_layout import Ranks, one_layout, shards, whole

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from runner import apply_gradient_clipping
 from runner.booster.plugin import HybridParallelPlugin, PipelineParallelPlugin
-from runner.clip import apply_gradient_clipping
 from tests.distributed.by_hand import NORM, Loop, batch_for, cross_entropy, make
 from tests.distributed.cases import MODELS, unlike
 from tests.ranks import run_ranks

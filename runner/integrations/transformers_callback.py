@@ -12,10 +12,14 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from runner.clip import apply_gradient_clipping, clipping_state_dict, load_clipping_state_dict
 from runner.clip.over_ranks import are_process_groups
+from runner.integrations.clipping import (
+    apply_gradient_clipping,
+    clipping_state_dict,
+    load_clipping_state_dict,
+)
+from runner.integrations.monitor import GradientMonitor, To
 from runner.run_folder import keys
-from runner.telemetry.monitor import GradientMonitor, To
 
 _REMADE = "remade_from_a_checkpoint"
 

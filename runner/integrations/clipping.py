@@ -7,10 +7,9 @@ import lines changed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-from weakref import ReferenceType, ref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
+from runner.clip.boosted import boosted_optimizer, owner_of
 from runner.clip.call_history import CallHistory
 from runner.clip.decision import Decision
 from runner.clip.layout import Layout
-from runner.clip.mode import ClipMode, build
+from runner.clip.mode import ClipMode
 from runner.clip.over_ranks import (
     ProcessGroups,
     are_process_groups,
@@ -66,8 +66,6 @@ class PlainClipper:
         return mode.clip(self.layout)
 
 
-# For modules and parameters a weak reference to their clipper, or "none" if they have none.
-_boosted = WeakIdKeyDictionary()
 # For each module that was not boosted the clippers that were made last, by their process groups.
 _plain = WeakIdKeyDictionary()
 # For each module inside of wrappers, and each boosted optimizer, what calls remember of it.
@@ -84,20 +82,6 @@ class _ListHistory:
 
     ids: list[int]
     calls: CallHistory = field(default_factory=CallHistory)
-
-
-def register(clipper: Any, owned: Iterable[nn.Module | Tensor]) -> None:
-    """Register the boosted optimizer, or None, which clips what was boosted together.
-
-    It makes gradients final (``begin_clip()``) and clips them (``clip(mode)``) over its ``layout``.
-    """
-    for each in owned:
-        _boosted[each] = "none" if clipper is None else ref(clipper)
-
-
-def is_boosted(model: nn.Module) -> bool:
-    """Return whether a plugin has distributed a model, or a part of it."""
-    return any(module in _boosted for module in model.modules())
 
 
 @torch.no_grad()
@@ -186,7 +170,7 @@ def clipping_state_dict(
     optimizer (``optimizer.state_dict()``) has it too.
     """
     given = _module_or_list(parameters)
-    calls = _calls_of(given, _owner_of(given))
+    calls = _calls_of(given, owner_of(given))
     history = calls if isinstance(calls, CallHistory) else calls.calls
     return history.state_dict()
 
@@ -196,7 +180,7 @@ def load_clipping_state_dict(
 ) -> None:
     """Load what :func:`clipping_state_dict` returned; ``{}`` begins all histories anew."""
     given = _module_or_list(parameters)
-    calls = _calls_of(given, _owner_of(given))
+    calls = _calls_of(given, owner_of(given))
     history = calls if isinstance(calls, CallHistory) else calls.calls
     history.load_state_dict(state)
     if isinstance(given, list) and isinstance(calls, _ListHistory):
@@ -224,32 +208,6 @@ def warn_without_gradients(
         )
 
 
-@dataclass(frozen=True)
-class GradientClipping:
-    """Clipping as an algorithm of a :class:`runner.Trainer`.
-
-    Example:
-        ``Trainer(model=..., algorithms=[GradientClipping("norm", 0.1)])``
-
-    Args:
-        clipping_type: ``norm``, ``value`` or ``adaptive``.
-        clipping_threshold: λ, above 0.
-        units: option ``units`` of ``adaptive``, see :func:`apply_gradient_clipping`.
-        scales: ``"all"`` to multiply the matrices of Muon by the coefficient too.
-    """
-
-    clipping_type: str
-    clipping_threshold: float
-    units: Mapping[str, int | Sequence[int]] | None = None
-    scales: Literal["auto", "all"] = "auto"
-
-    def mode(self) -> ClipMode:
-        """Make the clipping mode that this describes."""
-        options: dict[str, Any] = {} if self.units is None else {"units": self.units}
-        options |= {"threshold": self.clipping_threshold, "scales": self.scales}
-        return build(self.clipping_type, **options)
-
-
 def _module_or_list(
     parameters: nn.Module | Iterable[Tensor] | Tensor,
 ) -> nn.Module | list[Tensor]:
@@ -269,7 +227,7 @@ def clipper_of(given: nn.Module | list[Tensor], process_groups: ProcessGroups | 
         if isinstance(part, FSDPModule):
             # A forward pass after the backward pass may have gathered parameters without gradients.
             part.reshard()
-    clipper, whole = _boosted_clipper(given)
+    clipper, whole = boosted_optimizer(given)
     if clipper is not None:
         if process_groups:
             raise ValueError(
@@ -286,44 +244,6 @@ def clipper_of(given: nn.Module | list[Tensor], process_groups: ProcessGroups | 
             "groups names parameters of a model: give the model instead of its parameters"
         )
     return PlainClipper(Layout.of_parameters(given))
-
-
-def _boosted_clipper(given: nn.Module | list[Tensor]) -> tuple[Any, bool]:
-    """Return the boosted optimizer that clips what is given, and whether that is all of its model.
-
-    None for what was not boosted.
-    """
-    module = given if isinstance(given, nn.Module) else None
-    parameters = list(given.parameters()) if isinstance(given, nn.Module) else given
-    owned = parameters if module is None or module not in _boosted else [module, *parameters]
-    known = [_boosted.get(each) for each in owned]  # type: ignore[no-untyped-call]
-    found = [each() if isinstance(each, ReferenceType) else each for each in known]
-    clippers = {id(clipper): clipper for clipper in found if clipper is not None}
-    clipper = next(iter(clippers.values()), None)
-    if clipper == "none":
-        raise ValueError(
-            "this model was boosted without its optimizer, which synchronises gradients before "
-            "they are clipped: booster.boost(model, optimizer)"
-        )
-    if clipper is None:
-        return None, False
-    asked = {id(parameter) for parameter in parameters}
-    shards = {id(shard.param): shard for shard in clipper.layout.shards}
-    whole = all(key in asked or not one.param.requires_grad for key, one in shards.items())
-    others = len(clippers) > 1 or any(each is None for each in found) or asked - shards.keys()
-    if others or not (whole or clipper.layout.group is None):
-        raise ValueError(
-            "these are not the parameters of one boosted model, which are clipped together: "
-            "give the boosted model, or its parameters(); clip several models one by one, or "
-            "boost one module that holds them all"
-        )
-    return clipper, whole
-
-
-def _owner_of(given: nn.Module | list[Tensor]) -> Any:
-    """Return the boosted optimizer whose whole model is given, else None."""
-    clipper, whole = _boosted_clipper(given)
-    return clipper if whole else None
 
 
 def plain_clipper(model: nn.Module, process_groups: ProcessGroups | None = None) -> PlainClipper:

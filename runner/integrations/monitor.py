@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.clip import Decision, GradStats, Number, transfer
-from runner.clip.functional import plain_clipper, warn_without_gradients
 from runner.clip.over_ranks import ProcessGroups, process_groups_of
 from runner.clip.shard import is_dtensor
+from runner.integrations.clipping import plain_clipper, warn_without_gradients
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import JsonlSink, Row, cut
 from runner.telemetry.meter import Meter, StepMetrics

@@ -1,0 +1,82 @@
+"""Which optimizer clips a model, or parameters, that a plugin has boosted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+# For modules and parameters a weak reference to their optimizer, or "none" if they have none.
+_boosted = WeakIdKeyDictionary()
+
+
+def register(optimizer: Any, owned: Iterable[nn.Module | Tensor]) -> None:
+    """Register the boosted optimizer, or None, which clips what was boosted together.
+
+    It makes gradients final (``begin_clip()``) and clips them (``clip(mode)``) over its ``layout``.
+    """
+    for module_or_parameter in owned:
+        _boosted[module_or_parameter] = "none" if optimizer is None else ref(optimizer)
+
+
+def is_boosted(model: nn.Module) -> bool:
+    """Return whether a plugin has distributed a model, or a part of it."""
+    return any(module in _boosted for module in model.modules())
+
+
+def owner_of(model: nn.Module | list[Tensor]) -> Any:
+    """Return the boosted optimizer of a whole model, or of all its parameters, else None."""
+    optimizer, is_whole = boosted_optimizer(model)
+    return optimizer if is_whole else None
+
+
+def boosted_optimizer(model: nn.Module | list[Tensor]) -> tuple[Any, bool]:
+    """Return the boosted optimizer that clips what is given, and whether that is all of its model.
+
+    None for what was not boosted.
+
+    Raises:
+        ValueError: the model was boosted without an optimizer, or some of the parameters are not
+            those of one boosted model.
+    """
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else model
+    owned: list[nn.Module | Tensor] = list(parameters)
+    if isinstance(model, nn.Module) and model in _boosted:
+        owned.append(model)
+    optimizers: dict[int, Any] = {}
+    for module_or_parameter in owned:
+        optimizer = _registered(module_or_parameter)
+        optimizers[id(optimizer)] = optimizer
+    if "none" in optimizers.values():
+        raise ValueError(
+            "this model was boosted without its optimizer, which synchronises gradients before "
+            "they are clipped: booster.boost(model, optimizer)"
+        )
+    if all(optimizer is None for optimizer in optimizers.values()):
+        return None, False
+    if len(optimizers) > 1:
+        raise _not_one_model()
+    (optimizer,) = optimizers.values()
+    given = {id(parameter) for parameter in parameters}
+    trained = {id(shard.param) for shard in optimizer.layout.shards if shard.param.requires_grad}
+    every = {id(shard.param) for shard in optimizer.layout.shards}
+    is_whole = trained <= given
+    if given - every or not (is_whole or optimizer.layout.group is None):
+        raise _not_one_model()
+    return optimizer, is_whole
+
+
+def _registered(module_or_parameter: nn.Module | Tensor) -> Any:
+    optimizer = _boosted.get(module_or_parameter)  # type: ignore[no-untyped-call]
+    return optimizer() if isinstance(optimizer, ReferenceType) else optimizer
+
+
+def _not_one_model() -> ValueError:
+    return ValueError(
+        "these are not the parameters of one boosted model, which are clipped together: "
+        "give the boosted model, or its parameters(); clip several models one by one, or "
+        "boost one module that holds them all"
+    )

@@ -1,0 +1,1 @@
+"""Clipping and its record in training loops of others."""

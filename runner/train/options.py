@@ -1,0 +1,109 @@
+"""What a :class:`runner.Trainer` is told in groups: clipping, evaluation, records, measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from runner.clip import ClipMode, build
+from runner.config.notation import Duration
+from runner.telemetry.profile import Profile
+from runner.telemetry.sinks import Sink
+
+
+@dataclass(frozen=True)
+class GradientClipping:
+    """Clipping as an algorithm of a :class:`runner.Trainer`.
+
+    Example:
+        ``Trainer(model=..., algorithms=[GradientClipping("norm", 0.1)])``
+
+    Args:
+        clipping_type: ``norm``, ``value`` or ``adaptive``.
+        clipping_threshold: λ, above 0.
+        units: option ``units`` of ``adaptive``, see :func:`apply_gradient_clipping`.
+        scales: ``"all"`` to multiply the matrices of Muon by the coefficient too.
+    """
+
+    clipping_type: str
+    clipping_threshold: float
+    units: Mapping[str, int | Sequence[int]] | None = None
+    scales: Literal["auto", "all"] = "auto"
+
+    def mode(self) -> ClipMode:
+        """Make the clipping mode that this describes."""
+        options: dict[str, Any] = {} if self.units is None else {"units": self.units}
+        options |= {"threshold": self.clipping_threshold, "scales": self.scales}
+        return build(self.clipping_type, **options)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Optional measurements, taken in the steps that have a row (``log.interval``).
+
+    Attributes:
+        update_ratio: log ‖ΔW‖ ÷ ‖W‖, with W the weights before a step and ΔW what the step added;
+            with layer norms also of each parameter. Takes a copy of the weights.
+        noise_scale: log ``noise/scale``, tr(Σ) ÷ ‖G‖² over the last 100 rows: the samples of a step
+            up to which accumulating more pays. Needs microbatches, under SinglePlugin or DDP.
+    """
+
+    update_ratio: bool = False
+    noise_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a :class:`Trainer` records, and where.
+
+    Args:
+        sinks: where rows go. Give them on the first rank only.
+        interval: steps between rows.
+        flush: steps between transfers of metrics to the host.
+        what_if: thresholds of which the share of steps that they would have clipped is logged.
+        per_layer: also log each parameter's gradient norm.
+        measurements: what else is measured, see :class:`runner.Measurements`.
+        bar: whether :meth:`Trainer.fit` shows a bar where standard error is a terminal.
+        profile: what profiles some of the steps; give it on one rank only.
+    """
+
+    sinks: Sequence[Sink] = ()
+    interval: int = 1
+    flush: int = 50
+    what_if: Sequence[float] = ()
+    per_layer: bool = False
+    measurements: Measurements = field(default_factory=Measurements)
+    bar: bool = True
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True)
+class InBackward:
+    """Clip each gradient in the backward pass, as soon as it is final.
+
+    Args:
+        algorithm: what clips, see :meth:`runner.booster.OptimizerWrapper.clip_in_backward`.
+        step: whether the optimizer steps there too, and frees each gradient.
+    """
+
+    algorithm: GradientClipping | ClipMode
+    step: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Held-out data of a :class:`runner.Trainer`, and how it is evaluated.
+
+    Args:
+        dataloader: the held-out data, see ``train_dataloader`` of the Trainer; None for none.
+        metrics: further metrics, see :class:`runner.train.metrics.EvalMetrics`: ``["f1"]``.
+        interval: a duration between evaluations; there is always one at the end.
+    """
+
+    dataloader: Iterable[Any] | None
+    metrics: Sequence[str | Mapping[str, Any]] = ()
+    interval: str | Duration = "1ep"
+
+
+Algorithm = GradientClipping | ClipMode | InBackward

@@ -89,6 +89,28 @@ def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown, cut):
     assert "look at clip.threshold" in ended
 
 
+LINES = """
+import logging, sys
+from runner.telemetry.sinks.console import ConsoleHandler, TerminalSink, print_line
+sink = TerminalSink(1, 1, "run", sys.stderr)
+print_line("clip-runner: cpu, one rank")
+sink.write({"train/step": 1})
+sink.close({"guidance": ["the threshold clipped all of the steps, raise clip.threshold"]}, 0)
+logging.getLogger().addHandler(ConsoleHandler())
+logging.warning("a message that is longer than the terminal: see python -m runner report FOLDER mine.html")
+"""
+
+
+def test_lines_on_a_terminal_end_at_a_word_and_leave_a_command_whole():
+    seen, code = on_a_terminal([sys.executable, "-c", LINES], ENVIRONMENT, 40)
+    shown = seen.replace("\x1b[K", "").replace("\r", "\n").splitlines()
+    assert code == 0
+    assert shown[0] == "clip-runner: cpu, one rank"
+    assert "  raise clip.threshold" in shown
+    assert "  python -m runner report FOLDER mine.html" in shown
+    assert all(len(line) <= 40 or "python -m runner" in line for line in shown)
+
+
 SCRIPT = """
 from torch import nn, zeros
 from runner import Trainer

@@ -97,7 +97,7 @@ print_line("clip-runner: cpu, one rank")
 sink.write({"train/step": 1})
 sink.close({"guidance": ["the threshold clipped all of the steps, raise clip.threshold"]}, 0)
 logging.getLogger().addHandler(ConsoleHandler())
-logging.warning("a message that is longer than the terminal: see python -m runner report FOLDER mine.html")
+logging.warning("a message that is longer than the terminal: see python -m runner report RUN")
 """
 
 
@@ -107,7 +107,7 @@ def test_lines_on_a_terminal_end_at_a_word_and_leave_a_command_whole():
     assert code == 0
     assert shown[0] == "clip-runner: cpu, one rank"
     assert "  raise clip.threshold" in shown
-    assert "  python -m runner report FOLDER mine.html" in shown
+    assert "  python -m runner report RUN" in shown
     assert all(len(line) <= 40 or "python -m runner" in line for line in shown)
 
 

@@ -57,11 +57,15 @@ def test_total_steps_agree_with_counting(duration, expected):
 
 
 @pytest.mark.parametrize(("duration", "steps"), [("1ep", 5), ("7ba", 7), ("17sp", 3), ("48sp", 6)])
-def test_a_training_lasts_as_long_as_asked_and_then_does_no_more(duration, steps, capfd):
+def test_a_training_lasts_as_long_as_asked_and_then_does_no_more(duration, steps):
     model, loader = parts()
     trainer = Trainer(model, loader, duration)
     assert trainer.fit()["steps"] == trainer.fit()["steps"] == steps
-    assert capfd.readouterr() == ("", "")  # nobody watches
+
+
+def test_a_training_whose_bar_is_off_prints_nothing(capfd):
+    Trainer(*parts(), "1ep", log=Log(bar=False)).fit()
+    assert capfd.readouterr() == ("", "")
 
 
 class Interrupts:

@@ -136,7 +136,8 @@ _LEAST_BAR = 8  # columns; numbers are worth more than a bar that is shorter
 class TerminalSink:
     """Shows rows: a bar on a terminal, otherwise a line each ``interval`` steps.
 
-    If other runs print there too (not ``alone``), there is no bar, and lines have the title.
+    If other runs print there too (not ``alone``), there is no bar, and lines have the title. The
+    end says if no other sink has recorded the rows.
     """
 
     def __init__(
@@ -146,12 +147,14 @@ class TerminalSink:
         title: str,
         stream: TextIO | None = None,
         alone: bool = True,
+        is_recorded: bool = True,
     ) -> None:
         self._total = total_steps
         self._interval = interval
         self._title = title
         self._stream = sys.stderr if stream is None else stream
         self._alone = alone
+        self._is_recorded = is_recorded
         self._closed = False
         self._step = 0
         self._shown = 0
@@ -255,6 +258,8 @@ class TerminalSink:
         if spread:
             yield "  ".join(["gradient norm", *spread])
         yield from summary.get("guidance", ())
+        if exit_code == 0 and not self._is_recorded:
+            yield 'nothing was recorded: Trainer(log=Log("runs/mine/metrics.jsonl")) keeps the rows'
 
     def _print(self, line: str) -> None:
         if not self._alone and not line.startswith(self._title):

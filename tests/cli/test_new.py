@@ -16,6 +16,7 @@ from tests.process import python, run_here
 WRITTEN = {
     *("demo.py", "test_demo.py", "conf/model/demo.yaml", "conf/data/demo.yaml"),
     "conf/recipe/demo.yaml",
+    "pytest.ini",
 }
 
 

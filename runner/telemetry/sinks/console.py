@@ -257,6 +257,10 @@ class TerminalSink:
             spread.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
         if spread:
             yield "  ".join(["gradient norm", *spread])
+        what_if = {key: share for key, share in summary.items() if key.startswith(keys.WHAT_IF)}
+        if what_if:
+            clipped = [f"{_threshold(key)} {percent(share)}" for key, share in what_if.items()]
+            yield "  ".join(["other thresholds would have clipped", *clipped])
         yield from summary.get("guidance", ())
         if exit_code == 0 and not self._is_recorded:
             yield 'nothing was recorded: Trainer(log=Log("runs/mine/metrics.jsonl")) keeps the rows'
@@ -290,6 +294,10 @@ def _evaluation(row: Row) -> list[str]:
     if keys.EVAL_ACCURACY in row:
         parts.append(f"{100 * row[keys.EVAL_ACCURACY]:.1f} %")
     return [f"eval {' / '.join(parts)}"] if parts else []
+
+
+def _threshold(key: str) -> str:
+    return f"{float(key.removeprefix(keys.WHAT_IF)):g}"
 
 
 def _number(value: float) -> str:

@@ -156,6 +156,11 @@ def test_a_file_that_log_names_has_the_row_of_each_step(capsys, tmp_path):
     assert rows[-1]["train/loss"] == summary["final"]["train/loss"]
 
 
+def test_the_end_of_a_run_says_what_other_thresholds_would_have_clipped(capsys):
+    _, shown = fit_in_lines(Log(what_if=[1e-6, 1e6]), capsys)
+    assert "other thresholds would have clipped  1e-06 100 %  1e+06 0 %" in shown
+
+
 def test_a_summary_is_shown_in_one_line(capsys):
     summary, _ = fit_in_lines(Log(bar=False), capsys)
     assert repr(summary).startswith("<Summary: steps 4, train/loss 0.")

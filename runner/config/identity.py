@@ -42,7 +42,14 @@ MAY_CHANGE = (
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
-IMPLIED = {"loss.items": "auto"}
+IMPLIED = {
+    "loss.items": "auto",
+    "model.leave_out": [],
+    "model.strict": True,
+    "model.weights": None,
+    "optimizer.groups": None,
+    "optimizer.no_decay": None,
+}
 """Values by which earlier versions acted, of keys that their records lack."""
 
 

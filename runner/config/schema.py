@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -43,6 +44,8 @@ from runner.config.section import (
 )
 
 Direction = Literal["minimize", "maximize"] | None
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Endings of files of weights."""
 
 
 class Accumulation(Section):
@@ -53,6 +56,40 @@ class Precision(Section):
     name: Literal["fp32", "bf16", "fp16"] = key("choose the data type of the forward pass")
     initial_scale: Positive = key("fp16: first loss scale; lower it if first steps are skipped")
     growth_interval: Count = key("fp16: double the scale after so many finite steps")
+
+
+class ModelSection(Target):
+    # With defaults, as in section optimizer: runs that were recorded earlier lack them.
+    weights: Text | None = key(
+        "start from this file of weights, or folder of its shards (or an argument of torchvision)",
+        None,
+    )
+    strict: bool = key("refuse weights that lack tensors of the model, or have others", True)
+    leave_out: Texts = key("load all tensors but these patterns of names: [head.*]", [])
+
+    @property
+    def file(self) -> Path | None:
+        """The file or folder that ``weights`` names; None if it is an argument of the target."""
+        text = self.weights
+        if text is None:
+            return None
+        is_path = "/" in text or text.endswith(SUFFIXES) or Path(text).exists()
+        return Path(text).expanduser() if is_path else None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the target, such as ``weights=DEFAULT`` of a model of torchvision."""
+        is_argument = self.weights is not None and self.file is None
+        return super().arguments | ({"weights": self.weights} if is_argument else {})
+
+
+class OptimizerSection(Target):
+    groups: dict[str, dict[str, Any]] | None = key(
+        "set lr, weight_decay, ... by patterns of names: {*.bias:{weight_decay:0}}", None
+    )
+    no_decay: Literal["auto"] | None = key(
+        "auto: no weight decay for vectors, scalars and embeddings", None
+    )
 
 
 class DataSection(Target):
@@ -221,9 +258,9 @@ class RunConfig(Section):
     clip: Clip
     accumulation: Accumulation
     precision: Precision
-    model: Target
+    model: ModelSection
     data: DataSection
-    optimizer: Target
+    optimizer: OptimizerSection
     scheduler: Target
     loss: LossSection = LossSection()  # like report: runs that were recorded earlier lack it
     tracker: Tracker

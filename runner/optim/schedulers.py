@@ -54,24 +54,26 @@ class _FactorLR(lr_scheduler.LambdaLR):
 class LinearWarmupCosineLR(_FactorLR):
     """Linear warm-up from near 0 for a share of ``total_steps``, then cosine to ``eta_min``.
 
-    ``eta_min`` is exact for parameter groups with the initial rate of the first one, and scaled for
-    others.
+    ``warmup_steps``, if given, is the length of the warm-up in steps instead. ``eta_min`` is exact
+    for parameter groups with the initial rate of the first one, and scaled for others.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         total_steps: int,
-        warmup_fraction: float,
+        warmup_fraction: float = 0.0,
         eta_min: float = 0.0,
         last_epoch: int = -1,
+        warmup_steps: int | None = None,
     ) -> None:
         floor = eta_min / optimizer.param_groups[0]["lr"] if eta_min else 0.0
 
         def decay(done: float) -> float:
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
-        factor = _after_warmup(total_steps, warmup_fraction, decay)
+        warmup = _warmup(total_steps, warmup_fraction, warmup_steps)
+        factor = _after_warmup(total_steps, warmup, decay)
         super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
@@ -86,13 +88,15 @@ class LinearWarmupPolynomialLR(_FactorLR):
         self,
         optimizer: Optimizer,
         total_steps: int,
-        warmup_fraction: float,
-        power: float,
+        warmup_fraction: float = 0.0,
+        power: float = 1.0,
         last_epoch: int = -1,
+        warmup_steps: int | None = None,
     ) -> None:
         if not power >= 0:
             raise ValueError(f"power must be at least 0, not {power}")
-        factor = _after_warmup(total_steps, warmup_fraction, lambda done: (1 - done) ** power)
+        warmup = _warmup(total_steps, warmup_fraction, warmup_steps)
+        factor = _after_warmup(total_steps, warmup, lambda done: (1 - done) ** power)
         super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
@@ -151,13 +155,85 @@ class StaircaseLR(_FactorLR):
         super().__init__(optimizer, scale, last_epoch=last_epoch)
 
 
-def _after_warmup(
-    total_steps: int, warmup_fraction: float, decay: Callable[[float], float]
-) -> Callable[[int], float]:
-    if not 0 <= warmup_fraction < 1:
-        raise ValueError(f"warmup_fraction must lie in [0, 1), not {warmup_fraction}")
-    warmup = math.ceil(total_steps * warmup_fraction)
+class WarmupStableDecayLR(_FactorLR):
+    """Linear warm-up, a constant rate, and a decay to 0 in the last part of the run.
 
+    S. Hu et al. 2024 (2404.06395, section 4). A. Hägele et al. 2024 (2405.18392, section 4) find
+    that ``1 - sqrt(progress)`` decays to a lower loss than a straight line.
+
+    Args:
+        optimizer: wrapped optimizer.
+        total_steps: number of optimizer steps until the end.
+        warmup_fraction: share of the steps in which the rate rises.
+        decay_fraction: share of the steps in which the rate falls.
+        shape: ``sqrt`` or ``linear``.
+        last_epoch: index of the last step, -1 before the first one.
+        warmup_steps: length of the warm-up in steps, instead of ``warmup_fraction``.
+
+    Raises:
+        ValueError: a share or a shape is wrong, or the parts are longer than the run.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_fraction: float = 0.0,
+        decay_fraction: float = 0.2,
+        shape: str = "sqrt",
+        last_epoch: int = -1,
+        warmup_steps: int | None = None,
+    ) -> None:
+        if not 0 <= decay_fraction <= 1:
+            raise ValueError(f"decay_fraction must lie in [0, 1], not {decay_fraction}")
+        if shape not in ("sqrt", "linear"):
+            raise ValueError(f"shape must be sqrt or linear, not {shape}")
+        warmup = _warmup(total_steps, warmup_fraction, warmup_steps)
+        decay = math.ceil(total_steps * decay_fraction)
+        if warmup + decay > total_steps:
+            raise ValueError(
+                f"a warm-up of {warmup} steps and a decay of {decay} are longer than the run, "
+                f"{total_steps} steps"
+            )
+        power = 0.5 if shape == "sqrt" else 1.0
+
+        def scale(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            progress = (step - (total_steps - decay)) / max(1, decay)
+            return float(1 - min(max(progress, 0.0), 1.0) ** power)
+
+        super().__init__(optimizer, scale, last_epoch=last_epoch)
+
+
+class PlateauLR(lr_scheduler.ReduceLROnPlateau):
+    """torch's ``ReduceLROnPlateau``, which the Trainer steps after each evaluation.
+
+    Args:
+        optimizer: wrapped optimizer.
+        metric: metric of evaluations to watch, such as ``eval/loss``.
+        options: arguments of :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`.
+    """
+
+    def __init__(self, optimizer: Optimizer, metric: str = "eval/loss", **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self.metric = metric
+
+
+def _warmup(total_steps: int, fraction: float, steps: int | None) -> int:
+    """Return the length of a warm-up in steps, which may be given as a share of the run."""
+    if steps is None:
+        if not 0 <= fraction < 1:
+            raise ValueError(f"warmup_fraction must lie in [0, 1), not {fraction}")
+        return math.ceil(total_steps * fraction)
+    if not 0 <= steps < total_steps:
+        raise ValueError(f"warmup_steps must lie in [0, {total_steps}), not {steps}")
+    return steps
+
+
+def _after_warmup(
+    total_steps: int, warmup: int, decay: Callable[[float], float]
+) -> Callable[[int], float]:
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup

@@ -110,6 +110,8 @@ def _unknown(assignment: Assignment, sections: Mapping[str, Any]) -> Iterator[Pr
     for leaf, value in leaves(assignment.key, assignment.value):
         if any(f"{name}.".startswith(f"{leaf}.") for name in existing):
             continue
+        if any(leaf.startswith(f"{name}.") for name in owned_keys(sections)):
+            continue  # inside of a value, such as a pattern of optimizer.groups
         problem = unknown_key(leaf, {*owned_keys(sections), *existing}, value)
         if is_open and "." in leaf:
             advice = f"; a further argument of its _target_ is +{leaf}=VALUE"

@@ -34,10 +34,18 @@ from runner.config.environment import started_rank
 from runner.config.notation import Duration
 from runner.config.plugin_section import PluginSection, uses
 from runner.config.problem import did_you_mean
-from runner.config.schema import DataSection, LossSection, RunConfig
+from runner.config.schema import (
+    DataSection,
+    LossSection,
+    ModelSection,
+    OptimizerSection,
+    RunConfig,
+)
 from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import is_dataset, length_of
+from runner.models.weights import load_weights
+from runner.optim.groups import GroupError, parameter_groups, require_settings
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
@@ -117,6 +125,17 @@ def _require(kind: type[T], result: Any, target: Target) -> T:
     return result
 
 
+def make_model(section: ModelSection, from_weights: bool = True) -> nn.Module:
+    """Make the model on the host, with the weights that it starts from."""
+    make = maker(section)
+    model = _require(nn.Module, make(), section)
+    if from_weights and section.file is not None:
+        told = load_weights(model, section.file, section.strict, section.leave_out)
+        if told:
+            log.warning("model.weights: %s", told)
+    return model
+
+
 def make_criterion(config: LossSection) -> Criterion | None:
     if config.target is None:
         return None
@@ -124,16 +143,23 @@ def make_criterion(config: LossSection) -> Criterion | None:
     return make() if isinstance(make.func, type) else make
 
 
-def make_optimizers(target: Target, model: nn.Module) -> list[Optimizer]:
+def make_optimizers(target: OptimizerSection, model: nn.Module) -> list[Optimizer]:
     """Make the optimizers of a run, in their fused form where they have one."""
     make = maker(target)
     takes_model = takes(make, "model")
+    patterns = target.groups or {}
+    has_groups = bool(patterns) or target.no_decay is not None
+    if takes_model and has_groups:
+        raise GroupError(f"{target.target} makes its groups itself, from the model")
     if takes_model:
         make = partial(make, model=model)
         if takes(make, "heads"):
             make = partial(make, heads=head_weights(model))
     else:
-        make = partial(make, list(model.parameters()))
+        parameters: list[Any] = list(model.parameters())
+        if has_groups:
+            parameters = parameter_groups(model, patterns, no_decay=target.no_decay == "auto")
+        make = partial(make, parameters)
     optimizers = None
     if takes(make, "fused"):
         with suppress(RuntimeError):  # Not supported on this device or with these options.
@@ -142,7 +168,10 @@ def make_optimizers(target: Target, model: nn.Module) -> list[Optimizer]:
         optimizers = make()
     if not (takes_model and isinstance(optimizers, list | tuple) and optimizers):
         optimizers = [optimizers]
-    return [_require(Optimizer, optimizer, target) for optimizer in optimizers]
+    made = [_require(Optimizer, optimizer, target) for optimizer in optimizers]
+    for optimizer in made:
+        require_settings(optimizer, patterns)
+    return made
 
 
 def takes(make: partial[Any], argument: str) -> bool:
@@ -248,6 +277,7 @@ def make_trainer(
     evaluates: bool = True,
     callbacks: Sequence[object] = (),
     profile: Profile | None = None,
+    from_weights: bool = True,
 ) -> Trainer:
     """Make everything that a run trains with, on this rank.
 
@@ -259,14 +289,14 @@ def make_trainer(
         evaluates: whether there is held-out data.
         callbacks: further callbacks.
         profile: what profiles some of the steps.
+        from_weights: whether to load ``model.weights``; a checkpoint that is loaded later has all.
     """
     device = device_of(config.device)
     plugin = make_plugin(config)
     data = make_data(config.data)
     # All ranks draw the same weights; then each data-parallel rank drops other activations.
     torch.manual_seed(config.seed)
-    make_model = maker(config.model)
-    model = make_model().to(device)
+    model = make_model(config.model, from_weights).to(device)
     rank_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
     torch.manual_seed(rank_seed)
     # Transforms and models of a user may draw from these.

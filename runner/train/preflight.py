@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from runner.booster import SinglePlugin
@@ -46,10 +47,12 @@ from runner.config.problem import (
     or_list,
     unknown_key,
 )
-from runner.config.schema import RunConfig
+from runner.config.schema import OptimizerSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
+from runner.models.weights import WeightsError, load_weights
+from runner.optim.groups import GroupError
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build
@@ -73,6 +76,8 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
         problems.append(Problem("telemetry.noise_scale", True, NO_NOISE_SCALE))
     data = _made("data", config.data, build.make_data, problems)
     model = _made("model", config.model, _make_model, problems)
+    if model is not None:
+        problems += _weights(config, model)
     criterion = _made("loss", config.loss, build.make_criterion, problems)
     if data is not None:
         problems += [*_durations(config, data), *_logged_keys(config, data, compared)]
@@ -184,6 +189,17 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")
 
 
+def _weights(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+    """Compare the names and shapes of the weights to start from with those of the model."""
+    section = config.model
+    if section.file is None:
+        return
+    try:
+        load_weights(model, section.file, section.strict, section.leave_out)
+    except WeightsError as error:
+        yield Problem("model.weights", section.weights, str(error))
+
+
 def _make_callback(target: Target) -> Callbacks:
     return Callbacks([build.maker(target)()], SinglePlugin())
 
@@ -277,8 +293,8 @@ def _optimizer_and_scheduler(
     plugin = config.plugin
     shards = plugin.name == "fsdp" or plugin.zero_stage > 1 or plugin.tp_size != 1
 
-    def make_optimizer(target: Target) -> torch.optim.Optimizer:
-        made = build.make_optimizers(target, over)
+    def make_optimizer(target: OptimizerSection) -> torch.optim.Optimizer:
+        made = _optimizers(target, over, problems if model is not None else [])
         for each in made:
             _require_plain_step(target, each)
             if isinstance(each, torch.optim.Adafactor) and shards:
@@ -290,11 +306,28 @@ def _optimizer_and_scheduler(
         return made[0]
 
     def make_scheduler(target: Target) -> None:
-        _require_plain_step(target, build.make_scheduler(target, optimizer, steps))
+        scheduler = build.make_scheduler(target, optimizer, steps)
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            _require_plain_step(target, scheduler)
+        elif data is not None and data.test is None:
+            raise TargetError("follows evaluations, and this run has no held-out data")
 
     made = _made("optimizer", config.optimizer, make_optimizer, problems)
     optimizer = made or torch.optim.SGD(over.parameters(), lr=0.1)
     _made("scheduler", config.scheduler, make_scheduler, problems)
+
+
+def _optimizers(
+    target: OptimizerSection, model: nn.Module, problems: list[Problem]
+) -> list[torch.optim.Optimizer]:
+    """Make the optimizers; those of one group where the groups do not fit the model."""
+    try:
+        return build.make_optimizers(target, model)
+    except GroupError as error:
+        key = "no_decay" if target.groups is None else "groups"
+        problems.append(Problem(f"optimizer.{key}", getattr(target, key), str(error)))
+        without_groups = target.model_copy(update={"groups": None, "no_decay": None})
+        return build.make_optimizers(without_groups, model)
 
 
 def _require_plain_step(target: Target, made: Any) -> None:

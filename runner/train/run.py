@@ -54,7 +54,13 @@ def execute(
     callbacks = make_callbacks(config)
     if folder is not None and (config.checkpoint.keep or config.checkpoint.save_final):
         callbacks.append(_saver(config, folder, recorded))
-    trainer = make_trainer(config, sinks, callbacks=callbacks, profile=_profile(config, folder))
+    trainer = make_trainer(
+        config,
+        sinks,
+        callbacks=callbacks,
+        profile=_profile(config, folder),
+        from_weights=resume is None,
+    )
     if trainer.plugin.rank == 0:
         _announce(trainer, config, folder)
     if resume is not None:
@@ -80,7 +86,7 @@ def evaluate(
     """Evaluate a checkpoint on the held-out data; every rank has to call this."""
     for sink in sinks:
         sink.close(None, 0)
-    trainer = make_trainer(config, ())
+    trainer = make_trainer(config, (), from_weights=False)
     load_weights(trainer, checkpoint)
     return {"metrics": trainer.evaluate(), "world_size": trainer.plugin.world_size}
 

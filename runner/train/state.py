@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from runner.booster import OptimizerWrapper
 from runner.booster.step_order import StepOrderError, StepState
@@ -36,8 +37,21 @@ class TrainState:
     def step_schedulers(self) -> None:
         if self.schedulers and self.schedulers_behind and self.optimizer.was_taken():
             for scheduler in self.schedulers:
-                scheduler.step()
+                if not isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step()
         self.schedulers_behind = False
+
+    def step_plateaus(self, evaluation: Mapping[str, float]) -> None:
+        """Step the schedules that follow a metric of evaluations."""
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                metric = getattr(scheduler, "metric", keys.EVAL_LOSS)
+                if metric not in evaluation:
+                    raise ValueError(
+                        f"the schedule follows {metric}, but an evaluation has "
+                        f"{', '.join(evaluation)}"
+                    )
+                scheduler.step(evaluation[metric])
 
     def read(self, end: Duration) -> Iterator[Window]:
         """Read windows, epoch after epoch, until ``progress`` has reached ``end``."""
@@ -104,7 +118,9 @@ class TrainState:
             clip = state["clip"]
             self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            if "lr" in keep and "last_epoch" in saved and hasattr(scheduler, "last_epoch"):
+            follows_steps = not isinstance(scheduler, ReduceLROnPlateau)
+            counts = "last_epoch" in saved and hasattr(scheduler, "last_epoch")
+            if "lr" in keep and follows_steps and counts:
                 _step_up_to(scheduler, saved["last_epoch"])
             else:
                 scheduler.load_state_dict(saved)

@@ -68,7 +68,8 @@ class Trainer:
             :class:`runner.Evaluate`, which says how often and by what metrics; or None.
         optimizers: the optimizer, or several that step together, each over its own parameters; SGD
             with a learning rate of 0.1 by default. ``train/lr`` is the rate of the first one.
-        schedulers: one or several; stepped once after each optimizer step that was taken.
+        schedulers: one or several; stepped once after each optimizer step that was taken, a
+            ``ReduceLROnPlateau`` after each evaluation, by ``eval/loss`` (or its ``metric``).
         criterion: loss of (outputs, targets); mean cross entropy by default. The mean is taken over
             the items of all microbatches and ranks, see :class:`runner.booster.loss.WindowLoss`;
             a :class:`runner.Loss` states what they are.
@@ -417,6 +418,7 @@ class Trainer:
         if metrics.decision.finite is not True:
             self.skipped_steps.check(meter)
         if evaluation:
+            self.state.step_plateaus(evaluation)
             self.callbacks.call("on_evaluate", self, dict(evaluation))
 
     def _save_or_stop(self, requests: Asked, before: Progress) -> None:

@@ -27,7 +27,7 @@ from runner.data.dataset import collate_pairs, length_of
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples
 from runner.parallel.collectives import on_first
-from runner.train.build import device_of, make_criterion, make_data, maker
+from runner.train.build import device_of, make_criterion, make_data, make_model
 from runner.verify.comparison import relative, side_of
 
 
@@ -77,7 +77,7 @@ def make_parts(
     torch.manual_seed(config.seed)
     device = device_of(config.device)
     dtype = getattr(torch, config.verify.dtype)
-    model = maker(config.model)().to(device, dtype)
+    model = make_model(config.model).to(device, dtype)
     switch_off_dropout(model)
     parameters = dict.fromkeys(model.parameters())
     criterion = make_criterion(config.loss)

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from runner.booster import SinglePlugin
 from runner.models.mixture import Mixture
+from runner.optim.groups import parameter_groups
 from tests.distributed.cases import Ddp, Experts, Fsdp, Hybrid, Stages, Tensors, Zero
 
 PLAN = {"0.linear": "colwise", "1.linear": "rowwise", "2": "colwise_rep"}
@@ -249,6 +250,12 @@ def thaw_and_freeze(step, net, optimizer):
     net[1].requires_grad_(not 4 <= step < 6)
 
 
+def by_patterns(net):
+    patterns = {"*.bias": {"lr": 0.02}}
+    groups = parameter_groups(net, patterns, no_decay=True)
+    return SGD(groups, lr=0.3, momentum=0.9, weight_decay=0.1)
+
+
 def head_later(net, optimizer):
     optimizer.add_param_group({"params": list(net[-1].parameters()), "lr": 0.1})
 
@@ -377,6 +384,7 @@ CONDITIONS = {
         refused={ALL[1:]: r"linear\.weight was frozen while it has a gradient"},
         steps=5,
     ),
+    "groups by patterns": Condition(optimizer=by_patterns),
     "group later": Condition(optimizer=lambda net: sgd(net[:-1]), change=at(3, head_later)),
     "group of old parameters": Condition(
         build=lambda net: setattr(net, "old", list(net[-1].parameters())),

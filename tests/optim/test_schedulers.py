@@ -10,7 +10,9 @@ from runner.optim.schedulers import (
     LinearWarmupCosineLR,
     LinearWarmupLR,
     LinearWarmupPolynomialLR,
+    PlateauLR,
     StaircaseLR,
+    WarmupStableDecayLR,
 )
 from tests.clip.reference import refused
 
@@ -103,3 +105,41 @@ def test_a_schedule_that_continues_over_more_steps_has_its_rate_at_once(kind, op
         assert continued.get_last_lr() == [later.param_groups[0]["lr"]]
         later.step()
         continued.step()
+
+
+@pytest.mark.parametrize(
+    ("shape", "falls"),
+    [
+        ("linear", [1, 0.75, 0.5, 0.25]),
+        ("sqrt", [1, 1 - 0.25**0.5, 1 - 0.5**0.5, 1 - 0.75**0.5]),
+    ],
+)
+def test_a_rate_rises_stays_and_falls(shape, falls):
+    options = {"warmup_steps": 2, "decay_fraction": 0.4, "shape": shape}
+    shares = rates(WarmupStableDecayLR, 10, **options)
+    assert shares == pytest.approx([0.5, 1, 1, 1, 1, 1, *falls])
+
+
+def test_a_warm_up_and_a_decay_that_are_longer_than_the_run_are_refused():
+    options = {"warmup_steps": 5, "decay_fraction": 0.6}
+    refused(ValueError, "longer than the run, 10 steps", rates, WarmupStableDecayLR, 10, **options)
+
+
+@pytest.mark.parametrize("kind", [LinearWarmupCosineLR, LinearWarmupPolynomialLR])
+def test_a_warm_up_in_steps_is_one_of_the_same_share(kind):
+    assert rates(kind, 20, warmup_steps=4) == rates(kind, 20, warmup_fraction=0.2)
+
+
+def test_a_plateau_is_that_of_torch():
+    losses = [3.0, 2.0, 2.5, 2.4, 2.3, 1.0, 1.5, 1.6, 1.7]
+    shares = []
+    for kind in (PlateauLR, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
+        schedule = kind(optimizer, patience=1, factor=0.5)
+        of_kind = []
+        for loss in losses:
+            schedule.step(loss)
+            of_kind.append(optimizer.param_groups[0]["lr"])
+        shares.append(of_kind)
+    assert shares[0] == shares[1]
+    assert shares[0][-1] < RATE

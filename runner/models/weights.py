@@ -1,0 +1,147 @@
+"""Weights to start from: a file of safetensors or torch, or a folder with several such files."""
+
+from __future__ import annotations
+
+import fnmatch
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from runner.config.notation import first_few, plural
+from runner.config.schema import SUFFIXES
+
+SAFETENSORS = ".safetensors"
+
+
+class WeightsError(ValueError):
+    """Weights that are not there, cannot be read, or are not those of the model."""
+
+
+def load_weights(
+    model: nn.Module, path: Path, strict: bool = True, leave_out: Sequence[str] = ()
+) -> str:
+    """Load weights into a model, and return in words what is missing and left over, or "".
+
+    A model on torch's meta device is compared alone.
+
+    Args:
+        model: the model, whose ``state_dict()`` names the tensors.
+        path: a file of safetensors or of ``torch.save``, or a folder with its shards.
+        strict: refuse a tensor of the model that the file lacks, and one that the model lacks.
+        leave_out: globs of names of tensors that are not loaded, such as ``head.*``.
+
+    Raises:
+        WeightsError: names or shapes differ, a pattern matches nothing, or nothing can be read.
+    """
+    targets = model.state_dict(keep_vars=True)
+    is_meta = any(tensor.is_meta for tensor in targets.values())
+    stored = read_weights(path, "meta" if is_meta else "cpu")
+    for pattern in leave_out:
+        if not fnmatch.filter([*stored, *targets], pattern):
+            raise WeightsError(f"{pattern!r} matches no tensor of {path}, nor of the model")
+    tensors = {name: tensor for name, tensor in stored.items() if not _matches(name, leave_out)}
+    _require_shapes(targets, tensors, path)
+    missing = _missing(targets, tensors, leave_out)
+    left_over = [name for name in tensors if name not in targets]
+    told = _told(missing, left_over, path)
+    if tensors and len(left_over) == len(tensors):
+        raise WeightsError(f"{path} has no tensor of this model: {told}")
+    if told and strict:
+        raise WeightsError(f"{told}. model.strict=false starts all the same")
+    if not is_meta:
+        loaded = {name: tensor for name, tensor in tensors.items() if name in targets}
+        model.load_state_dict(loaded, strict=False)
+    return told
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Return the tensors of a file, or of all files of a folder, without running code in them."""
+    if path.is_dir():
+        files = sorted(path.glob(f"*{SAFETENSORS}"))
+        if not files:
+            files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        if not files:
+            raise WeightsError(f"{path} holds no file of weights ({', '.join(SUFFIXES)})")
+    elif path.is_file():
+        files = [path]
+    else:
+        raise WeightsError(f"there is no file or folder {path}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= _tensors_of(file, device)
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise WeightsError(f"{file} cannot be read as weights: {reason}") from error
+    return tensors
+
+
+def _tensors_of(file: Path, device: str) -> dict[str, Tensor]:
+    if file.suffix == SAFETENSORS:
+        return _shapes_of(file) if device == "meta" else safetensors.torch.load_file(file)
+    with warnings.catch_warnings(action="ignore"):  # of files of other programs
+        content = torch.load(file, map_location=device, weights_only=True)
+    for key in ("state_dict", "model", "model_state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict):
+        raise WeightsError(f"{file} holds a {type(content).__name__}, no state dict")
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise WeightsError(f"{file} holds no tensors by name: save model.state_dict()")
+    return tensors
+
+
+def _shapes_of(file: Path) -> dict[str, Tensor]:
+    """Return tensors on the meta device with the names and shapes of a file."""
+    with safetensors.safe_open(file, framework="pt") as opened:
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def _require_shapes(
+    targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path
+) -> None:
+    wrong = []
+    for name, tensor in tensors.items():
+        if name in targets and targets[name].shape != tensor.shape:
+            wrong.append(f"{name} {list(tensor.shape)} for {list(targets[name].shape)}")
+    if wrong:
+        raise WeightsError(
+            f"{path} has other shapes than the model: {first_few(wrong, 4)}. model.leave_out "
+            "leaves tensors out, by patterns of their names"
+        )
+
+
+def _missing(
+    targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], leave_out: Sequence[str]
+) -> list[str]:
+    """Return tensors of the model that nothing is loaded into; a tied one has another name too."""
+    loaded = {id(target) for name, target in targets.items() if name in tensors}
+    return [
+        name
+        for name, target in targets.items()
+        if id(target) not in loaded and not _matches(name, leave_out)
+    ]
+
+
+def _told(missing: Sequence[str], left_over: Sequence[str], path: Path) -> str:
+    sentences = []
+    if missing:
+        count = plural(len(missing), "tensor")
+        sentences.append(f"{path} lacks {count} of the model: {first_few(missing, 6)}")
+    if left_over:
+        count = plural(len(left_over), "tensor")
+        sentences.append(f"the model lacks {count} of {path}: {first_few(left_over, 6)}")
+    return "; ".join(sentences)

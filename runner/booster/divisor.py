@@ -29,7 +29,7 @@ _COUNTED: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "values of 0": lambda values, _: values == 0,
     "values": lambda values, _: torch.ones_like(values, dtype=torch.bool),
 }
-_SUM = "sum of"
+_SUM = "sum of values"
 _IGNORED_CLASSES = (-100, -1, 0, 1, 2, 3, 255)
 _IGNORED_NUMBERS = (-9999, -999, -100, -1, 0)
 _LARGEST_INPUT = 1 << 20  # elements of an input that is no target, to save time

@@ -39,6 +39,8 @@ _PASSED = (
 """Operations that leave a mean what it is: their names begin so."""
 _ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
+_PARTS = ("Select", "Slice", "Split", "Unbind")
+_ELEMENTS = (*_PARTS, "Index", "Take")
 _OF_PARAMETERS = (
     *_ADDED,
     "Abs",
@@ -62,9 +64,9 @@ _OF_PARAMETERS = (
     "Transpose",
     "Unsqueeze",
     "View",
+    *_PARTS,
 )
 """Operations that keep a value one of parameters alone. Products of matrices may hold samples."""
-_ELEMENTS = ("Unbind", "Select", "Index", "Slice", "Split", "Take")
 
 
 class GraphError(ValueError):
@@ -97,6 +99,7 @@ class Term(NamedTuple):
         averages: whether it is a mean over elements, which grow with the samples of a batch.
         is_weighted: whether other numbers than 0 and 1 multiply the elements of its sum.
         is_penalty: whether it depends on parameters alone, and on no sample.
+        summed: number of elements of the sum that it is; 0 if it is none.
         dtype: the least precise one of what it divides by; None if these are exact.
     """
 
@@ -109,6 +112,7 @@ class Term(NamedTuple):
     averages: bool = False
     is_weighted: bool = False
     is_penalty: bool = False
+    summed: int = 0
     dtype: torch.dtype | None = None
 
 
@@ -124,6 +128,7 @@ class _Place(NamedTuple):
     inside: bool = False  # of a sum of parts
     is_scaled: bool = False
     averages: bool = False
+    summed: int = 0
     dtype: torch.dtype | None = None
 
     def divided(self, by: float) -> _Place:
@@ -142,9 +147,15 @@ class _Place(NamedTuple):
         return self._replace(factor=self.factor * number, is_scaled=True)
 
     def averaged(self) -> _Place:
-        before = math.prod(int(length) for length in self.node._saved_self_sym_sizes)
         after = math.prod(_shape(self.node, self.output))
-        return self.divided(before / max(after, 1))._replace(averages=True)
+        return self.divided(self._elements() / max(after, 1))._replace(averages=True)
+
+    def added_up(self) -> _Place:
+        return self._replace(summed=self.summed or self._elements())
+
+    def _elements(self) -> int:
+        """Return how many elements a sum or a mean takes."""
+        return math.prod(int(length) for length in self.node._saved_self_sym_sizes)
 
     def _rounded(self, dtype: torch.dtype) -> _Place:
         """Return the place of what divides by a tensor of ``dtype`` too."""
@@ -166,6 +177,7 @@ class _Place(NamedTuple):
             averages=self.averages,
             is_weighted=is_weighted,
             is_penalty=is_penalty,
+            summed=self.summed,
             dtype=self.dtype,
         )
 
@@ -220,7 +232,9 @@ def _read_scalar(place: _Place) -> _Step:
         return None, [part._replace(inside=True) for part in before]
     if name.startswith("Clamp") and _is_clamped(place.node):
         raise NotLinear("it clamps what it has summed")
-    if name == "Sum" or name.startswith(_PASSED):
+    if name == "Sum":
+        return None, place.added_up().before()
+    if name.startswith(_PASSED):
         return None, before
     return _last_of(place), []
 
@@ -274,7 +288,9 @@ def _product(place: _Place) -> _Step:
     before = place.before()
     if len(before) == 1:
         return None, place.scaled().before()
-    learned = [_is_learned_number(part) for part in before]
+    learned = [_is_learned_number(part) or _is_penalty(part) for part in before]
+    if all(learned):
+        return place.term(is_penalty=True), []
     if place.name == "Mul" and sum(learned) == 1:
         return None, [before[learned.index(False)]]
     if place.name == "Div" and learned == [False, True]:

@@ -124,7 +124,9 @@ def _by_sums(
     if not parts or _adds_up(candidates, whole, parts):
         all_zero = not any(shown.value for shown in (whole, *parts))
         return Finding(candidates, retry=all_zero and not candidates.known)
-    if candidates.divisor.counts == NOTHING and _is_between(whole, parts):
+    if candidates.divisor.counts == NOTHING and not _is_between(whole, parts):
+        return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
+    if candidates.divisor.counts == NOTHING or _has_sum(whole, parts):
         return _refused(loss, whole, parts)
     if any(term.call is not None and term.call.weight is not None for term in whole.terms):
         return Finding(problem=_WEIGHTS.format(loss.name))
@@ -257,6 +259,17 @@ def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bo
         total = sum(candidates.multiplier(part.batch) * part.value for part in parts)
         expected = total / candidates.multiplier(whole.batch)
     return _near(expected, whole, parts)
+
+
+def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether a part of a loss is a sum over samples, which nothing divides."""
+    telling = _telling(whole, parts)
+    if len({len(shown.terms) for shown in telling}) > 1:
+        return False
+    for of_all in zip(*(shown.terms for shown in telling), strict=True):
+        if len({term.divisor for term in of_all}) == 1 and len({t.summed for t in of_all}) > 1:
+            return True
+    return False
 
 
 def _weighted(parts: Sequence[Shown], items: Callable[[Any], float]) -> float:

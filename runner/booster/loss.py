@@ -370,9 +370,9 @@ class WindowLoss:
             return _nothing(own, outputs)
         if items == 0 and not is_sum:
             return self._of_no_items(own, outputs, batch)
-        loss = self._criterion(*self._compared(outputs, batch)) if own is None else own
         if is_sum and self._averages:
-            return loss  # summed exactly
+            return self._criterion(*self._compared(outputs, batch))  # summed exactly
+        loss = self._loss_with_graph(outputs, batch) if own is None else own
         counted = self._scale if is_sum else items
         multiplier = self._multiplier(loss, counted)
         if multiplier is None:
@@ -383,12 +383,7 @@ class WindowLoss:
         """Return the summed loss of a batch without items: mostly 0, or NaN as a mean over none."""
         if self.candidates is not None and self.candidates.known:
             return _nothing(own, outputs)
-        if own is None:
-            with torch.enable_grad():  # its graph tells what it divides by
-                compared = outputs if torch.is_grad_enabled() else mapped(outputs, as_leaf)
-                loss = self._criterion(*self._compared(compared, batch))
-        else:
-            loss = own
+        loss = self._loss_with_graph(outputs, batch) if own is None else own
         if is_zero(loss):
             return _nothing(own, outputs)
         if self.unproved and self.candidates is None:
@@ -399,6 +394,13 @@ class WindowLoss:
         if self.alone and _is_penalty_alone(loss, own, outputs):
             return _nothing(own, outputs)
         return self._refused(loss, 0.0)
+
+    def _loss_with_graph(self, outputs: Any, batch: Any) -> Tensor:
+        """Return what the criterion returns, with a graph, which tells what it divides by."""
+        if not torch.is_grad_enabled():  # of outputs alone, as in an evaluation
+            outputs = mapped(outputs, as_leaf)
+        with torch.enable_grad():
+            return self._criterion(*self._compared(outputs, batch))
 
     def _multiplier(self, loss: Tensor, items: float) -> float | None:
         """Return what makes a mean a sum over its items; None if it is not over these."""

@@ -351,9 +351,14 @@ def _compared(model: _Model, batch: Any) -> _LossOf:
         if numbers is not None and not has_samples(outputs, samples):
             raise ValueError("outputs have no dimension of samples")
         chosen = outputs if numbers is None else samples_at(outputs, numbers, samples)
-        return model.loss.mean(mapped(chosen, as_leaf), part)
+        return model.loss.mean(mapped(chosen, _as_single_leaf), part)
 
     return loss_of
+
+
+def _as_single_leaf(tensor: Tensor) -> Tensor:
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return as_leaf(tensor.float() if is_half else tensor)
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

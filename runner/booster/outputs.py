@@ -50,9 +50,7 @@ def as_leaf(tensor: Tensor) -> Tensor:
     """Return outputs without the graph of the model, from which a graph begins."""
     if not tensor.is_floating_point():
         return tensor
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    leaf = (tensor.float() if is_half else tensor).detach().requires_grad_()
-    marked: Tensor = _Leaf.apply(leaf)
+    marked: Tensor = _Leaf.apply(tensor.detach().requires_grad_())
     return marked
 
 

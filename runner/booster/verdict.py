@@ -121,12 +121,17 @@ def _by_sums(
     loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
 ) -> Finding:
     """Compare the loss of a batch with those of its parts, which candidates give weights."""
+    is_sum = candidates.divisor.counts == NOTHING
+    # A batch of no items may divide by that of one, as clamp(min=1) does.
+    counts = {seen.items or 1.0 for seen in candidates.first.observed}
+    if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
+        return _refused(loss, whole, parts)
     if not parts or _adds_up(candidates, whole, parts):
         all_zero = not any(shown.value for shown in (whole, *parts))
         return Finding(candidates, retry=all_zero and not candidates.known)
-    if candidates.divisor.counts == NOTHING and not _is_between(whole, parts):
+    if is_sum and not _is_between(whole, parts):
         return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
-    if candidates.divisor.counts == NOTHING or _has_sum(whole, parts):
+    if is_sum:
         return _refused(loss, whole, parts)
     if any(term.call is not None and term.call.weight is not None for term in whole.terms):
         return Finding(problem=_WEIGHTS.format(loss.name))
@@ -266,8 +271,10 @@ def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
     telling = _telling(whole, parts)
     if len({len(shown.terms) for shown in telling}) > 1:
         return False
-    for of_all in zip(*(shown.terms for shown in telling), strict=True):
-        if len({term.divisor for term in of_all}) == 1 and len({t.summed for t in of_all}) > 1:
+    for several in zip(*(shown.terms for shown in telling), strict=True):
+        divisors = {term.divisor for term in several}
+        elements = {term.summed for term in several}
+        if len(divisors) == 1 and len(elements) > 1 and several[0].factor:
             return True
     return False
 

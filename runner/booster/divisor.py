@@ -29,7 +29,7 @@ _COUNTED: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "values of 0": lambda values, _: values == 0,
     "values": lambda values, _: torch.ones_like(values, dtype=torch.bool),
 }
-_SUM = "sum of"
+_SUM = "sum of values"
 _IGNORED_CLASSES = (-100, -1, 0, 1, 2, 3, 255)
 _IGNORED_NUMBERS = (-9999, -999, -100, -1, 0)
 _LARGEST_INPUT = 1 << 20  # elements of an input that is no target, to save time
@@ -64,15 +64,17 @@ class Divisor(NamedTuple):
         values = _tensor(batch, self.name)
         if self.counts == SAMPLES or values is None:
             return batch_size(batch)
+        mask = _tensor(batch, self.mask) if self.mask else None
+        if mask is not None and mask.shape != values.shape:
+            mask = None
         if self.shifts:
             values = values[..., 1:]
+            mask = None if mask is None else mask[..., 1:]
         if self.counts == _SUM:
+            values = values if mask is None else values[mask.bool()]
             return float(values.sum(dtype=torch.float64))
         counted = _COUNTED[self.counts](values, self.ignored)
-        mask = _tensor(batch, self.mask) if self.mask else None
-        if mask is not None and self.shifts:
-            mask = mask[..., 1:]
-        if mask is not None and mask.shape == counted.shape:
+        if mask is not None:
             counted = counted & mask.bool()
         if self.weight is None:
             return int(torch.count_nonzero(counted))
@@ -158,10 +160,23 @@ def divisors_of(batch: Any) -> Iterator[Divisor]:
         for shifts in (False, True) if is_sequence else (False,):
             for divisor in _counts_of(values, is_target=not name):
                 yield divisor._replace(name=name, shifts=shifts)
-            for mask_name, mask in tensors:
-                if not name and mask_name and mask.shape == values.shape and _is_mask(mask):
-                    yield Divisor(LABELS, shifts=shifts, mask=mask_name)
-                    yield Divisor(_OTHER, (), -1, shifts, mask_name)
+            masks = [
+                mask_name
+                for mask_name, mask in tensors
+                if mask_name and mask.shape == values.shape and _is_mask(mask)
+            ]
+            for divisor in _counts_in_masks(name, values, masks):
+                yield divisor._replace(shifts=shifts)
+
+
+def _counts_in_masks(name: Name, values: Tensor, masks: list[Name]) -> Iterator[Divisor]:
+    """Yield ways to count those values that a mask selects."""
+    for mask in masks:
+        if values.is_floating_point() and not _is_mask(values):
+            yield Divisor(_SUM, name, mask=mask)
+        if not name:
+            yield Divisor(LABELS, mask=mask)
+            yield Divisor(_OTHER, ignored=-1, mask=mask)
 
 
 def _counts_of(values: Tensor, is_target: bool) -> Iterator[Divisor]:

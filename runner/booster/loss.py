@@ -21,11 +21,13 @@ from runner.booster.batch import (
     BatchError,
     Calls,
     batch_size,
+    mapped,
     named_parts,
     not_readable,
     targets_of,
 )
-from runner.booster.candidates import Candidates
+from runner.booster.candidates import Candidates, is_zero
+from runner.booster.checks import Checks
 from runner.booster.criterion import (
     Criterion,
     binary_outputs,
@@ -37,9 +39,11 @@ from runner.booster.criterion import (
     summed,
 )
 from runner.booster.divisor import LABELS, NOTHING, positions_inside
-from runner.booster.outputs import logits_of, returned_loss, zero_of
+from runner.booster.loss_graph import GraphError, terms_of
+from runner.booster.outputs import as_leaf, logits_of, returned_loss, zero_of
 from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
+from runner.parallel.collectives import from_all
 from runner.parallel.hooks import held_tensors
 
 WAYS_OUT = (
@@ -92,6 +96,12 @@ class WindowLoss:
     What a mean divides by is a guess while ``unproved`` is true:
     :func:`runner.booster.measurement.settle` replaces it by ``candidates``, the ways to count that
     agree with what the loss has divided by. :class:`Loss` states it.
+
+    A rank among several goes on after a loss that it refuses, which is NaN then: all ranks see that
+    the step, or the evaluation, is not finite, and call :meth:`raise_refusal`.
+
+    Attributes:
+        alone: whether there is one process, which raises at once.
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion | Loss | None = None) -> None:
@@ -134,6 +144,11 @@ class WindowLoss:
         self.unproved = not (stated_here or by_construction)
         self.tries = 0
         self.candidates: Candidates | None = None
+        self._checks: Checks | None = None
+        self._scale = 1.0
+        self._epsilon = 0.0
+        self.alone = True
+        self._refusal = ""
 
     @property
     def may_return(self) -> bool:
@@ -180,6 +195,9 @@ class WindowLoss:
     def use(self, candidates: Candidates) -> None:
         """Count from now on what a measurement found that the mean divides by."""
         self.candidates = candidates
+        self._checks = Checks(candidates)
+        self._scale = candidates.scale
+        self._epsilon = candidates.epsilon
         self.unproved = False
         divisor = candidates.divisor
         self._averages = divisor.counts != NOTHING
@@ -190,7 +208,50 @@ class WindowLoss:
     def forget(self) -> None:
         """Forget what a loss of 0 was taken for, before another window is measured."""
         self.candidates = None
+        self._checks = None
+        self._scale = 1.0
+        self._epsilon = 0.0
         self._averages = _is_a_mean(self._stated_loss)
+
+    @property
+    def epsilon(self) -> float:
+        """What the mean adds to the items that it divides by."""
+        return self._epsilon
+
+    def begin_window(self, trains: bool) -> None:
+        """Begin to compare the losses of a window, or of an evaluation, with their items.
+
+        ``trains``: whether it is a window, of which :meth:`confirm` compares the first one.
+        """
+        if self._checks is not None:
+            self._checks.begin_window(trains, self.alone)
+
+    def confirm(self) -> None:
+        """Compare the losses of the first window over all ranks; a collective.
+
+        Raises:
+            DivisorError: the loss of a rank divides by something else, on every rank.
+        """
+        self.raise_refusal()
+        problem = "" if self._checks is None else self._checks.confirm()
+        if problem:
+            raise DivisorError(f"{self.name} is refused, as {problem}: {self.ways_out}")
+
+    def raise_refusal(self) -> None:
+        """Raise the error of the first rank that has refused a loss; a collective."""
+        for refusal in from_all(self._refusal):
+            if refusal:
+                raise DivisorError(refusal)
+
+    def counted(self, batch: Any) -> Count:
+        """Count a batch; NaN items if it is refused and other ranks have to learn of it."""
+        try:
+            return self.items(batch)
+        except DivisorError as error:
+            if self.alone:
+                raise
+            self._refusal = self._refusal or str(error)
+            return Count(math.nan, batch_size(batch), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found, so that a training that continues need not measure again."""
@@ -285,7 +346,9 @@ class WindowLoss:
 
     def divisor(self, items: float) -> float:
         """Return what the summed loss of a window with ``items`` is divided by."""
-        return (items or 1.0) if self._averages else 1.0
+        if not self._averages:
+            return 1.0
+        return (items or self._scale) + self._epsilon
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs; their ``logits``, if there are any and no loss."""
@@ -303,43 +366,61 @@ class WindowLoss:
         """
         own = returned_loss(outputs) if self._may_return else None
         is_sum = not self._averages or (self._sums and own is None)
-        if items is None or (items == 0 and not is_sum):
-            if items == 0:
-                self._require_nothing(own, outputs, batch)
-            numbers = [tensor for tensor in held_tensors(outputs) if tensor.is_floating_point()]
-            # A mean over no items is NaN, and so would be its gradient.
-            others = [tensor for tensor in numbers if tensor is not own] or numbers
-            assert others, "the model returned no tensor"
-            return zero_of(others)
-        loss = self._criterion(*self._compared(outputs, batch)) if own is None else own
-        if is_sum:
-            if not self._averages:
-                self._require_items(loss, 1.0)
-            return loss
-        self._require_items(loss, items)
-        return loss * items
+        if items is None:
+            return _nothing(own, outputs)
+        if items == 0 and not is_sum:
+            return self._of_no_items(own, outputs, batch)
+        if is_sum and self._averages:
+            return self._criterion(*self._compared(outputs, batch))  # summed exactly
+        loss = self._loss_with_graph(outputs, batch) if own is None else own
+        counted = self._scale if is_sum else items
+        multiplier = self._multiplier(loss, counted)
+        if multiplier is None:
+            return self._refused(loss, counted)
+        return loss if is_sum else loss * multiplier
 
-    def _require_nothing(self, own: Tensor | None, outputs: Any, batch: Any) -> None:
-        """Check that the loss of a batch without items is 0, or NaN, as it is left out."""
-        if self.candidates is None or self.candidates.known:
-            return
-        loss = self._criterion(*self._compared(outputs, batch)) if own is None else own
-        self._require_items(loss, 0.0)
+    def _of_no_items(self, own: Tensor | None, outputs: Any, batch: Any) -> Tensor:
+        """Return the summed loss of a batch without items: mostly 0, or NaN as a mean over none."""
+        if self.candidates is not None and self.candidates.known:
+            return _nothing(own, outputs)
+        loss = self._loss_with_graph(outputs, batch) if own is None else own
+        if is_zero(loss):
+            return _nothing(own, outputs)
+        if self.unproved and self.candidates is None:
+            return loss  # the only microbatch of a step, which nothing is weighed against
+        multiplier = None if self.candidates is None else self._multiplier(loss, 0.0)
+        if multiplier is not None and loss.grad_fn is not None:
+            return loss * multiplier
+        if self.alone and _is_penalty_alone(loss, own, outputs):
+            return _nothing(own, outputs)
+        return self._refused(loss, 0.0)
 
-    def _require_items(self, loss: Tensor, items: float) -> None:
-        """Check what the loss of a batch divides by, if it was found in the graph of others."""
-        if self.candidates is None or self.candidates.agree_with(loss, items):
-            return
-        if not self._averages:
-            raise DivisorError(
-                f"{self.name} divides by something that earlier batches did not show: they show a "
-                f"sum, and this loss divides by {self.candidates.described(loss)}: {self.ways_out}"
-            )
-        raise DivisorError(
-            f"{self.name} divides by something that earlier batches did not show: this one counts "
-            f"{items:g} items as the earlier ones do, and the loss divides by "
-            f"{self.candidates.described(loss)}: {self.ways_out}"
-        )
+    def _loss_with_graph(self, outputs: Any, batch: Any) -> Tensor:
+        """Return what the criterion returns, with a graph, which tells what it divides by."""
+        if not torch.is_grad_enabled():  # of outputs alone, as in an evaluation
+            outputs = mapped(outputs, as_leaf)
+        with torch.enable_grad():
+            return self._criterion(*self._compared(outputs, batch))
+
+    def _multiplier(self, loss: Tensor, items: float) -> float | None:
+        """Return what makes a mean a sum over its items; None if it is not over these."""
+        return items if self._checks is None else self._checks.multiplier(loss, items)
+
+    def _refused(self, loss: Tensor, items: float) -> Tensor:
+        """Refuse a loss that divides by something else than the items that were counted."""
+        text = f"{self.name} divides by something that earlier batches did not show: "
+        divides = "is not 0"
+        if self.candidates is not None and loss.grad_fn is not None:
+            divides = _described(loss, self.candidates)
+        if self._averages:
+            counted = f"this one counts {items:g} items as the earlier ones do, and the loss"
+        else:
+            counted = "they show a sum, and this loss"
+        refusal = f"{text}{counted} {divides}: {self.ways_out}"
+        if self.alone:
+            raise DivisorError(refusal)
+        self._refusal = self._refusal or refusal
+        return loss * math.nan
 
     def correct(self, outputs: Any, batch: Any) -> tuple[Number, Number] | None:
         """Count items whose largest logit is the target's, and all; None without classes."""
@@ -387,6 +468,33 @@ class WindowLoss:
                 return classified[0].flatten(0, -2), targets.flatten()
             return outputs, targets
         return classified
+
+
+def _described(loss: Tensor, candidates: Candidates) -> str:
+    """Return what a loss does to what it has summed."""
+    try:
+        numbers = candidates.read(terms_of(loss))
+    except GraphError as error:
+        return f"is no mean over items, as {error}"
+    return "divides by " + " and ".join(f"{number:g}" for number in dict.fromkeys(numbers))
+
+
+def _nothing(own: Tensor | None, outputs: Any) -> Tensor:
+    """Return 0, with a gradient of zeros for outputs; the gradient of a mean over none is NaN."""
+    numbers = [tensor for tensor in held_tensors(outputs) if tensor.is_floating_point()]
+    others = [tensor for tensor in numbers if tensor is not own] or numbers
+    assert others, "the model returned no tensor"
+    return zero_of(others)
+
+
+def _is_penalty_alone(loss: Tensor, own: Tensor | None, outputs: Any) -> bool:
+    """Return whether the gradient of a loss with respect to all outputs is 0."""
+    tensors = [tensor for tensor in held_tensors(outputs) if tensor.requires_grad]
+    others = [tensor for tensor in tensors if tensor is not own]
+    if loss.grad_fn is None or not others:
+        return False
+    gradients = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True)
+    return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def _is_a_mean(stated: Loss) -> bool:

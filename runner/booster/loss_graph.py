@@ -39,6 +39,8 @@ _PASSED = (
 """Operations that leave a mean what it is: their names begin so."""
 _ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
+_PARTS = ("Select", "Slice", "Split", "Unbind")
+_ELEMENTS = (*_PARTS, "Index", "Take")
 _OF_PARAMETERS = (
     *_ADDED,
     "Abs",
@@ -62,9 +64,9 @@ _OF_PARAMETERS = (
     "Transpose",
     "Unsqueeze",
     "View",
+    *_PARTS,
 )
 """Operations that keep a value one of parameters alone. Products of matrices may hold samples."""
-_ELEMENTS = ("Unbind", "Select", "Index", "Slice", "Split", "Take")
 
 
 class GraphError(ValueError):
@@ -94,6 +96,11 @@ class Term(NamedTuple):
         divides: whether it divides at all; a sum and a penalty of weights do not.
         call: the loss of torch that it is; None for operations of one's own.
         is_scaled: whether a number multiplies or divides it, be it 1 in this batch.
+        averages: whether it is a mean over elements, which grow with the samples of a batch.
+        is_weighted: whether other numbers than 0 and 1 multiply the elements of its sum.
+        is_penalty: whether it depends on parameters alone, and on no sample.
+        summed: number of elements of the sum that it is; 0 if it is none.
+        dtype: the least precise one of what it divides by; None if these are exact.
     """
 
     divisor: float
@@ -102,6 +109,11 @@ class Term(NamedTuple):
     divides: bool
     call: TorchLoss | None = None
     is_scaled: bool = False
+    averages: bool = False
+    is_weighted: bool = False
+    is_penalty: bool = False
+    summed: int = 0
+    dtype: torch.dtype | None = None
 
 
 class _Place(NamedTuple):
@@ -115,6 +127,9 @@ class _Place(NamedTuple):
     divides: bool = False
     inside: bool = False  # of a sum of parts
     is_scaled: bool = False
+    averages: bool = False
+    summed: int = 0
+    dtype: torch.dtype | None = None
 
     def divided(self, by: float) -> _Place:
         outer = self.outer if self.inside else self.outer * by
@@ -126,16 +141,45 @@ class _Place(NamedTuple):
         if number is None:
             raise NotLinear("it divides by something that depends on the outputs")
         if self.name == "Div":
-            return self.divided(number)._replace(is_scaled=True)
+            factor = _factor(self.node)
+            assert factor is not None
+            return self.divided(number)._replace(is_scaled=True)._rounded(factor.dtype)
         return self._replace(factor=self.factor * number, is_scaled=True)
 
     def averaged(self) -> _Place:
-        before = math.prod(int(length) for length in self.node._saved_self_sym_sizes)
         after = math.prod(_shape(self.node, self.output))
-        return self.divided(before / max(after, 1))
+        return self.divided(self._elements() / max(after, 1))._replace(averages=True)
 
-    def term(self, call: TorchLoss | None = None) -> Term:
-        return Term(self.divisor, self.outer, self.factor, self.divides, call, self.is_scaled)
+    def added_up(self) -> _Place:
+        return self._replace(summed=self.summed or self._elements())
+
+    def _elements(self) -> int:
+        """Return how many elements a sum or a mean takes."""
+        return math.prod(int(length) for length in self.node._saved_self_sym_sizes)
+
+    def _rounded(self, dtype: torch.dtype) -> _Place:
+        """Return the place of what divides by a tensor of ``dtype`` too."""
+        if not dtype.is_floating_point:
+            return self
+        several = [dtype] if self.dtype is None else [dtype, self.dtype]
+        return self._replace(dtype=max(several, key=lambda each: torch.finfo(each).eps))
+
+    def term(
+        self, call: TorchLoss | None = None, is_weighted: bool = False, is_penalty: bool = False
+    ) -> Term:
+        return Term(
+            divisor=self.divisor,
+            outer=self.outer,
+            factor=self.factor,
+            divides=self.divides,
+            call=call,
+            is_scaled=self.is_scaled,
+            averages=self.averages,
+            is_weighted=is_weighted,
+            is_penalty=is_penalty,
+            summed=self.summed,
+            dtype=self.dtype,
+        )
 
     def before(self) -> list[_Place]:
         """Return the nodes that this one takes tensors with gradients from."""
@@ -180,20 +224,33 @@ def _read_scalar(place: _Place) -> _Step:
     name, before = place.name, place.before()
     if hasattr(place.node, "_saved_reduction"):
         return _loss_of_torch(place), []
-    if name == "AccumulateGrad" or name.startswith(_ELEMENTS):
-        return place.term(), []
     if name in ("Div", "Mul"):
         return _product(place)
     if name == "Mean":
         return None, place.averaged().before()
-    if name.startswith(_SUMS):
-        return (None, before) if name == "Sum" else (place.term(), [])
     if name.startswith(_ADDED):
         return None, [part._replace(inside=True) for part in before]
+    if name.startswith("Clamp") and _is_clamped(place.node):
+        raise NotLinear("it clamps what it has summed")
+    if name == "Sum":
+        return None, place.added_up().before()
     if name.startswith(_PASSED):
         return None, before
+    return _last_of(place), []
+
+
+def _last_of(place: _Place) -> Term:
+    """Return the part of the loss that ends at a number."""
+    name = place.name
+    if name == "AccumulateGrad" or name.startswith(_ELEMENTS):
+        return place.term(is_penalty=_is_penalty(place))
+    if name.startswith(_SUMS):
+        is_weighted = len(place.before()) == 1
+        return place.term(is_weighted=is_weighted, is_penalty=_is_penalty(place))
     if _is_learned_number(place) or _is_penalty(place):
-        return place.term(), []
+        return place.term(is_penalty=True)
+    if name == "Pow" and _is_sum_of_squares(place):
+        return place.term()
     if hasattr(place.node, "saved_tensors"):
         raise GraphError(f"its graph ends in {place.node.name()}")
     raise NotLinear(f"it takes {name.lower()} of what it has summed")
@@ -202,10 +259,12 @@ def _read_scalar(place: _Place) -> _Step:
 def _read_elements(place: _Place) -> _Step:
     """Read on inside of a sum or a mean: a number may still divide all its elements."""
     name, before = place.name, place.before()
+    is_weighted = False
     if name in ("Div", "Mul") and len(before) == 1:
         factor = _factor(place.node)
         if factor is not None and not factor.ndim:
             return None, place.scaled().before()
+        is_weighted = factor is not None and not bool(((factor == 0) | (factor == 1)).all())
     elif name == "Mean":
         return None, place.averaged().before()
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
@@ -214,7 +273,7 @@ def _read_elements(place: _Place) -> _Step:
         return None, [part._replace(inside=True) for part in before]
     elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
         return None, [part for part in before if not _is_penalty(part)]
-    return place.term(), []
+    return place.term(is_weighted=is_weighted, is_penalty=_is_penalty(place)), []
 
 
 def _is_sum_of_parts(name: str, before: list[_Place]) -> bool:
@@ -229,7 +288,9 @@ def _product(place: _Place) -> _Step:
     before = place.before()
     if len(before) == 1:
         return None, place.scaled().before()
-    learned = [_is_learned_number(part) for part in before]
+    learned = [_is_learned_number(part) or _is_penalty(part) for part in before]
+    if all(learned):
+        return place.term(is_penalty=True), []
     if place.name == "Mul" and sum(learned) == 1:
         return None, [before[learned.index(False)]]
     if place.name == "Div" and learned == [False, True]:
@@ -272,6 +333,24 @@ def _is_penalty(place: _Place) -> bool:
     return False
 
 
+def _is_sum_of_squares(place: _Place) -> bool:
+    """Return whether a power is the square of a Euclidean norm."""
+    norm = place.before()[0]
+    if norm.name not in ("LinalgVectorNorm", "Norm"):
+        return False
+    order = getattr(norm.node, "_saved_ord", getattr(norm.node, "_saved_p", None))
+    return order == 2 and place.node._saved_exponent == 2
+
+
+def _is_clamped(node: Any) -> bool:
+    """Return whether a limit has replaced a number."""
+    value = float(node._saved_self.detach())
+    least = getattr(node, "_saved_min", None)
+    most = getattr(node, "_saved_max", None)
+    is_below = least is not None and value < float(least)
+    return is_below or (most is not None and value > float(most))
+
+
 def _factor(node: Any) -> Tensor | None:
     """Return what a product multiplies with, or a quotient divides by."""
     for name in ("_saved_other", "_saved_self"):
@@ -288,18 +367,20 @@ def _number(node: Any) -> float | None:
 
 def _loss_of_torch(place: _Place) -> Term:
     node = place.node
+    weights = [getattr(node, f"_saved_{name}", None) for name in ("weight", "pos_weight")]
+    weight = next((weight for weight in weights if weight is not None), None)
     if node._saved_reduction == _SUM:
-        return place.term()
+        return place.term(is_weighted=weight is not None)
+    place = place._replace(averages=True)
     targets = node._saved_target
     if not hasattr(node, "_saved_total_weight"):
-        weights = [getattr(node, f"_saved_{name}", None) for name in ("weight", "pos_weight")]
-        weight = next((weight for weight in weights if weight is not None), None)
         call = TorchLoss(targets, classes=False, ignored=0, weight=weight)
         return place.divided(max(targets.numel(), node._saved_self.numel())).term(call)
     ignored = int(node._saved_ignore_index)
     signed = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
-    call = TorchLoss(targets, classes=True, ignored=signed, weight=node._saved_weight)
-    return place.divided(float(node._saved_total_weight)).term(call)
+    call = TorchLoss(targets, classes=True, ignored=signed, weight=weight)
+    total = node._saved_total_weight
+    return place.divided(float(total))._rounded(total.dtype).term(call)
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -25,9 +25,9 @@ from runner.booster.candidates import Candidate, Candidates
 from runner.booster.divisor import NOTHING, Divisor
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.loss_graph import GraphError, terms_of
-from runner.booster.outputs import logits_of, returned_loss
+from runner.booster.outputs import as_leaf, logits_of, returned_loss
 from runner.booster.parts import has_samples, in_two, joined, samples_at
-from runner.booster.untouched import untouched
+from runner.booster.untouched import Trace, untouched
 from runner.booster.verdict import Finding, Shown, divisor_of_calls, verdict
 from runner.parallel.collectives import from_all
 from runner.parallel.hooks import held_tensors
@@ -44,6 +44,10 @@ _UNMEASURED = (
 _COMPARED = (
     "what the mean of %s divides by is read off its graph, and was not confirmed by the losses of "
     "two parts of a batch, because %s: it is taken for the mean over %s"
+)
+_BY_VALUES = (
+    "what the mean of %s divides by is told by the losses of a batch and its parts alone, because "
+    "%s: it is taken for the mean over %s"
 )
 
 
@@ -72,17 +76,16 @@ class _Model:
         if self.pipeline is not None:
             return self.pipeline.evaluate(self.loss.call(batch).only_tensor())
         args, kwargs = self.loss.call(batch)
-        # The graph of outputs is not needed where a criterion compares them.
-        with torch.set_grad_enabled(self.loss.may_return):
-            return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
-    def without_a_trace(self, batch: Any) -> AbstractContextManager[Callable[[], bool]]:
+    def without_a_trace(self, batch: Any) -> AbstractContextManager[Trace]:
         device = next((tensor.device for tensor in held_tensors(batch)), torch.device("cpu"))
         criterion = self.loss.criterion
         of_criterion = criterion.modules() if isinstance(criterion, nn.Module) else ()
         return untouched(chain(self.modules(), of_criterion), device)
 
 
+@torch.enable_grad()
 def settle(
     loss: WindowLoss,
     module: nn.Module,
@@ -115,12 +118,12 @@ def settle(
         number = _first_of_doubt(model, batches, start)
         if number is None:
             return
-        tells = _look(model, batches, number, to_device)
-        start = number if tells else number + 1
+        _look(model, batches, number, to_device)
+        start = number + 1
 
 
 def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
-    """Measure the first batches, and others while the losses of all ranks are 0."""
+    """Measure the first batch, and others while these do not tell enough."""
     loss, number = model.loss, 0
     goes_on = True
     while goes_on:
@@ -129,13 +132,11 @@ def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], A
         if loss.may_return and not loss.reads_batch(batch):
             loss.unproved = False
             return
-        with model.without_a_trace(batch) as drawn:
-            findings = _measured(model, batch, drawn)
+        with model.without_a_trace(batch) as trace:
+            findings = _measured(model, batch, trace)
         _conclude(loss, batch, findings)
         number += 1
-        candidates = loss.candidates if loss.unproved else None
-        is_zero = candidates is not None and candidates.divisor.counts == NOTHING
-        goes_on = is_zero and any(model.from_ranks(number < len(batches)))
+        goes_on = loss.unproved and any(model.from_ranks(number < len(batches)))
 
 
 def _first_of_doubt(model: _Model, batches: Sequence[Any], start: int) -> int | None:
@@ -158,15 +159,46 @@ def _first_of_doubt(model: _Model, batches: Sequence[Any], start: int) -> int | 
 
 def _look(
     model: _Model, batches: Sequence[Any], number: int, to_device: Callable[[Any], Any]
-) -> bool:
-    """Look at what the loss of one more batch of each rank divides by; False if all are 0."""
+) -> None:
+    """Look at what the loss of one more batch of each rank divides by."""
     candidates = model.loss.candidates
     assert candidates is not None
     batch = to_device(batches[min(number, len(batches) - 1)])
-    with model.without_a_trace(batch):
-        findings = _looked_at(model, candidates, batch)
+    with model.without_a_trace(batch) as trace:
+        if candidates.by_values:
+            findings = _measured_again(model, candidates, batch, trace)
+        else:
+            findings = _looked_at(model, candidates, batch, trace)
+        if any(finding.problem for finding in findings) and not candidates.by_values:
+            # A number that divides all losses of a step, such as a temperature, may have changed.
+            again = _measured_again(model, candidates, batch, trace)
+            findings = findings if any(finding.problem for finding in again) else again
     _conclude(model.loss, batch, findings)
-    return not all(finding.is_zero for finding in findings)
+
+
+def _measured_again(model: _Model, earlier: Candidates, batch: Any, trace: Trace) -> list[Finding]:
+    """Measure a batch, and return those candidates alone that agreed with earlier ones."""
+    names = [candidate.divisor._replace(weight=None) for candidate in earlier.candidates]
+    trace.remove()
+    findings = []
+    for finding in _measured(model, batch, trace):
+        candidates = finding.candidates or earlier
+        remaining = []
+        for candidate in candidates.candidates:
+            if candidate.divisor._replace(weight=None) in names:
+                remaining.append(candidate)
+        candidates = replace(candidates, candidates=remaining, looks=earlier.looks + 1)
+        problem = finding.problem or _no_count(model.loss, "")
+        findings.append(Finding(candidates, problem="" if remaining else problem))
+    return findings
+
+
+def _no_count(loss: WindowLoss, divisors: str) -> str:
+    divides = f": it divides by {divisors}, which is no count of" if divisors else " by a count of"
+    return (
+        f"{loss.name} is over something that earlier batches did not show{divides} this batch that "
+        f"agrees with them: {loss.ways_out}"
+    )
 
 
 def _in_common(loss: WindowLoss, several: Sequence[Candidates]) -> Candidates:
@@ -199,7 +231,7 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None
             loss.tries += 1
             loss.unproved = True  # the next batches may tell more
             return
-    elif any(finding.is_zero for finding in findings) and not reasons:
+    elif any(finding.tells_nothing for finding in findings) and not reasons:
         loss.use(Candidates([Candidate(Divisor(NOTHING))]))
         loss.unproved = True  # the next window may tell
         return
@@ -209,18 +241,20 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None
     loss.unproved = False
     if reasons:
         text = _COMPARED if several else _UNMEASURED
+        if several and candidates.by_values:
+            text = _BY_VALUES
         _logger.warning(text, loss.name, reasons[0], loss.counted_as(batch))
 
 
 # -- what a batch shows
 
 
-def _measured(model: _Model, batch: Any, drawn: Callable[[], bool]) -> list[Finding]:
+def _measured(model: _Model, batch: Any, trace: Trace) -> list[Finding]:
     """Return what each rank finds out by a batch and its two parts."""
     loss, samples = model.loss, batch_size(batch)
-    finding, loss_of = _first_pass(model, batch, drawn)
+    finding, loss_of = _first_pass(model, batch, trace)
     whole = finding if isinstance(finding, Shown) else None
-    is_random = drawn()
+    is_random = trace.drawn()
     divides = whole is not None and divisor_of_calls(whole) is None and samples > 1
     # Ranks may communicate in a forward pass, so that all of them run the same number.
     in_parts = [divides and has_samples(batch, samples)]
@@ -230,6 +264,7 @@ def _measured(model: _Model, batch: Any, drawn: Callable[[], bool]) -> list[Find
     reason = ""
     for numbers in in_two(samples) if all(in_parts) else ():
         part = samples_at(batch, numbers, samples)
+        trace.remove()
         try:
             with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
                 parts.append(_shown(part, loss_of(numbers)))
@@ -247,24 +282,26 @@ def _measured(model: _Model, batch: Any, drawn: Callable[[], bool]) -> list[Find
 _LossOf = Callable[[Sequence[int] | None], Tensor | None]
 
 
-def _first_pass(
-    model: _Model, batch: Any, drawn: Callable[[], bool]
-) -> tuple[Shown | Finding, _LossOf]:
+def _first_pass(model: _Model, batch: Any, trace: Trace) -> tuple[Shown | Finding, _LossOf]:
     """Return what a batch shows, or why it shows nothing, and what computes losses of parts."""
-    reason = ""
+    finding = Finding()
+    is_exact = False
     loss_of: _LossOf = lambda numbers: None  # noqa: E731
     for training in (False, True):
         model.training = training
+        trace.remove()
         try:
             loss_of = (_returned if model.loss.may_return else _compared)(model, batch)
-            drawn()  # by the forward pass of a model whose outputs are compared
+            trace.drawn()  # by the forward pass of a model whose outputs are compared
             value = loss_of(None)
         except _ExactError:
-            return Finding(), loss_of  # the cross entropy of logits is summed exactly
+            is_exact = True  # the cross entropy of logits is, unless training returns a loss
+            continue
         except DivisorError as error:
             return Finding(problem=str(error)), loss_of
         except Exception as error:
             reason = f"its model does not take the batch alone ({type(error).__name__})"
+            finding = finding if is_exact else Finding(reason=reason)
             if model.pipeline is not None:
                 break
             continue
@@ -272,7 +309,7 @@ def _first_pass(
             return _shown(batch, value), loss_of
         if model.pipeline is not None:
             break  # the last stage, on another rank, has the outputs
-    return Finding(reason=reason), loss_of
+    return finding, loss_of
 
 
 class _ExactError(Exception):
@@ -295,28 +332,37 @@ def _returned(model: _Model, batch: Any) -> _LossOf:
 
 
 def _compared(model: _Model, batch: Any) -> _LossOf:
-    """Return a function that computes a loss of outputs, which are computed once."""
+    """Return a function that computes a loss of outputs, which are computed once.
+
+    They are computed for each part if some are numbers, as these may be means over a batch.
+    """
     samples = batch_size(batch)
     outputs = model.outputs(batch)
+    numbers_too = any(not t.ndim and t.is_floating_point() for t in held_tensors(outputs))
+    if not numbers_too:
+        outputs = mapped(outputs, _without_graph)
 
     def loss_of(numbers: Sequence[int] | None) -> Tensor | None:
         if outputs is None:
             return None
+        part = batch if numbers is None else samples_at(batch, numbers, samples)
+        if numbers_too:
+            return model.loss.mean(outputs if numbers is None else model.outputs(part), part)
         if numbers is not None and not has_samples(outputs, samples):
             raise ValueError("outputs have no dimension of samples")
-        part = batch if numbers is None else samples_at(batch, numbers, samples)
         chosen = outputs if numbers is None else samples_at(outputs, numbers, samples)
-        with torch.enable_grad():
-            return model.loss.mean(mapped(chosen, _as_leaf), part)
+        return model.loss.mean(mapped(chosen, _as_single_leaf), part)
 
     return loss_of
 
 
-def _as_leaf(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
+def _as_single_leaf(tensor: Tensor) -> Tensor:
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return (tensor.float() if is_half else tensor).detach().requires_grad_()
+    return as_leaf(tensor.float() if is_half else tensor)
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach()
 
 
 def _shown(batch: Any, loss: Tensor | None) -> Shown:
@@ -328,9 +374,9 @@ def _shown(batch: Any, loss: Tensor | None) -> Shown:
         return Shown(batch, loss.detach(), error=error)
 
 
-def _looked_at(model: _Model, candidates: Candidates, batch: Any) -> list[Finding]:
+def _looked_at(model: _Model, candidates: Candidates, batch: Any, trace: Trace) -> list[Finding]:
     """Return the candidates that agree, on each rank, with one more batch too."""
-    shown, _ = _first_pass(model, batch, drawn=lambda: False)
+    shown, _ = _first_pass(model, batch, trace)
     if isinstance(shown, Finding):
         candidates.looks += 1
         return model.from_ranks(shown._replace(candidates=candidates))
@@ -338,11 +384,5 @@ def _looked_at(model: _Model, candidates: Candidates, batch: Any) -> list[Findin
     if shown.error is None or shown.tells_nothing:
         remaining = candidates.after(batch, shown.loss, shown.terms)
     remaining.looks = candidates.looks + (not shown.tells_nothing)
-    problem = ""
-    if not remaining.candidates:
-        problem = (
-            f"{model.loss.name} is over something that earlier batches did not show: it divides by "
-            f"{shown.divisors}, which is no count of this batch that agrees with them: "
-            f"{model.loss.ways_out}"
-        )
-    return model.from_ranks(Finding(remaining, problem=problem, is_zero=shown.tells_nothing))
+    problem = "" if remaining.candidates else _no_count(model.loss, shown.divisors)
+    return model.from_ranks(Finding(remaining, problem=problem, tells_nothing=shown.tells_nothing))

@@ -34,6 +34,26 @@ def zero_of(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([tensor.reshape(-1)[:0].sum() for tensor in tensors]).sum()
 
 
+class _Leaf(torch.autograd.Function):
+    """Marks where a graph of outputs ends, so that they are told from parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def as_leaf(tensor: Tensor) -> Tensor:
+    """Return outputs without the graph of the model, from which a graph begins."""
+    if not tensor.is_floating_point():
+        return tensor
+    marked: Tensor = _Leaf.apply(tensor.detach().requires_grad_())
+    return marked
+
+
 def _part(outputs: Any, name: str = "loss") -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 

@@ -15,8 +15,14 @@ from runner.parallel.hooks import held_tensors
 
 
 def in_two(samples: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of the samples of two parts of a batch, the first of which is smaller."""
+    """Return the numbers of the samples of two parts of a batch, the first of which is smaller.
+
+    Samples may be pairs, such as an answer that is chosen and one that is rejected: several pairs
+    are not separated.
+    """
     cut = 1 if samples < 4 else samples // 3
+    if samples >= 4 and samples % 2 == 0:
+        cut += cut % 2
     return list(range(cut)), list(range(cut, samples))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,57 +15,69 @@ from torch import Tensor, nn
 _MOST_COPIED = 2**28  # bytes of frozen parameters: those of a large model are a base, no teacher
 
 
-@contextmanager
-def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Leave generators, buffers, frozen parameters and counts of modules as they were.
+class Trace:
+    """What forward passes leave behind: random numbers drawn, buffers, frozen parameters, counts.
 
     A teacher whose weights follow the model is frozen, and may be changed in a forward pass. A
-    count is an attribute that is a number. Flags stay: some say that a hook was registered. Yields
-    a function that returns whether a random number was drawn since its last call.
+    count is an attribute that is a number. Flags stay: some say that a hook was registered.
     """
-    held = list(modules)
-    training = [(module, module.training) for module in held]
-    numbers = [(vars(module), _numbers_of(module)) for module in held]
-    buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = [
-        (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
-        for module in held
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_inference()
-    ]
-    frozen = _copies_of_frozen(held)
-    devices = [device] if device.type == "cuda" else []
-    is_compiling = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-    python, arrays = random.getstate(), np.random.get_state()
-    last = [_generators(device)]
 
-    def drawn() -> bool:
-        now = _generators(device)
-        same = all(torch.equal(a, b) for a, b in zip(now, last[0], strict=True))
-        last[0] = now
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        held = list(modules)
+        self._device = device
+        self._numbers = [(vars(module), _numbers_of(module)) for module in held]
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = [
+            (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in held
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+        self._frozen = _copies_of_frozen(held)
+        self._drawn = _generators(device)
+
+    def drawn(self) -> bool:
+        """Return whether a random number was drawn since the last call."""
+        now = _generators(self._device)
+        same = all(torch.equal(a, b) for a, b in zip(now, self._drawn, strict=True))
+        self._drawn = now
         return not same
 
-    try:
-        with torch.random.fork_rng(devices), eager:
-            yield drawn
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        for module, was_training in training:
-            module.training = was_training
-        for attributes, before in numbers:
+    def remove(self) -> None:
+        """Set buffers, frozen parameters and counts to what they were at first."""
+        for attributes, before in self._numbers:
             for name in [name for name, value in attributes.items() if type(value) in (int, float)]:
                 if name not in before:
                     del attributes[name]  # a count that began in a class attribute
             attributes.update(before)
         with torch.no_grad():
-            for owner, name, buffer, before_buffer, version in buffers:
+            for owner, name, buffer, before_buffer, version in self._buffers:
                 if buffer._version != version:
                     buffer.copy_(before_buffer)
                 owner[name] = buffer
-            for parameter, copy in frozen:
+            for parameter, copy in self._frozen:
                 if not torch.equal(parameter, copy):
                     parameter.copy_(copy)
+
+
+@contextmanager
+def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Trace]:
+    """Leave generators, modes, buffers, frozen parameters and counts of modules as they were."""
+    held = list(modules)
+    training = [(module, module.training) for module in held]
+    trace = Trace(held, device)
+    devices = [device] if device.type == "cuda" else []
+    is_compiling = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices), eager:
+            yield trace
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        for module, was_training in training:
+            module.training = was_training
+        trace.remove()
 
 
 def _copies_of_frozen(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:

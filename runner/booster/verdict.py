@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.booster.batch import batch_size
-from runner.booster.candidates import Candidate, Candidates, is_silent, tolerance_of
+from runner.booster.candidates import Candidate, Candidates, is_silent, near, tolerance_of
 from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
 from runner.booster.loss import WindowLoss
 from runner.booster.loss_graph import GraphError, NotLinear, Term
@@ -21,6 +21,20 @@ _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
 _OF_THE_BATCH = (
     "it depends on the batch as a whole, as a contrastive loss does, so that accumulated "
     "microbatches are not one batch"
+)
+_NO_PART = "a part of a batch is no batch, as of pairs"
+_UNKNOWN_WEIGHTS = (
+    "{} is a sum with weights, and parts of a batch do not show whether these depend on the batch, "
+    "because {}: {}"
+)
+_UNKNOWN_CONSTANT = (
+    "{} divides by {}, and parts of a batch do not show whether that is a constant, because {}: {}"
+)
+_WEIGHTS = (
+    "{} weighs its items by numbers that depend on the batch, so that no weights of microbatches "
+    "give the loss of one batch: compute these numbers over all data, or set loss.items=none (the "
+    "plain mean over microbatches, as in other trainers), which is "
+    'Trainer(criterion=Loss(items="none")) in a script'
 )
 _NO_MEAN = (
     "{} is no mean over items, as {}: no weights of its microbatches give the loss of one batch. "
@@ -48,6 +62,11 @@ class Shown(NamedTuple):
         return not is_finite or is_silent(self.loss, self.terms)
 
     @property
+    def divides_by_none(self) -> bool:
+        """Whether it is a mean over nothing, such as over pairs of one sample."""
+        return any(not term.divisor for term in self.terms)
+
+    @property
     def divisors(self) -> str:
         """What the parts of the loss divide by, for a message."""
         numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in self.terms)
@@ -63,14 +82,15 @@ class Finding(NamedTuple):
         problem: why the loss is refused; empty if it is not.
         reason: what a warning says of the loss; empty for no warning.
         retry: whether another batch may tell more.
-        is_zero: whether the loss is 0, which tells nothing: the next window is measured instead.
+        tells_nothing: whether the loss is 0, or is multiplied by NaN, so that it tells nothing: the
+            next window is measured instead.
     """
 
     candidates: Candidates | None = None
     problem: str = ""
     reason: str = ""
     retry: bool = False
-    is_zero: bool = False
+    tells_nothing: bool = False
 
 
 def verdict(
@@ -81,33 +101,78 @@ def verdict(
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
     if whole.tells_nothing:
-        return Finding(is_zero=True)
+        return Finding(tells_nothing=True)
     if whole.error is not None:
         return _by_values(loss, whole, parts, reason or (_RANDOM if is_random else ""))
+    if not parts and _is_told_by_parts_alone(whole):
+        problem = _UNKNOWN_WEIGHTS.format(loss.name, reason or _ONE_SAMPLE, loss.ways_out)
+        return Finding(problem=problem)
     candidates = _candidates(whole, parts)
     if not candidates.candidates:
-        if _is_a_sum(candidates, whole, parts):
-            return Finding(_as_a_sum(candidates, whole, parts))
-        is_constant = _has_constant_divisors(candidates, whole, parts)
-        is_of_batch = is_constant and not _is_between(whole, parts)
-        return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
+        return _without_candidates(loss, candidates, whole, parts)
     if is_random and not candidates.known:
         return Finding(candidates, reason=_RANDOM)
     if not parts and _may_vary(candidates, whole):
         return Finding(candidates, reason=reason or _ONE_SAMPLE)
+    return _by_sums(loss, candidates, whole, parts)
+
+
+def _by_sums(
+    loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
+) -> Finding:
+    """Compare the loss of a batch with those of its parts, which candidates give weights."""
+    is_sum = candidates.divisor.counts == NOTHING
+    # A batch of no items may divide by that of one, as clamp(min=1) does.
+    counts = {seen.items or 1.0 for seen in candidates.first.observed}
+    if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
+        return _refused(loss, whole, parts)
     if not parts or _adds_up(candidates, whole, parts):
         all_zero = not any(shown.value for shown in (whole, *parts))
         return Finding(candidates, retry=all_zero and not candidates.known)
-    if candidates.divisor.counts == NOTHING and _is_between(whole, parts):
+    if is_sum and not _is_between(whole, parts):
+        return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
+    if is_sum:
         return _refused(loss, whole, parts)
+    if any(term.call is not None and term.call.weight is not None for term in whole.terms):
+        return Finding(problem=_WEIGHTS.format(loss.name))
     return Finding(candidates, reason=_OF_THE_BATCH)
+
+
+def _without_candidates(
+    loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
+) -> Finding:
+    """Return what is found out about a loss that no count of the batch explains."""
+    if not parts and not any(term.averages for term in whole.terms):
+        divides = _UNKNOWN_CONSTANT.format(loss.name, whole.divisors, _ONE_SAMPLE, loss.ways_out)
+        return Finding(problem=divides)
+    if _is_a_sum(candidates, whole, parts):
+        return Finding(_as_a_sum(candidates, whole, parts))
+    if any(part.divides_by_none for part in parts) and not whole.divides_by_none:
+        alone = _candidates(whole, [])
+        if alone.candidates:
+            return Finding(alone, reason=_NO_PART, retry=True)
+    is_constant = _has_constant_divisors(candidates, whole, parts)
+    is_of_batch = is_constant and not _is_between(whole, parts)
+    return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
+
+
+def _is_told_by_parts_alone(whole: Shown) -> bool:
+    """Return whether a loss is a sum with weights, which may be shares of the whole batch."""
+    divides = any(term.divides for term in whole.terms)
+    return not divides and any(term.is_weighted for term in whole.terms)
 
 
 def _may_vary(candidates: Candidates, whole: Shown) -> bool:
     """Return whether weights inside of a sum, or a factor of a mean, may depend on the batch."""
     is_sum = candidates.divisor.counts == NOTHING
-    is_scaled = any(term.call is not None and term.is_scaled for term in whole.terms)
-    return is_sum or is_scaled or any(term.divides and term.factor != 1 for term in whole.terms)
+    return is_sum or any(_is_around(term) for term in whole.terms)
+
+
+def _is_around(term: Term) -> bool:
+    """Return whether a number around a mean may depend on the batch."""
+    if term.call is not None:
+        return term.is_scaled
+    return term.divides and term.factor != 1
 
 
 def divisor_of_calls(whole: Shown) -> Divisor | None:
@@ -120,43 +185,52 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
         if compared is None or not compared.is_certain:
             return None
         count = compared.divisor.items(whole.batch)
-        divides_more = abs(term.divisor - count) > tolerance_of(whole.loss) * count
-        if divides_more or term.is_scaled:
-            return None  # what is around the call may depend on the batch
+        divides_more = not near(count, term.divisor, tolerance_of(whole.loss, whole.terms))
+        if divides_more or _is_around(term):
+            return None
         divisors.append(compared.divisor)
     return divisors[0] if len(set(divisors)) == 1 else None
 
 
 def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
     """Return the ways to count that agree with a batch and its parts."""
-    tolerance = tolerance_of(whole.loss)
     known = divisor_of_calls(whole)
     if known is not None:
-        return Candidates([Candidate(known)], known=True)
+        found = Candidates([Candidate(known)], known=True)
+        return found.after(whole.batch, whole.loss, whole.terms)
     shown = _telling(whole, parts)
     outer = len({len(each.terms) for each in shown}) > 1
     factors = [[term.factor for term in each.terms] for each in shown]
     varies = not outer and any(numbers != factors[0] for numbers in factors)
-    divides = any(term.divides for each in shown for term in each.terms)
-    every = list(divisors_of(whole.batch))
-    if not (divides or varies):
-        every.insert(0, Divisor(NOTHING))
-    for term in whole.terms:
-        compared = None if term.call is None else compared_by(term.call, whole.batch)
-        if compared is not None:
-            every.insert(0, compared.divisor)
     candidates = Candidates(
-        [Candidate(divisor) for divisor in every],
+        [Candidate(divisor) for divisor in _possible(whole, parts, varies)],
         outer=outer,
         factors=varies,
-        tolerance=tolerance,
     )
     candidates = _after_silent(candidates, parts)
     for each in shown:
         if outer and len(each.terms) == 1:
             continue  # what divides a sum of one part divides the part
         candidates = candidates.after(each.batch, each.loss, each.terms)
-    return candidates
+    if parts or any(term.averages or not term.divides for term in whole.terms):
+        return candidates
+    # One batch does not show whether another number than its items is a constant.
+    exact = [each for each in candidates.candidates if near(each.scale(0.01), 1.0, 0.01)]
+    return replace(candidates, candidates=exact)
+
+
+def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Divisor]:
+    """Return all ways to count a batch, the likeliest first."""
+    possible = list(divisors_of(whole.batch))
+    divides = any(term.divides for each in (whole, *parts) for term in each.terms)
+    if not (divides or varies):
+        possible = [divisor for divisor in possible if divisor.items(whole.batch)]
+        possible.insert(0, Divisor(NOTHING))
+    for term in whole.terms:
+        compared = None if term.call is None else compared_by(term.call, whole.batch)
+        if compared is not None:
+            possible.insert(0, compared.divisor)
+    return possible
 
 
 def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
@@ -184,9 +258,25 @@ def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bo
     """Return whether the loss of the whole is that of its parts, weighted with their items."""
     if candidates.divisor.counts == NOTHING:
         expected = sum(part.value for part in parts)
-    else:
+    elif any(part.value != part.value for part in parts):
         expected = _weighted(parts, candidates.items)
+    else:
+        total = sum(candidates.multiplier(part.batch) * part.value for part in parts)
+        expected = total / candidates.multiplier(whole.batch)
     return _near(expected, whole, parts)
+
+
+def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether a part of a loss is a sum over samples, which nothing divides."""
+    telling = _telling(whole, parts)
+    if len({len(shown.terms) for shown in telling}) > 1:
+        return False
+    for several in zip(*(shown.terms for shown in telling), strict=True):
+        divisors = {term.divisor for term in several}
+        elements = {term.summed for term in several}
+        if len(divisors) == 1 and len(elements) > 1 and several[0].factor:
+            return True
+    return False
 
 
 def _weighted(parts: Sequence[Shown], items: Callable[[Any], float]) -> float:
@@ -223,14 +313,13 @@ def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence
     if not parts:
         return False
     numbers = [candidates.read(shown.terms) for shown in _telling(whole, parts)]
-    return all(
-        len(divisors) == len(numbers[0])
-        and all(
-            abs(divisor - first) <= candidates.tolerance * abs(first)
-            for divisor, first in zip(divisors, numbers[0], strict=True)
-        )
-        for divisors in numbers
-    )
+    for divisors in numbers:
+        if len(divisors) != len(numbers[0]):
+            return False
+        for first, divisor in zip(numbers[0], divisors, strict=True):
+            if not near(first, divisor, candidates.tolerance):
+                return False
+    return True
 
 
 def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -257,7 +346,16 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
         return Finding(reason=f"{whole.error}, and a batch in two parts shows what it holds alone")
     if not _is_between(whole, parts):
         return Finding(reason=_OF_THE_BATCH)
-    return _refused(loss, whole, parts)
+    matching = []
+    shares = set()
+    for divisor in divisors_of(whole.batch):
+        counts = [divisor.items(part.batch) for part in parts]
+        if sum(counts) and _near(_weighted(parts, divisor.items), whole, parts):
+            matching.append(Candidate(divisor))
+            shares.add(counts[0] / sum(counts))
+    if len(shares) != 1:
+        return _refused(loss, whole, parts)
+    return Finding(Candidates(matching, by_values=True), reason=str(whole.error))
 
 
 def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:

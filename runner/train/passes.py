@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def count(
     """
     counts: list[Count | None] = []
     for number, batch in enumerate(window.batches, window.first):
-        counts.append(None if has_no_sample(windows.loader, number) else loss.items(batch))
+        counts.append(None if has_no_sample(windows.loader, number) else loss.counted(batch))
     items = [None if counted is None else counted.items for counted in counts]
     local = _sum(counts)
     if plugin.world_size == 1:
@@ -89,6 +90,8 @@ def count(
 
     def wait() -> Sums:
         total_items, *totals = summing()
+        if math.isnan(total_items):
+            loss.raise_refusal()
         samples, tokens, ended, lengths, squares, marks, squared_marks, stops, saves = map(
             int, totals
         )
@@ -211,6 +214,7 @@ class Passes:
     def __post_init__(self) -> None:
         # Without autocast the wrapper would only cost a call.
         self._module = self.model if self.model.dtype else self.model.module
+        self.loss.alone = self.booster.plugin.world_size == 1
 
     def accumulate(
         self,
@@ -225,6 +229,7 @@ class Passes:
             # Ranks average their gradients; the loss is divided by the items of all of them.
             return self.booster.plugin.data_size / self.loss.divisor(items())
 
+        self.loss.begin_window(trains=True)
         total: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
             beat()
@@ -280,23 +285,28 @@ class Passes:
         """Compute the mean loss over the items of ``loader``, and the metrics; a collective."""
         plugin = self.booster.plugin
         self.model.eval()
+        self.loss.begin_window(trains=False)
         scores = _Scores()
         for idle, host in self._settled(held_out(loader, plugin)):
             beat()
-            items = None if idle else self.loss.items(host).items
+            items = None if idle else self.loss.counted(host).items
             scores.note_items(items)
             batch = self.to_device(host)
-            outputs = self._outputs(batch)
+            # The graph of a loss without items tells what it divides by.
+            with torch.set_grad_enabled(items == 0):
+                outputs = self._outputs(batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
-            scores.losses.append(transfer.read(self.loss.sum(outputs, batch, items)))
+            scores.losses.append(transfer.read(self.loss.sum(outputs, batch, items).detach()))
             metrics.update(outputs, batch, idle)
             scores.note_correct(self.loss.correct(outputs, batch), idle)
         summed = scores.over_ranks(plugin)
         self.model.train()
+        if math.isnan(summed.loss):
+            self.loss.raise_refusal()
         if not summed.items:
             return {}
-        values = {keys.EVAL_LOSS: summed.loss / summed.items}
+        values = {keys.EVAL_LOSS: summed.loss / (summed.items + self.loss.epsilon)}
         if summed.graded and not summed.ungraded:
             values[keys.EVAL_ACCURACY] = summed.right / summed.graded
         return values | metrics.compute(plugin, int(summed.ranks))

@@ -28,7 +28,7 @@ from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
 from runner.run_folder.strict_json import cut
-from runner.telemetry.meter import Gauges, Meter, StepMetrics
+from runner.telemetry.meter import Gauges, Meter, StepMetrics, StepValues
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.telemetry.sinks.destination import To, file_of, sink_of
 from runner.train.callbacks import Callbacks, SkippedSteps
@@ -138,6 +138,7 @@ class Trainer:
             or self.eval_dataloader is not None
             or self.model.pipeline is not None
         )
+        self._confirms_loss = self.plugin.world_size > 1
         windows = Windows(train_dataloader, accumulation_steps)
         if windows.shares_position(self.eval_dataloader):
             raise ValueError(
@@ -190,7 +191,7 @@ class Trainer:
         layout = self.optimizer.layout
         meter = Meter([], log.interval, log.flush, what_if=log.what_if)
         meter.skips = self.booster.skip is not None
-        meter.follow = self.skipped_steps.follow
+        meter.follow = self._follow
         if log.measurements.noise_scale:
             splits_model = layout.group is not None or ranks < self.plugin.world_size
             if splits_model or self._accumulation_steps < 2 or mode.norm_type != 2.0:
@@ -321,6 +322,9 @@ class Trainer:
         if optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
         loss, first_square = self._run_microbatches(window, items, sums)
+        if self._confirms_loss and not self.loss.unproved:
+            self._confirms_loss = False
+            self.loss.confirm()
         total, requests, ends_epoch = sums()
         progress = before.after(len(window.batches), total.samples, total.tokens, ends_epoch)
         evaluates = progress.completed(self.eval_interval, before)
@@ -336,6 +340,7 @@ class Trainer:
             with self._region("clipping"):
                 decision = optimizer.clip(state.mode, fold=True, each=per_layer)
         except NonFiniteGradient as error:
+            self.loss.raise_refusal()
             raise self.skipped_steps.described(error, before, window, float(loss)) from None
         self.skipped_steps.note(decision, before, window)
 
@@ -406,6 +411,12 @@ class Trainer:
             return math.nan, 0.0, 0
         # Its gradient was weighted as a part of the mean over all ranks.
         return square / (share * self.plugin.data_size) ** 2, share, total.samples
+
+    def _follow(self, steps: Sequence[tuple[int, StepValues]]) -> None:
+        """Take the values of steps that have left the device; every rank calls this alike."""
+        if not all(math.isfinite(values.norm) for _, values in steps):
+            self.loss.raise_refusal()
+        self.skipped_steps.follow(steps)
 
     def _record(self, metrics: StepMetrics, evaluates: bool) -> None:
         """Call the callbacks, evaluate where that is due, and keep the metrics of a step."""

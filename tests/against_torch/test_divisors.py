@@ -200,6 +200,47 @@ def test_a_measurement_costs_two_passes_of_a_batch_and_leaves_no_trace():
         assert torch.equal(measured, stated)
 
 
+class Passes(nn.Module):
+    """Counts the samples of its forward passes, and computes a loss of its own."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+        self.own_loss, self.seen = loss, []
+
+    def forward(self, x, targets):
+        self.seen.append(len(x))
+        return {"loss": self.own_loss(self.head(x), targets)}
+
+
+def logits_alone(outputs, targets):
+    raise AssertionError
+
+
+class Logits(Passes):
+    def forward(self, x, targets):
+        self.seen.append(len(x))
+        return {"logits": self.head(x)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "most"),
+    [
+        (Passes, masked_mse, 2),
+        (Passes, lambda outputs, targets: F.mse_loss(outputs, targets), 1),
+        (Passes, lambda outputs, targets: (outputs - targets).square().sum(), 2),
+        (Logits, logits_alone, 2),
+    ],
+    ids=["mean", "mean of torch", "sum", "logits"],
+)
+def test_a_measurement_passes_each_sample_twice_at_most(kind, loss, most):
+    x, y = numbers(torch.nan if loss is masked_mse else 0.5)
+    y = torch.randint(4, (len(x),)) if kind is Logits else y
+    model = kind(loss).double()
+    trained(model, [named(x, y)] * 2, None)
+    assert sum(model.seen) == (most + 2) * SAMPLES
+
+
 @pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.SmoothL1Loss(), F.l1_loss])
 def test_a_criterion_of_torch_is_not_measured(criterion):
     x, y = numbers(0.5)

@@ -50,6 +50,15 @@ class Whole(Net):
         return self.own_loss(lambda x: outputs, batch)
 
 
+class Scalars(Whole):
+    """Its forward returns means, which its method adds up."""
+
+    def forward(self, batch):
+        outputs = self.head(batch["x"])
+        error = F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+        return {"error": error, "divergence": 0.1 * outputs.square().mean()}
+
+
 def batches(seed=0, holes=True):
     """A batch of all samples of each step: words, numbers, masks and weights."""
     generator = torch.Generator().manual_seed(seed)
@@ -363,6 +372,93 @@ def balanced_positives(net, batch):
     return F.binary_cross_entropy_with_logits(values, positive, pos_weight=weight)
 
 
+def with_a_large_epsilon(net, batch):
+    mask = batch["mask"].double()
+    return (cross_entropies(net, batch) * mask).sum() / (mask.sum() + 1e-3)
+
+
+def weights_in_a_mask(net, batch):
+    weights = batch["weights"] * batch["mask"]
+    return (cross_entropies(net, batch) * weights).sum() / (weights.sum() + 1e-6)
+
+
+def quotients_of_learned_numbers(net, batch):
+    """Two tasks, divided by learned variances."""
+    first, second = (2 * net.scale.exp().square()).unbind()
+    numbers = F.mse_loss(net.value(batch["x"]).squeeze(-1), batch["numbers"])
+    return cross_entropies(net, batch).mean() / first + numbers / second + net.scale.sum()
+
+
+def cooled(net, batch):
+    """A mean divided by a temperature that falls from step to step."""
+    if net.training:
+        net.passes = getattr(net, "passes", 0) + 1
+    step = max(getattr(net, "passes", 1) - 1, 0) // 2
+    return masked(net, batch) / (2.0 - 0.5 * step)
+
+
+def counted_in_forward(net, batch):
+    """A weight of a second term that grows with the forward passes, which are counted."""
+    net.passes = getattr(net, "passes", 0) + 1
+    numbers = (net.value(batch["x"]).squeeze(-1) - batch["numbers"]).square().mean()
+    return cross_entropies(net, batch).mean() + 0.1 * ((net.passes - 1) // 2) * numbers
+
+
+def penalty_of_outputs_in_training(net, batch):
+    loss = F.cross_entropy(net.head(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+    if net.training:
+        loss = loss + 0.5 * net.value(batch["x"]).square().mean()
+    return loss
+
+
+def fewer_labels_in_training(net, batch):
+    labels = batch["labels"]
+    if net.training:
+        labels = labels.masked_fill(batch["weights"] < 0.3, -100)
+    return F.cross_entropy(net.head(batch["x"]).flatten(0, 1), labels.flatten())
+
+
+def a_mean_and_a_sum(net, batch):
+    """A mean of squares, and a divergence that nothing divides."""
+    mean, log_variance = net.head(batch["x"])[..., :4].chunk(2, -1)
+    error = F.mse_loss(net.value(batch["x"]).squeeze(-1), batch["numbers"])
+    return error - 1e-2 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+
+
+def free_bits(net, batch):
+    squares = net.head(batch["x"]).square().mean()
+    return masked(net, batch) + squares.clamp(min=100.0)
+
+
+def decorrelated(net, batch):
+    """Products of features over the batch, as in Barlow Twins."""
+    pooled = net.head(batch["x"]).mean(1)
+    return (pooled.T @ pooled / len(pooled) - torch.eye(WORDS)).square().sum()
+
+
+class FusedSquares(torch.autograd.Function):
+    """A mean over targets that are not NaN, whose graph autograd does not record."""
+
+    @staticmethod
+    def forward(ctx, outputs, targets):
+        kept = ~targets.isnan()
+        error = torch.where(kept, outputs - targets.nan_to_num(), 0.0)
+        ctx.save_for_backward(2 * error / kept.sum())
+        return error.square().sum() / kept.sum()
+
+    @staticmethod
+    def backward(ctx, factor):
+        return ctx.saved_tensors[0] * factor, None
+
+
+def fused_squares(net, batch):
+    return FusedSquares.apply(net.value(batch["x"]).squeeze(-1), batch["numbers"])
+
+
+def scalars_of_forward(outputs, batch):
+    return outputs(None)["error"] + outputs(None)["divergence"]
+
+
 def ignoring(label):
     def change(batch):
         return {**batch, "labels": batch["labels"].masked_fill(~batch["mask"], label)}
@@ -383,6 +479,13 @@ def ignoring_alone(label):
 def with_token_weights(batch):
     weights = batch["weights"] * batch["mask"]
     return {**batch, "token_weights": weights}
+
+
+def with_nan_at_once(batch):
+    """Targets are NaN in the first step too: the graph does not tell it."""
+    left_out = batch["weights"] < 0.3
+    left_out[:, 0] = False
+    return {**batch, "numbers": batch["numbers"].masked_fill(left_out, math.nan)}
 
 
 def with_nan(batch):
@@ -413,13 +516,14 @@ class Case(NamedTuple):
 
 ELSE = "divides by"
 OF_BATCH = "depends on the batch as a whole"
+WEIGHTS = "weighs its items by numbers that depend on the batch"
 CASES = {
     "masked cross entropy": Case(masked),
     "selected cross entropy": Case(selected),
     "selected squares": Case(selected_numbers),
     "selected in a method": Case(selected_in_method, kind=Whole),
     "fused": Case(fused, ignoring(-100), warned="its graph ends in"),
-    "a mask and an epsilon": Case(with_an_epsilon, refused=ELSE),  # 1e-9 off; right in float32
+    "a mask and an epsilon": Case(with_an_epsilon),
     "grpo": Case(grpo),
     "dapo": Case(dapo),
     "distillation with a mask": Case(distillation),
@@ -458,9 +562,20 @@ CASES = {
     "half the squares of samples": Case(squares_of_samples),
     "a mean of torch times a share": Case(scaled_by_the_batch, refused=ELSE),
     "weights of the positives of a batch": Case(
-        balanced_positives, first_positive, warned=OF_BATCH
+        balanced_positives, first_positive, refused=WEIGHTS
     ),
     "normalised weights": Case(normalised_weights, refused="nothing that the batch holds"),
+    "a mask and a large epsilon": Case(with_a_large_epsilon),
+    "weights in a mask": Case(weights_in_a_mask),
+    "quotients of learned numbers": Case(quotients_of_learned_numbers),
+    "a penalty in training alone": Case(
+        penalty_of_outputs_in_training, ignoring(-100), refused=ELSE
+    ),
+    "fewer labels in training": Case(fewer_labels_in_training, refused=ELSE),
+    "a mean and a sum": Case(a_mean_and_a_sum, refused=ELSE),
+    "free bits": Case(free_bits, refused="it clamps what it has summed"),
+    "features of the batch": Case(decorrelated, refused=f"{OF_BATCH}|{ELSE}"),
+    "scalars that forward computes": Case(scalars_of_forward, kind=Scalars),
 }
 
 
@@ -475,15 +590,19 @@ def made(case, zero):
     return case.kind(case.loss, zero).double()
 
 
+def value_of(case, model, batch):
+    """The loss of a batch; PyTorch alone."""
+    if issubclass(case.kind, Whole):
+        return model.loss(model(batch), batch)
+    return case.loss(model, batch)
+
+
 def of_one_batch(case, steps, zero):
     """Weights after steps of gradient descent on whole batches; PyTorch alone."""
     model = made(case, zero)
     for batch in steps:
         model.zero_grad()
-        if case.kind is Whole:
-            model.loss(model(batch), batch).backward()
-        else:
-            case.loss(model, batch).backward()
+        value_of(case, model, batch).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -569,26 +688,159 @@ def test_a_sample_whose_loss_has_no_graph_tells_nothing():
     torch.testing.assert_close(weights, of_one_batch(case, steps, False), rtol=0, atol=1e-13)
 
 
-def test_a_loss_that_divides_by_1_without_positives_is_refused_once_it_divides_by_more():
-    steps = batches()
-    without_positives_at_first(steps[0], microbatches=2)
-    with pytest.raises(DivisorError, match="show a sum, and this loss divides by"):
-        trained(Case(per_positive), steps)
+def require_those_of_one_batch(case, steps):
+    weights = trained(case, steps)
+    torch.testing.assert_close(weights, of_one_batch(case, steps, False), rtol=0, atol=1e-13)
 
 
-def test_a_microbatch_without_positives_whose_loss_is_not_0_is_refused():
-    steps = batches()
-    steps[1]["positive"][: SIZES[0]] = 0
-    with pytest.raises(DivisorError, match=r"counts 0 items .* and the loss divides by 1"):
-        trained(Case(per_positive_in_method, kind=Whole), steps)
+def test_a_microbatch_without_positives_divides_by_1():
+    """As ``clamp(min=1)`` of the number of positives does, where the loss is not 0."""
+    without_any, without_first = batches(), batches()
+    without_positives_at_first(without_any[0], microbatches=2)
+    without_first[1]["positive"][: SIZES[0]] = 0
+    for steps in (without_any, without_first):
+        require_those_of_one_batch(Case(per_positive), steps)
+        require_those_of_one_batch(Case(per_positive_in_method, kind=Whole), steps)
 
 
-def test_weights_of_a_batch_whose_loss_is_0_are_told_by_the_next(caplog):
+def test_weights_of_a_batch_whose_loss_is_0_are_told_by_the_next():
     steps = batches()
     steps[0]["positive"][:] = 1
     steps[1] = first_positive(steps[1])
-    trained(Case(balanced_positives), steps)
-    assert OF_BATCH in caplog.text
+    with pytest.raises(DivisorError, match=WEIGHTS):
+        trained(Case(balanced_positives), steps)
+
+
+@pytest.mark.parametrize("loss", [cooled, counted_in_forward])
+def test_a_number_that_changes_from_step_to_step_is_that_of_the_step(loss):
+    """The reference counts one pass a step, and two passes are counted in a step."""
+    steps = batches(holes=loss is cooled)
+    weights = trained(Case(loss), steps)
+
+    def reference(net, batch):
+        value = loss(net, batch)
+        net.passes += 1
+        return value
+
+    expected = of_one_batch(Case(reference), steps, False)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-13)
+
+
+def test_a_microbatch_without_labels_that_has_a_penalty_alone_has_no_weight():
+    def loss(outputs, batch):
+        mask = batch["mask"]
+        losses = F.cross_entropy(outputs(None).mT, batch["labels"], reduction="none") * mask
+        penalty = 0.1 * outputs.net.head.weight.square().sum()
+        return losses.sum() / mask.sum().clamp(min=1) + penalty
+
+    class WithPenalty(Whole):
+        def loss(self, outputs, batch):
+            def of(x):
+                return outputs
+
+            of.net = self
+            return loss(of, batch)
+
+    steps = batches()
+    steps[1]["mask"][: SIZES[0]] = False
+    require_those_of_one_batch(Case(loss, kind=WithPenalty), steps)
+
+
+def test_the_mean_of_a_fused_function_is_told_by_the_losses_of_parts(caplog):
+    steps = [with_nan_at_once(batch) for batch in batches()]
+    require_those_of_one_batch(Case(fused_squares), steps)
+    assert "the values that are not NaN of 'numbers'" in caplog.text
+
+
+def pairs(net, batch):
+    values = net.value(batch["x"])[:, 0, 0]
+    return -F.logsigmoid(values[::2] - values[1::2]).mean()
+
+
+def test_pairs_of_samples_are_not_separated():
+    x = torch.randn(20, LENGTH, WIDTH, dtype=torch.float64)
+    sizes = (2, 6, 8, 4)
+    taken = [{"x": part} for part in x.split(sizes)]
+    model = made(Case(pairs), zero=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    Trainer(model, taken, "2ba", accumulation_steps=2, optimizers=optimizer).fit()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    steps = [{"x": x[:8]}, {"x": x[8:]}]
+    expected = of_one_batch(Case(pairs), steps, False)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-13)
+
+
+def per_hundred(net, batch):
+    return cross_entropies(net, batch).sum() / 100
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(per_hundred, "that is a constant"), (normalised_weights, "weights")],
+)
+def test_a_sum_of_samples_of_several_lengths_is_refused_where_parts_cannot_tell(loss, words):
+    whole = batches()[0]
+    taken = []
+    for number, length in enumerate((4, 7)):
+        taken.append({name: tensor[number : number + 1, :length] for name, tensor in whole.items()})
+    model = made(Case(loss), zero=False)
+    with pytest.raises(DivisorError, match=words):
+        Trainer(model, taken, "1ba", accumulation_steps=2).fit()
+
+
+def test_labels_of_minus_one_that_a_model_compares_are_items_of_its_only_microbatch():
+    def hinge(net, batch):
+        return F.relu(1 - batch["labels"] * net.value(batch["x"])[:, 0, 0]).mean()
+
+    batch = {"x": batches()[0]["x"], "labels": -torch.ones(SAMPLES, dtype=torch.long)}
+    model = made(Case(hinge), zero=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    Trainer(model, [batch], "1ba", optimizers=optimizer).fit()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    expected = of_one_batch(Case(hinge), [batch], False)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-13)
+
+
+def without_sevens(outputs, targets):
+    kept = targets != 7
+    return ((outputs - targets).square() * kept).sum() / kept.sum()
+
+
+def refusals_of_rank(plugin, trains):
+    """Where a batch of rank 1 holds a target that its criterion alone leaves out."""
+    booster = Booster(plugin=plugin())
+    generator = torch.Generator().manual_seed(booster.plugin.rank)
+    model = nn.Linear(3, 2).double()
+    taken = []
+    for _ in range(3):
+        numbers = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+        taken.append((numbers[:, :3], numbers[:, 3:]))
+    bad = (taken[2][0], taken[2][1].clone())
+    if booster.plugin.rank == 1:
+        bad[1][0, 0] = 7
+    before = model.weight.detach().clone()
+    trainer = Trainer(
+        model,
+        [*taken[:2], bad if trains else taken[2]],
+        "3ba",
+        eval_dataloader=[taken[0], taken[1] if trains else bad],
+        criterion=without_sevens,
+        booster=booster,
+    )
+    with pytest.raises(DivisorError) as refused:
+        trainer.fit()
+    assert not torch.equal(before, model.weight)  # by the steps before
+    return str(refused.value)
+
+
+def refusals_of_each(plugin):
+    return [refusals_of_rank(plugin, trains) for trains in (True, False)]
+
+
+def test_all_ranks_end_with_the_refusal_of_one_in_training_and_in_an_evaluation():
+    first, second = run_ranks(refusals_of_each, 2, Ddp)
+    assert first == second
+    assert all("this one counts 8 items" in refusal for refusal in first)
 
 
 def test_sums_of_a_mask_in_half_precision_tell_what_was_left_out():
@@ -658,7 +910,11 @@ def rows_by_hand(name):
     rows = []
     for batch in steps:
         model.zero_grad()
-        loss = model.loss(model(batch), batch) if case.kind is Whole else case.loss(model, batch)
+        loss = (
+            model.loss(model(batch), batch)
+            if issubclass(case.kind, Whole)
+            else case.loss(model, batch)
+        )
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         squares = [gradient.square().sum() for gradient in gradients if gradient is not None]
@@ -670,7 +926,9 @@ def rows_by_hand(name):
     whole = {key: torch.cat([batch[key] for batch in steps]) for key in steps[0]}
     last = parts_of_rank(steps[-1], 1)[-1]
     seen = {key: tensor[: -len(last["x"])] for key, tensor in whole.items()}
-    held_out = model.loss(model(seen), seen) if case.kind is Whole else case.loss(model, seen)
+    held_out = (
+        model.loss(model(seen), seen) if issubclass(case.kind, Whole) else case.loss(model, seen)
+    )
     return rows, held_out.item()
 
 

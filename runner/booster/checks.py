@@ -1,0 +1,158 @@
+"""Compare what each loss divides by with the items of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from runner.booster.candidates import (
+    Candidate,
+    Candidates,
+    Observed,
+    is_silent,
+    is_zero,
+    near,
+    tolerance_of,
+)
+from runner.booster.loss_graph import GraphError, NotLinear, Term, terms_of
+from runner.parallel.collectives import from_all
+
+_KEPT = 8  # losses of a window that others are compared with
+_CHECKED = 64  # windows on an accelerator, after which one of so many is checked
+
+
+class _Seen(NamedTuple):
+    """A loss of this window."""
+
+    observed: Observed
+    tolerance: float
+
+
+class Checks:
+    """Compares what the losses of a window divide by with the items that were counted.
+
+    Microbatches have the right weights if each part of their losses divides by the same multiple of
+    their items. One process compares the losses of a window with one another alone, as a number
+    that divides all of them, such as a temperature, may change from step to step. A rank among
+    several does not see the losses of others: it compares its own with those of the measurement,
+    or, in training, with those of all ranks in the first window.
+
+    Args:
+        candidates: how items are counted, and what was measured.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self._scale = candidates.scale
+        self._epsilon = candidates.epsilon
+        self._measured = [seen for seen in candidates.first.observed if seen.items]
+        self._of_training: list[Observed] | None = None
+        self._window: list[_Seen] = []
+        self._windows = 0
+        self._trains = True
+        self._alone = True
+
+    def begin_window(self, trains: bool, alone: bool) -> None:
+        """Begin a window of microbatches, or an evaluation.
+
+        Args:
+            trains: whether it is a window, of which :meth:`confirm` compares the first one.
+            alone: whether there is one process.
+        """
+        self._window = []
+        self._windows += 1
+        self._trains = trains
+        self._alone = alone
+
+    def confirm(self) -> str:
+        """Compare the first windows of all ranks; return what is wrong; a collective."""
+        every = [seen for of_rank in from_all(self._window) for seen in of_rank]
+        before: list[_Seen] = []
+        for seen in every:
+            if not self._agrees(seen, [each.observed for each in before]):
+                numbers = " and ".join(f"{number:g}" for number in seen.observed.divisors)
+                return f"the losses of ranks divide by other multiples of their items ({numbers})"
+            before.append(seen)
+        self._of_training = [seen.observed for seen in before if seen.observed.items]
+        return ""
+
+    def multiplier(self, loss: Tensor, items: float) -> float | None:
+        """Return what makes the mean of a batch a sum over its items; None if it is over others.
+
+        The number is as good as the items if the graph does not tell, or is not read: to read a
+        number waits for an accelerator.
+        """
+        candidates = self._candidates
+        expected = items + self._epsilon
+        on_accelerator = loss.device.type != "cpu"
+        if on_accelerator and self._windows > _CHECKED and self._windows % _CHECKED:
+            return expected
+        if loss.grad_fn is None:
+            return expected
+        try:
+            terms = terms_of(loss)
+        except NotLinear:
+            return None
+        except GraphError:
+            return expected
+        if candidates.outer and len(terms) == 1:
+            return expected
+        if not items and is_silent(loss, terms):
+            return expected
+        return self._compared(loss, terms, items)
+
+    def _compared(self, loss: Tensor, terms: Sequence[Term], items: float) -> float | None:
+        candidates = self._candidates
+        observed = Observed(items / self._scale, candidates.read(terms), is_zero(loss))
+        seen = _Seen(observed, max(candidates.tolerance, tolerance_of(loss, terms)))
+        if not items and not observed.is_zero:
+            return self._divisor_of_none(seen, terms)
+        others = [each.observed for each in self._window]
+        if not self._agrees(seen, [*self._reference(), *others]):
+            return None
+        if len(self._window) < _KEPT and items:
+            self._window.append(seen)
+        return items + self._epsilon
+
+    def _divisor_of_none(self, seen: _Seen, terms: Sequence[Term]) -> float | None:
+        """Return what a batch without items divides by: an epsilon, or what one item divides by."""
+        if any(term.is_penalty for term in terms):
+            return None  # which would have the weight of an item
+        for number in (self._scale, self._epsilon):
+            if all(near(each, number, seen.tolerance) for each in seen.observed.divisors):
+                return number
+        return None
+
+    def _reference(self) -> list[Observed]:
+        """Return what the losses of this window are compared with beside one another."""
+        if self._alone:
+            return []
+        if self._trains:
+            return [] if self._of_training is None else self._of_training
+        return self._measured
+
+    def _agrees(self, seen: _Seen, others: Iterable[Observed]) -> bool:
+        divisor = self._candidates.divisor
+        same = [other for other in others if len(other.divisors) == len(seen.observed.divisors)]
+        if not Candidate(divisor, [*same, seen.observed]).fits(seen.tolerance):
+            return False
+        if same or seen.observed.is_zero:
+            return True
+        # A loss of other parts, such as one without its term of positive samples.
+        telling = [other for other in others if other.items]
+        if not telling or not seen.observed.items:
+            return True
+        ratios, expected = _ratios(seen.observed), _ratios(telling[0])
+        return all(_is_among(ratio, expected, seen.tolerance) for ratio in ratios) and all(
+            _is_among(ratio, ratios, seen.tolerance) for ratio in expected
+        )
+
+
+def _ratios(observed: Observed) -> list[float]:
+    return [divisor / observed.items for divisor in observed.divisors]
+
+
+def _is_among(number: float, numbers: Iterable[float], tolerance: float) -> bool:
+    return any(near(number, other, tolerance) for other in numbers)

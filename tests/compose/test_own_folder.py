@@ -64,16 +64,20 @@ def job(own, *words):
     return only.config
 
 
-def test_files_give_only_what_differs_and_take_the_place_of_ours(own):
+def test_a_file_gives_only_what_differs_from_the_defaults_of_its_group(own):
     config = job(own, "model=mine", "data=mine", "data.num_workers=2", "clip=gentle")
     data = config.data
     assert (data.batch_size, data.num_workers, data.drop_last, data.arguments) == (20, 2, False, {})
     assert config.model.arguments == {"width": 16}
     assert (config.clip.threshold, config.clip.norm_type) == (0.7, 2)
-    assert (job(own, "recipe=gpt").seed, job(None, "recipe=gpt").seed) == (9, 0)
 
 
-def test_a_target_in_a_file_takes_the_place_of_the_option_and_its_arguments(own):
+def test_a_recipe_takes_the_place_of_ours_with_its_name(own):
+    assert job(own, "recipe=gpt").seed == 9
+    assert job(None, "recipe=gpt").seed == 0
+
+
+def test_a_target_in_a_file_replaces_the_whole_option(own):
     config = job(own, "recipe=target", "model.depth=3")
     assert config.model.arguments == {"width": 32, "depth": 3}
     assert config.optimizer.mapping() == {"_target_": "own.Adam", "lr": 2}
@@ -112,29 +116,38 @@ def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
     assert config.data.arguments == {"samples": 9}
 
 
-def test_recipes_are_swept_over_and_may_be_sweeps(own):
+def test_recipes_are_swept_over(own):
     words = ["recipe=mine,none", "clip=none,norm,value"]
-    found = request(words, multirun=True, config_dir=own)
-    thresholds = [one.config.clip.threshold for one in found.jobs]
+    requested = request(words, multirun=True, config_dir=own)
+    thresholds = [run.config.clip.threshold for run in requested.jobs]
     assert thresholds == [None, 1.0, 0.125, None, 1.0, 0.5]
-    assert [one.config.seed for one in found.jobs] == [5, 5, 5, 0, 0, 0]
-    found = request(["recipe=many", "clip=none,norm"], config_dir=own)
-    assert [one.config.seed for one in found.jobs] == [1, 1, 2, 2]
-    found = request(["recipe=classes"], config_dir=own)
-    assert [one.config.model.target for one in found.jobs] == ["own.A", "own.B"]
+    assert [run.config.seed for run in requested.jobs] == [5, 5, 5, 0, 0, 0]
 
 
-def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
+def test_a_recipe_may_be_a_sweep(own):
+    requested = request(["recipe=many", "clip=none,norm"], config_dir=own)
+    assert [run.config.seed for run in requested.jobs] == [1, 1, 2, 2]
+    requested = request(["recipe=classes"], config_dir=own)
+    assert [run.config.model.target for run in requested.jobs] == ["own.A", "own.B"]
+
+
+def test_a_class_takes_the_place_of_a_section_of_a_recorded_run(own):
     file = own / "run.yaml"
-    [made] = request(["recipe=loss"], config_dir=own).jobs
-    write_yaml(file, made.plain)
+    [recorded] = request(["recipe=loss"], config_dir=own).jobs
+    write_yaml(file, recorded.plain)
     changed = recorded_job(file, ["data=own.points", "data.rows=3", "loss=own.Other"], own).config
     assert changed.data.mapping() == {"_target_": "own.points", "rows": 3}
     assert changed.loss.mapping() == {"_target_": "own.Other"}
+
+
+def test_all_wrong_changes_of_a_recorded_run_are_named(own):
+    file = own / "run.yaml"
+    [recorded] = request(["recipe=loss"], config_dir=own).jobs
+    write_yaml(file, recorded.plain)
     with pytest.raises(RequestError) as refused:
         recorded_job(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], own)
     words = ["~data=mien", "model=???", "seed=-1"]
-    assert [one.word for one in refused.value.problems] == words
+    assert [problem.word for problem in refused.value.problems] == words
 
 
 @pytest.mark.parametrize(
@@ -175,15 +188,15 @@ def edit(own, files="*.yaml"):
 )
 def test_a_job_of_a_sweep_is_composed_of_the_files_as_they_were_planned(own, outputs, words):
     """In another process too, which gets Hydra's own overrides first."""
-    wanted = request(
+    planned = request(
         [*words, "train.max_duration=2ba,3ba", "hydra/launcher=joblib"],
         multirun=True,
         config_dir=own,
     )
     edit(own)
-    composer = pickle.loads(pickle.dumps(wanted.composer))
-    master = wanted.composition.config
-    for job in wanted.jobs:
+    composer = pickle.loads(pickle.dumps(planned.composer))
+    master = planned.composition.config
+    for job in planned.jobs:
         with composer.active():
             config = composer.load_sweep_config(master, list(job.overrides))
             refer_to(config)
@@ -200,12 +213,12 @@ def test_a_search_refuses_choices_that_it_composes_of_a_file_that_was_changed(ow
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=4",
     ]
-    wanted = request(words, multirun=True, config_dir=own)
+    planned = request(words, multirun=True, config_dir=own)
     edit(own, "model/mine.yaml")
-    master = wanted.composition.config
-    with wanted.composer.active():
-        wanted.composer.load_sweep_config(master, ["model=mine", "clip=norm"])
+    master = planned.composition.config
+    with planned.composer.active():
+        planned.composer.load_sweep_config(master, ["model=mine", "clip=norm"])
         with pytest.raises(
             RequestError, match=r"model/mine\.yaml was changed while the sweep runs"
         ):
-            wanted.composer.load_sweep_config(master, ["model=mine", "clip=value"])
+            planned.composer.load_sweep_config(master, ["model=mine", "clip=value"])

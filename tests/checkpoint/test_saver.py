@@ -287,10 +287,10 @@ def test_settings_that_are_kept_are_those_of_the_trainer(tmp_path):
         later = trainer(12, schedule=half, lr=0.3, algorithms=build("norm", threshold=0.5))
         later.load(path, keep=keep)
         [group] = later.optimizer.param_groups
-        assert group["lr"] == pytest.approx(rate)
-        assert later.state.mode.threshold == threshold
+        assert group["lr"] == pytest.approx(rate), threshold
+        assert later.state.mode.threshold == threshold, threshold
         later.fit()
-        assert group["lr"] == pytest.approx(rate / 2)
+        assert group["lr"] == pytest.approx(rate / 2), threshold
     later = trainer(12, schedule=half)
     later.optimizer.param_groups[0]["weight_decay"] = 0.7
     later.load(path, keep=["weight_decay"])

@@ -40,21 +40,21 @@ def test_a_terminal_is_told_at_once_what_is_being_done(environment):
 
 
 @pytest.mark.parametrize(
-    ("at", "words"),
+    ("stage", "words"),
     [
         ("import hydra", ["plan", *SHORT]),
         ("import torch.nn", [*SHORT, *RANKS]),  # its fork server too
         ("import runner.launch.rank", SHORT),
     ],
 )
-def test_ctrl_c_before_training_ends_in_one_sentence(environment, at, words):
+def test_ctrl_c_before_training_ends_in_one_sentence(environment, stage, words):
     command = [sys.executable, "-c", TRACED, *words]
-    seen, code = on_a_terminal(command, environment, interrupt=lambda seen: at in seen)
+    seen, code = on_a_terminal(command, environment, interrupt=lambda seen: stage in seen)
     assert code == 130, seen
     told = seen.partition("^C")[2]
     lines = [line for line in told.splitlines() if line and not line.startswith("import ")]
     lines = [line for line in lines if not line.startswith("0/3 ")]
-    if at == "import runner.launch.rank":  # the run has begun, so it has a folder
+    if stage == "import runner.launch.rank":  # the run has begun, so it has a folder
         assert re.fullmatch(r"\S+: interrupted", lines[0])
         assert lines[1].endswith("report.html")
         assert len(lines) == 2

@@ -44,7 +44,7 @@ def trained(demo):
     return run, words
 
 
-def test_it_writes_code_and_its_options_and_a_recipe(demo):
+def test_it_writes_all_files_that_a_training_needs(demo):
     files = [path for path in demo.folder.rglob("*") if path.is_file()]
     assert {str(path.relative_to(demo.folder)) for path in files} == WRITTEN
 

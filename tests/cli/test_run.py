@@ -42,20 +42,32 @@ def test_a_run_leaves_the_callers_process_as_it_was(outputs, monkeypatch):
     assert (list(root.handlers), root.level, os.getcwd(), sys.argv) == before
 
 
-def test_each_run_has_a_folder_with_its_words_and_its_configuration(outputs, capsys):
-    for _ in range(2):
-        assert main(WORDS) == 0
-    folders = list((outputs / "runs").iterdir())
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory):
+    """The folders of two runs with the same words, and what both printed."""
+    home = tmp_path_factory.mktemp("runs")
+    printed = [run_here(*WORDS, env=environment_at(home))[0] for _ in range(2)]
+    return list((home / "outputs" / "runs").iterdir()), "".join(printed)
+
+
+def test_each_run_has_a_folder_of_its_own(repeated):
+    folders, printed = repeated
     assert len(folders) == 2
-    for folder in folders:
+    assert {*printed.splitlines()} == {str(folder / "report.html") for folder in folders}
+
+
+def test_a_run_records_its_words(repeated):
+    for folder in repeated[0]:
         recorded = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
         assert recorded == [*WORDS[:-1], "resume.from=never"]
+
+
+def test_a_run_records_its_configuration(repeated):
+    for folder in repeated[0]:
         config = yaml.safe_load((folder / "config.yaml").read_text())
         assert (config["clip"]["mode"], config["clip"]["threshold"]) == ("value", 0.25)
         assert config["resume"] == {"from": "never", "force": False}
         assert "hydra" not in config
-    printed = capsys.readouterr().out.splitlines()
-    assert {*printed} == {str(folder / "report.html") for folder in folders}
 
 
 SWEEP = ["seed=1,2", "-m", "sweep.name=mine", *TINY]

@@ -20,7 +20,7 @@ def test_composer():
     said = python(str(HERE / "composer.py")).stdout
     for kind in ("norm", "value", "adaptive"):
         first, second = map(float, re.findall(rf"{kind} epoch \d: ([\d.]+)", said))
-        assert second < first
+        assert second < first, kind
     assert float(re.search(r"accuracy ([\d.]+)", said)[1]) > 0.5
     assert 0 < float(re.search(r"clipped ([\d.]+)", said)[1]) <= 1
 

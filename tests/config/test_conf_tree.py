@@ -37,7 +37,7 @@ def test_every_option_of_a_group_gives_what_its_file_says():
             assert fixed.items() <= config[group].items(), (group, option)
             # A clipping mode has its own options besides, and no others.
             mode_options = options_of(MODES[option]) if group == "clip" else {}
-            assert set(mode_options) <= set(config[group])
+            assert set(mode_options) <= set(config[group]), (group, option)
             keys[group].add(tuple(key for key in config[group] if key not in mode_options))
             if group in ("clip", "plugin", "precision", "tracker"):
                 assert content.get("name", content.get("mode")) == option

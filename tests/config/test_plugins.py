@@ -36,10 +36,10 @@ def test_a_key_that_nothing_uses_names_the_plugins_that_do(name):
         if name in plugins:
             assert "has no meaning under" not in str(messages)
             continue
-        assert list(messages) == [f"plugin.{key}"]
+        assert list(messages) == [f"plugin.{key}"], key
         said = messages[f"plugin.{key}"]
-        assert f"has no meaning under plugin={name}" in said
-        assert all(f"plugin={option}" in said for option in plugins)
+        assert f"has no meaning under plugin={name}" in said, key
+        assert all(f"plugin={option}" in said for option in plugins), key
 
 
 AXES = {"dp_size": 2, "tp_size": 2, "pp_size": 2}
@@ -48,7 +48,7 @@ ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "key", "said"),
+    ("name", "sizes", "key", "said"),
     [
         ("zero", {"zero_stage": 0}, "zero_stage", "1, 2 or 3"),
         (
@@ -58,8 +58,8 @@ ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
         ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=2"),
     ],
 )
-def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, said):
-    named = problems(config_with(name, **given))
+def test_what_cannot_stand_together_is_named_with_a_way_out(name, sizes, key, said):
+    named = problems(config_with(name, **sizes))
     assert list(named) == [f"plugin.{key}"]
     assert said in named[f"plugin.{key}"]
 
@@ -68,8 +68,8 @@ def test_the_schedules_are_those_that_a_pipeline_has():
     assert {*get_args(PluginSection.model_fields["schedule"].annotation)} == SCHEDULES.keys()
 
 
-def plugin(name, given):
-    return parse(plain(f"plugin={name}")).plugin.model_copy(update=given)
+def plugin(name, sizes):
+    return parse(plain(f"plugin={name}")).plugin.model_copy(update=sizes)
 
 
 def test_the_ranks_that_are_asked_for():
@@ -84,12 +84,14 @@ def test_the_ranks_that_are_asked_for():
         ("tensor", {"nnodes": 3, "tp_size": 2}, 6, True),
     ):
         section = plugin(name, sizes)
-        assert (section.least_ranks, section.may_grow) == (least, grows)
-        assert section.nproc or mesh_of(section, least)  # what the sizes ask for is never refused
+        assert (section.least_ranks, section.may_grow) == (least, grows), name
+        assert section.nproc or mesh_of(section, least), (
+            name
+        )  # what the sizes ask for is never refused
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "started", "key", "message"),
+    ("name", "sizes", "started", "key", "message"),
     [
         ("single", {"nproc": 2}, (), "nproc", "2 ranks cannot be one: plugin=ddp"),
         ("hybrid", {"nproc": 6, **TP_PP}, (), "nproc", "a multiple of tp_size 2 x pp_size 2 = 4"),
@@ -112,7 +114,7 @@ def test_the_ranks_that_are_asked_for():
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_a_way_out(
-    monkeypatch, name, given, started, key, message
+    monkeypatch, name, sizes, started, key, message
 ):
     variables = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     for variable in variables:
@@ -120,7 +122,7 @@ def test_sizes_that_do_not_fit_are_refused_with_a_way_out(
     for variable, value in zip(variables, (0, *started) if started else (), strict=False):
         monkeypatch.setenv(variable, str(value))
     config = plain(f"plugin={name}", "device=cpu", "model=gpt", "data=text")
-    config["plugin"] |= given
+    config["plugin"] |= sizes
     with pytest.raises(RequestError) as error:
         preflight.check(parse(config))
     [problem] = error.value.problems

@@ -78,7 +78,7 @@ def test_each_situation_gets_its_remark(summary, how, topic, texts):
             assert "optimizer.lr" not in remark.text
 
 
-def made(*kinds):
+def optimizers_of(*kinds):
     return [kind([nn.Parameter(torch.zeros(4, 4))]) for kind in kinds]
 
 
@@ -95,7 +95,7 @@ def made(*kinds):
     ],
 )
 def test_optimizers_that_step_together(kinds, leaves_out, expected):
-    optimizers = made(*(getattr(torch.optim, kind) for kind in kinds.split()))
+    optimizers = optimizers_of(*(getattr(torch.optim, kind) for kind in kinds.split()))
     assert effect_of(optimizers, 0.25, 10_000, leaves_out=leaves_out) == expected
 
 
@@ -127,7 +127,7 @@ def steps_of(optimizer, factor):
 def test_what_is_said_of_an_optimizer_is_what_it_does(name, options, kind):
     """Half the gradient makes half the step, or the same step, as :class:`Effect` says."""
     optimizer = partial(getattr(torch.optim, name), **options)
-    effect = effect_of(made(optimizer), 1.0, 16, leaves_out=False)
+    effect = effect_of(optimizers_of(optimizer), 1.0, 16, leaves_out=False)
     assert effect.kind == kind
     same = torch.allclose(steps_of(optimizer, 1.0), steps_of(optimizer, 0.5), rtol=1e-5)
     assert same != (kind == "plain")

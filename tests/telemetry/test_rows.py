@@ -157,7 +157,7 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def loop(model, each, **options):
+def loop(model, step_of_loop, **options):
     """Call ``each(monitor, loss, rows)`` with the gradients of a step; the rows and the summary."""
     rows = []
     monitor = GradientMonitor(model, rows.append, **options)
@@ -165,7 +165,7 @@ def loop(model, each, **options):
     for number in range(1, STEPS + 1):
         loss = model(torch.randn(3, 4, generator=generator) * number).square().mean()
         loss.backward()
-        each(monitor, loss, rows)
+        step_of_loop(monitor, loss, rows)
         model.zero_grad()
     return rows, monitor.close()
 
@@ -185,7 +185,7 @@ def test_torchs_own_clipping_by_the_norm(device):
     norms = []
     written = []
 
-    def each(monitor, loss, rows):
+    def step_of_loop(monitor, loss, rows):
         norms.append(norm_of(model))
         with Waits() as waits:
             norm = clip_grad_norm_(model.parameters(), 1.0)
@@ -194,7 +194,7 @@ def test_torchs_own_clipping_by_the_norm(device):
         written.append(len(rows))
 
     with kept_on_device() if device else nullcontext():
-        rows, summary = loop(model, each, flush=3)
+        rows, summary = loop(model, step_of_loop, flush=3)
     assert written == [0, 0, 3, 3, 3, 6, 6]
     assert values(rows, "grad/norm") == pytest.approx(norms)
     assert values(rows, "grad/norm_clipped") == pytest.approx([min(n, 1.0) for n in norms])
@@ -210,11 +210,11 @@ def test_a_loop_that_does_not_clip_is_measured():
     model = make_model()
     norms = []
 
-    def each(monitor, loss, rows):
+    def step_of_loop(monitor, loss, rows):
         norms.append(norm_of(model))
         monitor.step()
 
-    rows, _ = loop(model, each)
+    rows, _ = loop(model, step_of_loop)
     assert values(rows, "grad/norm") == pytest.approx(norms)
     assert values(rows, "clip/clipped") == [0] * STEPS
     unknown = {"train/loss", "train/lr", "train/samples", "throughput/samples_per_s"}

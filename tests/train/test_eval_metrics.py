@@ -66,7 +66,7 @@ def evaluated(asked):
         trainer = Trainer(model, loader, "1ba", (), Evaluate(loader, NAMES[kind]), **options)
         trainer.fit()
         metrics[name, kind] = trainer.evaluate()
-        assert metrics[name, kind].items() <= rows.rows[-1].items()
+        assert metrics[name, kind].items() <= rows.rows[-1].items(), (name, kind)
     return metrics
 
 
@@ -105,7 +105,7 @@ def test_metrics_are_those_of_scikit_learn():
     single = evaluated([("single", kind) for kind in NAMES])
     for (plugin, kind), metrics in (single | first).items():
         expected = by_sklearn(kind)
-        assert metrics.keys() - {"eval/loss"} == expected.keys()
+        assert metrics.keys() - {"eval/loss"} == expected.keys(), (plugin, kind)
         for key, value in expected.items():
             # torchmetrics sums in float32.
             assert metrics[key] == pytest.approx(float(value), rel=1e-5), (plugin, kind, key)

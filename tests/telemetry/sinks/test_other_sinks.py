@@ -148,8 +148,8 @@ def test_a_run_of_tensorboard_that_continues_takes_rows_back(tmp_path):
 def test_an_unknown_or_missing_tracker_is_refused(outputs, capsys, monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     for name, named in (("tensorboard", "clip-runner[tensorboard]"), ("tensorbord", "tensorboard")):
-        assert main([*SHORT, "tracker=none", f"tracker.also=[{name}]"]) == 2
+        assert main([*SHORT, "tracker=none", f"tracker.also=[{name}]"]) == 2, name
         message = capsys.readouterr().err
-        assert "tracker.also" in message
-        assert named in message
+        assert "tracker.also" in message, name
+        assert named in message, name
     assert not outputs.exists()

@@ -108,8 +108,8 @@ def test_an_offline_run_is_recorded_whole(warnings, tmp_path):
     assert (metrics["glob_name"], metrics["step_metric"]) == ("*", "train/step")
     last = {k: v for part in records["summary"] for k, v in part["update"].items()}
     assert last["grad/norm/p50"] == pytest.approx(1 / 3)
-    assert (last["train/loss"], last["grad/norm/max"]) == ("NaN", "Infinity")
-    assert (last["eval/loss"], last["steps"]) == (0.125, 6)
+    expected = {"train/loss": "NaN", "grad/norm/max": "Infinity", "eval/loss": 0.125, "steps": 6}
+    assert last.items() >= expected.items()
     assert not [key for key in last if key.startswith("final/")]
     assert [ending.get("exit_code", 0) for ending in records["exit"]] == [0]
 

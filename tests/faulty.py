@@ -27,13 +27,16 @@ class Faulty(DigitsCNN):
 
     def __init__(self, fault: str, rank: int, at: Sequence[int], **options: int) -> None:
         super().__init__(**{"num_classes": 10, "width": 32} | options)
-        self.fault, self.rank, self.at = fault, rank, list(at)
+        self.fault = fault
+        self.rank = rank
+        self.at = list(at)
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training and images.device.type != "meta" and self.fault != "none":
             self.step += 1
-            rank, last = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
+            rank = int(os.environ.get("RANK", 0))
+            last = int(os.environ.get("WORLD_SIZE", 1)) - 1
             if self.fault == "warn" and int(self.step) == self.at[0]:
                 logging.getLogger("tests.faulty").warning("planted warning of rank %s", rank)
                 warnings.warn("planted Python warning", stacklevel=1)

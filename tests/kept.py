@@ -19,7 +19,7 @@ def assert_alike(run, wanted):
     assert rows_of(run) == rows_of(wanted)
     assert (run / "metrics.jsonl").read_bytes().endswith(b"\n")
     assert without_times(read(run, "summary.json")) == without_times(read(wanted, "summary.json"))
-    names = sorted(one.name for one in (wanted / "checkpoints").iterdir() if one.name[0] != ".")
+    names = sorted(path.name for path in (wanted / "checkpoints").iterdir() if path.name[0] != ".")
     newest = [name for name in names if name.startswith("step_")][-1:]
     for name in ("final", *newest):
         assert_same_checkpoint(run / "checkpoints" / name, wanted / "checkpoints" / name)
@@ -28,7 +28,9 @@ def assert_alike(run, wanted):
 def assert_same_checkpoint(one, other):
     assert parts_of(one) == parts_of(other)
     if (other / "state.pt").exists():
-        states = [torch.load(each / "state.pt", weights_only=True) for each in (one, other)]
+        states = [
+            torch.load(checkpoint / "state.pt", weights_only=True) for checkpoint in (one, other)
+        ]
         for key in ("progress", "clip", "schedulers", "random", "optimizers"):
             same(states[0][key], states[1][key])
 
@@ -56,7 +58,7 @@ def same(one, other, where=""):
             same(*pair, f"{where}.{place}")
     elif isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype, where
-        bits = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
         assert torch.equal(*bits), where
     else:
         assert one == other, where

@@ -70,7 +70,9 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 def replaced(source: str, node: ast.AST, new: ast.AST) -> str:
     """Return the source with one node replaced."""
     lines = source.encode().splitlines(keepends=True)
-    first, last = node.lineno - 1, node.end_lineno - 1  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    first = node.lineno - 1
+    last = node.end_lineno - 1
     head = lines[first][: node.col_offset]  # type: ignore[attr-defined]
     tail = lines[last][node.end_col_offset :]  # type: ignore[attr-defined]
     text = ast.unparse(new) if isinstance(new, ast.Pass) else f"({ast.unparse(new)})"
@@ -110,26 +112,26 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="leave out this many of the changes")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     sites = []
     for path in sorted(path for pattern in CHANGED for path in ROOT.glob(pattern)):
         source = path.read_text()
         sites += [(path, source, node, new) for node, new in changes(ast.parse(source))]
-    print(f"seed {asked.seed}: {asked.count} of {len(sites)} possible changes", flush=True)
+    print(f"seed {options.seed}: {options.count} of {len(sites)} possible changes", flush=True)
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
-        chosen = random.Random(asked.seed).sample(sites, asked.count)[asked.start :]
+        chosen = random.Random(options.seed).sample(sites, options.count)[options.start :]
         for path, source, node, new in chosen:
             place = path.relative_to(ROOT)
             (copy / place).write_text(replaced(source, node, new))
             begun = time.monotonic()
-            found, by = is_noticed(copy, place.parts[1])
+            is_seen, by = is_noticed(copy, place.parts[1])
             (copy / place).write_text(source)
-            noticed += found
+            noticed += is_seen
             change = f"{ast.unparse(node)[:60]} -> {ast.unparse(new)[:60]}"
-            said = f"noticed by {by}" if found else "NOT NOTICED"
+            said = f"noticed by {by}" if is_seen else "NOT NOTICED"
             where = f"{place}:{node.lineno}"  # type: ignore[attr-defined]
             print(f"{time.monotonic() - begun:5.0f} s {where}: {change}: {said}", flush=True)
     print(f"{noticed} of {len(chosen)} noticed")

@@ -41,11 +41,12 @@ class Waits(TorchDispatchMode):
         by = args[1] if name in ("index", "index_put_") else ()
         masks = any(index is not None and index.dtype == torch.bool for index in by)
         if name in self.READS or masks or name == "lift_fresh":
-            frame, functions = sys._getframe(1), []
+            frame = sys._getframe(1)
+            functions = []
             while frame is not None:
                 functions.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
                 frame = frame.f_back
-            ours = [at for at in functions if "/runner/" in at[1]]
+            ours = [place for place in functions if "/runner/" in place[1]]
             if ours and not (name == "lift_fresh" and "on_device" in ours[0][0]):
                 self.found.append(f"{name} in {ours[0][0]} ({ours[0][1]}:{ours[0][2]})")
         return func(*args, **(kwargs or {}))

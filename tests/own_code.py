@@ -13,7 +13,8 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 3)
+        self.embed = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 3)
 
     def forward(self, tokens, labels=None):
         logits = self.head(self.embed(tokens))
@@ -32,7 +33,8 @@ class Line(nn.Module):
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Linear(8, 2), nn.Linear(8, 2)
+        self.left = nn.Linear(8, 2)
+        self.right = nn.Linear(8, 2)
 
     def forward(self, left, right):
         return self.left(left) - self.right(right)
@@ -41,13 +43,13 @@ class TwoInputs(nn.Module):
 class Samples(Dataset):
     def __init__(self, kind: str, count: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
-        x, other = torch.randn(2, count, 8, generator=draw)
+        x, partners = torch.randn(2, count, 8, generator=draw)
         tokens = torch.randint(50, (count, 12), generator=draw)
         labels = (tokens % 3).masked_fill(tokens > 40, -100)
         self.samples = {
             "tags": [{"tokens": t, "labels": y} for t, y in zip(tokens, labels, strict=True)],
             "line": [{"x": a, "y": a[:1] - a[1:2]} for a in x],
-            "pairs": [(a, b, (a.sum() > b.sum()).long()) for a, b in zip(x, other, strict=True)],
+            "pairs": [(a, b, (a.sum() > b.sum()).long()) for a, b in zip(x, partners, strict=True)],
         }[kind]
 
     def __len__(self) -> int:

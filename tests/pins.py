@@ -28,8 +28,8 @@ def main(words):
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command += ["--ignore-installed", "--report", report.name]
         subprocess.run(command, check=True, cwd=ROOT)
-        found = json.loads(Path(report.name).read_text())["install"]
-    pins = {each["metadata"]["name"]: each["metadata"]["version"] for each in found}
+        installed = json.loads(Path(report.name).read_text())["install"]
+    pins = {package["metadata"]["name"]: package["metadata"]["version"] for package in installed}
     del pins["clip-runner"]
     lines = [f"{name}=={pins[name]}\n" for name in sorted(pins, key=str.lower)]
     PINS.write_text(HEADER + "".join(lines))

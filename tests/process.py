@@ -42,7 +42,8 @@ def run_here(*words, env=None):
     """
     # A run would make this process keep freed memory, and many other tests follow.
     changed = {**(os.environ if env is None else env), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
-    out, err = StringIO(), StringIO()
+    out = StringIO()
+    err = StringIO()
     with patch.dict(os.environ, changed, clear=True), redirect_stdout(out), redirect_stderr(err):
         code = main(words)
     assert code == 0, out.getvalue() + err.getvalue()

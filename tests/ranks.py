@@ -37,7 +37,8 @@ def run_ranks(
     multiprocessing.set_forkserver_preload(PRELOAD)
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        ends, processes = [], []
+        ends = []
+        processes = []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             store = str(Path(folder) / "store")

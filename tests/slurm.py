@@ -73,7 +73,7 @@ class Slurm:
         """Start a job that was queued again at once; by default Slurm waits two minutes."""
 
         def queued():
-            return all(one in self.job(number) for one in ("Restarts=1", "JobState=PENDING"))
+            return all(word in self.job(number) for word in ("Restarts=1", "JobState=PENDING"))
 
         wait_for(queued, shown=lambda: self.job(number))
         self("scontrol", "update", f"job={number}", "StartTime=now")
@@ -85,12 +85,13 @@ def running(home, environment):
     if os.geteuid() or not all(map(shutil.which, ("munged", "slurmctld", "slurmd"))):
         pytest.skip("needs root, slurm-wlm and munge")
     (home / "state").mkdir(parents=True)
-    conf, key = home / "slurm.conf", home / "munge.key"
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(3)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        ports = [one.getsockname()[1] for one in sockets]
+    conf = home / "slurm.conf"
+    key = home / "munge.key"
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(3)]
+        for connection in sockets:
+            connection.bind(("127.0.0.1", 0))
+        ports = [connection.getsockname()[1] for connection in sockets]
     conf.write_text(CONF.format(host=socket.gethostname(), home=home, ports=ports))
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
@@ -107,8 +108,8 @@ def running(home, environment):
             subprocess.run(command, env=slurm.environment, check=True, timeout=600)
 
         def idle():
-            asked = ["--noheader", "--Node", "--partition=test", "--format=%T"]
-            return slurm("sinfo", *asked).split()
+            words = ["--noheader", "--Node", "--partition=test", "--format=%T"]
+            return slurm("sinfo", *words).split()
 
         wait_for(lambda: idle() == ["idle"] * len(NODES), shown=idle)
         stops.callback(_cancel, slurm)

@@ -29,7 +29,9 @@ def on_a_terminal(words, environment, columns=80, interrupt=lambda seen: False):
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(follower)
-    seen, typed, until = b"", False, time.monotonic() + 150
+    seen = b""
+    typed = False
+    until = time.monotonic() + 150
     try:
         while time.monotonic() < until:
             if not typed and interrupt(_plain(seen)):

@@ -41,8 +41,8 @@ def rows_of(tmp_path_factory):
     def rows_of(model, request):
         common = [f"train.max_duration={STEPS}ba", "eval.interval=1000ba", "tracker=none", "seed=3"]
         folder = tmp_path_factory.mktemp(model)
-        given = [*MODELS[model], *request.split(), *common, f"hydra.run.dir={folder}"]
-        run_here("device=cpu", *given)
+        words = [*MODELS[model], *request.split(), *common, f"hydra.run.dir={folder}"]
+        run_here("device=cpu", *words)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["train/step"] for row in rows] == list(range(1, STEPS + 1))
         return rows
@@ -53,14 +53,16 @@ def rows_of(tmp_path_factory):
 @pytest.mark.xdist_group("curves")
 @pytest.mark.parametrize(
     ("model", "name"),
-    [pytest.param(*each, marks=() if each in DAILY else pytest.mark.slow) for each in CURVES],
+    [pytest.param(*curve, marks=() if curve in DAILY else pytest.mark.slow) for curve in CURVES],
 )
 def test_the_curve_is_that_of_one_process(rows_of, model, name):
     request, parts = PLUGINS[name]
     ours = rows_of(model, f"{request} data.batch_size={8 // parts}")
-    for row, wanted in zip(ours, rows_of(model, "data.batch_size=8"), strict=True):
-        assert row["train/loss"] == pytest.approx(wanted["train/loss"], rel=1e-4), row["train/step"]
+    for row, expected in zip(ours, rows_of(model, "data.batch_size=8"), strict=True):
+        assert row["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-4), row[
+            "train/step"
+        ]
         # In float32 the norm of a late step feels the rounding of all steps before.
-        assert row["grad/norm"] == pytest.approx(wanted["grad/norm"], rel=2e-3), row["train/step"]
+        assert row["grad/norm"] == pytest.approx(expected["grad/norm"], rel=2e-3), row["train/step"]
         for key in ("train/samples", "train/lr", "clip/threshold"):
-            assert row[key] == wanted[key]
+            assert row[key] == expected[key], key

@@ -43,11 +43,12 @@ def boosted(fused):
 @pytest.mark.parametrize("mode", THRESHOLDS)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_the_same_clip_as_on_the_cpu(mode, norm_type):
-    host, (images, targets) = make("conv"), batch_for("conv")
+    host = make("conv")
+    images, targets = batch_for("conv")
     nn.functional.cross_entropy(host(images), targets).backward()
     device = copy.deepcopy(host)
-    for mine, other in zip(device.parameters(), host.parameters(), strict=True):
-        mine.grad = other.grad.clone()
+    for mine, theirs in zip(device.parameters(), host.parameters(), strict=True):
+        mine.grad = theirs.grad.clone()
     device.cuda()
     outcomes = []
     for model in (host, device):
@@ -57,8 +58,8 @@ def test_the_same_clip_as_on_the_cpu(mode, norm_type):
         outcome = clipper.clip(layout)
         outcomes.append([float(figure) for figure in outcome.metrics])
     assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-12, nan_ok=True)
-    for mine, other in zip(device.parameters(), host.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-10, atol=1e-14)
+    for mine, theirs in zip(device.parameters(), host.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-10, atol=1e-14)
 
 
 def test_a_step_waits_for_nothing():
@@ -113,8 +114,8 @@ def test_every_plugin_over_nccl(world):
     ranks = run_ranks(under_plugins, world, names, cases, backend=backend)
     for i, name in enumerate(names):
         for j, case in enumerate(cases):
-            found = differences([rank[i][j] for rank in ranks], case, 1e-10)
-            assert not found, (name, case, found[:5])
+            problems = differences([rank[i][j] for rank in ranks], case, 1e-10)
+            assert not problems, (name, case, problems[:5])
 
 
 def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):

@@ -81,10 +81,10 @@ def private_names(file):
         else:
             continue
         for name in names:
-            if found := re.match(
+            if match := re.match(
                 r"((?:torch|hydra|wandb|omegaconf)(?:\.\w+)*?\.(_(?!_)\w+))", name
             ):
-                yield found[1]
+                yield match[1]
 
 
 def test_private_interfaces_are_those_that_contributing_lists():
@@ -95,5 +95,6 @@ def test_private_interfaces_are_those_that_contributing_lists():
     assert not [name for name in used if not name.startswith("torch")]
     for name in used:
         assert any(
-            re.fullmatch(each.replace(".", r"\.").replace("*", r"\w*"), name) for each in listed
+            re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\w*"), name)
+            for pattern in listed
         ), name

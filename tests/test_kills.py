@@ -42,14 +42,16 @@ def killed(run, command, environment, moment):
     [
         ([], 3, 29),
         *(
-            pytest.param(*given, marks=pytest.mark.slow)
-            for given in (([], 20, 1), (DDP, 10, 2), (FSDP, 10, 3), (PIPELINE, 10, 4))
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (([], 20, 1), (DDP, 10, 2), (FSDP, 10, 3), (PIPELINE, 10, 4))
         ),
     ],
 )
 @pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_ends_as_one_that_was_not(environment, tmp_path, words, count, seed):
-    draw, run, whole = random.Random(seed), tmp_path / "run", tmp_path / "whole"
+    draw = random.Random(seed)
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
     command = [*COMMAND, *words, f"hydra.run.dir={run}"]
     run_here(*COMMAND[2:], *words, f"hydra.run.dir={whole}")
 
@@ -62,7 +64,8 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(environment, tmp_path, wo
         return file.stat().st_mtime_ns if file.exists() else 0
 
     for number in range(count):
-        before, reached = (rows(), begun()), rows() + draw.randint(1, 12)
+        before = (rows(), begun())
+        reached = rows() + draw.randint(1, 12)
         moments = [
             lambda reached=reached: rows() >= reached,  # in a step
             lambda b=before: rows() > b[0] and any((run / "checkpoints").glob(".step_*")),

@@ -26,10 +26,10 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(mode, tmp_path):
     whole = run(tmp_path / "whole", *words, "train.max_duration=30ba")
     run(tmp_path / "parts", *words, "train.max_duration=15ba")
     part = tmp_path / "parts" / "checkpoints" / "step_000000015"
-    rest = run(tmp_path / "rest", *words, "train.max_duration=30ba", f"resume={part}")
-    assert [row for row in rest if row["train/step"] > 15] == whole[15:]
+    second_half = run(tmp_path / "rest", *words, "train.max_duration=30ba", f"resume={part}")
+    assert [row for row in second_half if row["train/step"] > 15] == whole[15:]
     limits = {row["train/step"]: row["clip/threshold"] for row in whole if "clip/threshold" in row}
     assert len(set(limits.values())) > 10
     curves = report.figures(tmp_path / "whole")["norm"].data
-    [drawn] = [one for one in curves if one.name.startswith(f"threshold of {mode}")]
+    [drawn] = [curve for curve in curves if curve.name.startswith(f"threshold of {mode}")]
     assert dict(zip(drawn.x, drawn.y, strict=True)) == pytest.approx(limits)

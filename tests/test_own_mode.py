@@ -1,6 +1,8 @@
 """A user's own clipping mode, in a module outside of the package, by ``clip._target_``."""
 
 import json
+import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -64,7 +66,7 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def own(home, monkeypatch):
+def importable(home, monkeypatch):
     monkeypatch.syspath_prepend(str(home))
 
 
@@ -76,27 +78,47 @@ def rows_of(home, plugin):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_it_clips_alike_under_every_plugin_and_shows_its_threshold(home, own):
-    wanted = rows_of(home, "single")
+@pytest.fixture(scope="module")
+def single(home):
+    """The rows of a run in one process."""
+    with patch.object(sys, "path", [str(home), *sys.path]):
+        return rows_of(home, "single")
+
+
+once = pytest.mark.xdist_group("own mode")  # one process trains once
+
+
+@once
+def test_it_clips_by_its_own_rule(single):
     total = weight = 0.0
-    for row in wanted:
-        total, weight = (total + row["grad/norm"]) / 2, (weight + 1.0) / 2
+    for row in single:
+        total = (total + row["grad/norm"]) / 2
+        weight = (weight + 1.0) / 2
         limit = 0.9 * total / weight
         assert row["grad/norm_clipped"] == pytest.approx(min(row["grad/norm"], limit), rel=1e-9)
         assert row["clip/threshold"] == 0.9
-    assert {row["clip/clipped"] for row in wanted} == {0, 1}
-    for row, alone in zip(rows_of(home, "fsdp"), wanted, strict=True):
-        assert row["clip/clipped"] == alone["clip/clipped"], row
+    assert {row["clip/clipped"] for row in single} == {0, 1}
+
+
+@once
+def test_it_clips_alike_on_ranks(home, importable, single):
+    for row, expected in zip(rows_of(home, "fsdp"), single, strict=True):
+        assert row["clip/clipped"] == expected["clip/clipped"], row
         for key in ("grad/norm", "grad/norm_clipped", "clip/coef"):
-            assert row[key] == pytest.approx(alone[key], rel=2e-3), row
+            assert row[key] == pytest.approx(expected[key], rel=2e-3), row
+
+
+@once
+@pytest.mark.usefixtures("single")
+def test_the_page_shows_its_threshold(home):
     page = (home / "single" / "report.html").read_text()
     assert "RunningMean 0.9" in page
     assert "The threshold is a factor." in page
 
 
-def test_its_options_are_in_the_help(own, capsys):
-    for given, shown in ((), "clip.decay=0.9 "), (("+clip.decay=0.5",), "clip.decay=0.5 "):
-        assert main([TARGET, *given, "--help"]) == 0
+def test_its_options_are_in_the_help(importable, capsys):
+    for words, shown in ((), "clip.decay=0.9 "), (("+clip.decay=0.5",), "clip.decay=0.5 "):
+        assert main([TARGET, *words, "--help"]) == 0
         text = capsys.readouterr().out
         [line] = [line for line in text.splitlines() if line.strip().startswith("clip.decay")]
         assert line.strip().startswith(shown)
@@ -117,7 +139,7 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_is_one_message(own, capsys):
+def test_what_is_wrong_is_one_message(importable, capsys):
     for overrides, parts in WRONG.items():
         assert main(overrides.split()) == 2
         message = capsys.readouterr().err

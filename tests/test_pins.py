@@ -16,27 +16,30 @@ def test_every_package_is_pinned_at_the_version_that_is_installed():
     assert len(pins) == len(pairs)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].values()
-    listed = [*project["dependencies"], *(each for extra in extras for each in extra)]
-    for each in map(Requirement, listed):
-        assert each.specifier.contains(pins[canonicalize_name(each.name)]), each
-        bounded = any(one.operator == "<" for one in each.specifier)
-        assert bounded or each.name.startswith("types-"), f"{each}: no upper bound"
+    listed = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    for dependency in map(Requirement, listed):
+        assert dependency.specifier.contains(pins[canonicalize_name(dependency.name)]), dependency
+        bounded = any(specifier.operator == "<" for specifier in dependency.specifier)
+        assert bounded or dependency.name.startswith("types-"), f"{dependency}: no upper bound"
     # What these need in turn, as far as it is installed.
-    waiting, seen = [(Requirement(each), "") for each in listed], set()
+    waiting = [(Requirement(line), "") for line in listed]
+    seen = set()
     while waiting:
         requirement, extra = waiting.pop()
         if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
         assert name in pins, name
-        for wanted in {"", *requirement.extras} - {extra for one, extra in seen if one == name}:
-            seen.add((name, wanted))
+        for further in {"", *requirement.extras} - {
+            extra for pinned, extra in seen if pinned == name
+        }:
+            seen.add((name, further))
             try:
-                held = distribution(name)
+                installed = distribution(name)
             except PackageNotFoundError:  # an extra that is not installed
                 continue
-            assert held.version == pins[name], name
-            waiting += [(Requirement(each), wanted) for each in held.requires or ()]
+            assert installed.version == pins[name], name
+            waiting += [(Requirement(line), further) for line in installed.requires or ()]
     assert len({name for name, _ in seen}) > 100
 
 

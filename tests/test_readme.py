@@ -39,8 +39,8 @@ def quoted(text):
 
 def commands(document):
     """The arguments of every command of this project that the document shows."""
-    found = re.findall(r"^    (?:\$ )?python -m runner\b(.*)$", document, re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in found]
+    lines = re.findall(r"^    (?:\$ )?python -m runner\b(.*)$", document, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def content(*path):
@@ -56,27 +56,29 @@ def flattened(mapping, prefix=""):
 
 def known_keys():
     """The keys of every option of every group, those of config.yaml, and options of modes."""
-    found = set(flattened(content("config.yaml")))
-    found |= {f"clip.{option}" for mode in MODES.values() for option in options_of(mode)}
+    names = set(flattened(content("config.yaml")))
+    names |= {f"clip.{option}" for mode in MODES.values() for option in options_of(mode)}
     for file in [*find("conf").rglob("*/*.yaml"), *find("conf").glob("*_keys.yaml")]:
         group = ".".join(file.parent.relative_to(find("conf")).parts)
-        found |= set(flattened(content(file), f"{group or file.stem.removesuffix('_keys')}."))
-    return found
+        names |= set(flattened(content(file), f"{group or file.stem.removesuffix('_keys')}."))
+    return names
 
 
 def reference(source):
     """A recipe's source in short, linked where it has an address."""
     if source.startswith("none"):
         return "none"
-    year, address = re.search(r"\b(19|20)\d\d\b", source), re.search(r"https://[^\s,]+", source)
+    year = re.search(r"\b(19|20)\d\d\b", source)
+    address = re.search(r"https://[^\s,]+", source)
     if source[0].isdigit():
         return "several papers, see its header"
     short = source.partition(",")[0] + (f" {year[0]}" if year else "")
     return f"[{short}]({address[0]})" if address else short
 
 
-def test_tables_list_every_group_option_mode_plugin_and_recipe():
-    defaults = [one for one in content("config.yaml")["defaults"] if isinstance(one, dict)]
+def test_a_table_lists_every_group_with_its_options():
+    entries = content("config.yaml")["defaults"]
+    defaults = [entry for entry in entries if isinstance(entry, dict)]
     first = {group: option for entry in defaults for group, option in entry.items()}
     listed = {
         quoted(row[0])[0]: quoted(row[1])
@@ -85,45 +87,67 @@ def test_tables_list_every_group_option_mode_plugin_and_recipe():
     folders = {folder.name for folder in find("conf").iterdir() if folder.is_dir()}
     assert set(listed) == folders - {"hydra"}
     for group, named in listed.items():
-        assert sorted(named) == sorted(options(group))
-        assert named[0] == first[group]
-    assert sorted(
-        quoted(row[0])[0] for row in rows("mode", DOCUMENTS["runner/clip/modes.md"])
-    ) == sorted(options("clip"))
-    listed, found = rows("recipe", DOCUMENTS["recipes/README.md"]), recipes.files_of()
-    for (link, purpose, cited), (name, file) in zip(listed, found.items(), strict=True):
+        assert sorted(named) == sorted(options(group)), group
+        assert named[0] == first[group], group
+
+
+def test_a_table_lists_every_mode():
+    modes = rows("mode", DOCUMENTS["runner/clip/modes.md"])
+    assert sorted(quoted(row[0])[0] for row in modes) == sorted(options("clip"))
+
+
+def test_a_table_lists_every_recipe():
+    listed = rows("recipe", DOCUMENTS["recipes/README.md"])
+    for (link, purpose, cited), (name, file) in zip(
+        listed, recipes.files_of().items(), strict=True
+    ):
         source = re.search(r"(?m)^# source:(.*)", file.read_text())[1]
-        assert link == f"[`{name}`]({name}.yaml)"
-        assert purpose == recipes.purpose(file).rstrip(".")
-        assert cited == reference(source.strip())
+        assert link == f"[`{name}`]({name}.yaml)", name
+        assert purpose == recipes.purpose(file).rstrip("."), name
+        assert cited == reference(source.strip()), name
+
+
+def test_a_table_lists_every_plugin_with_its_keys():
     plugins = {quoted(row[0])[0]: set(quoted(row[2])) for row in rows("plugin")}
     assert {"single", *plugins} == set(options("plugin"))
     for plugin, named in plugins.items():
         existing = set(content("plugin", f"{plugin}.yaml"))
-        for other in named & plugins.keys():
-            named = named - {other} | plugins[other] & existing
+        for base in named & plugins.keys():
+            named = named - {base} | plugins[base] & existing
         named |= {"dp_size", "tp_size", "pp_size"} if plugin == "hybrid" else set()
         assert named == existing - {"defaults", "name", "nproc", "sync_batchnorm"}, plugin
 
 
-def test_keys_files_and_folders_exist():
-    known = known_keys()
-    sections = {key.partition(".")[0] for key in known if "." in key}
+def test_every_key_in_a_document_exists():
+    existing = known_keys()
+    sections = {key.partition(".")[0] for key in existing if "." in key}
     sections |= {folder.name for folder in find("conf").iterdir()}
     for text in quoted("\n".join(DOCUMENTS.values())):
-        found = re.match(r"\w+(\.\w+)+(?=$|=)", text)
-        if found and text.split(".")[0] in sections and text != "hydra._internal":
+        match = re.match(r"\w+(\.\w+)+(?=$|=)", text)
+        if match and text.split(".")[0] in sections and text != "hydra._internal":
             ending = (".py", ".sh", ".yaml", ".json", ".md", ".html", "._target_")
-            assert found[0] in known or found[0].endswith(ending), text
+            assert match[0] in existing or match[0].endswith(ending), text
+
+
+def test_readme_names_every_command():
     shown = {words[0] for words in commands(README) if words}
     inline = {text.split()[3] for text in quoted(README) if text.startswith("python -m runner ")}
     assert set(COMMANDS) - {"run"} <= shown | inline
+
+
+def test_every_key_of_a_row_in_a_document_exists():
     values = {value for value in vars(keys).values() if isinstance(value, str)}
     named = [key for row in rows("key of a row", FOLDERS) for key in quoted(row[0])]
     assert {re.sub(r"<.*>", "", key) for key in named} <= values
+
+
+def test_every_file_of_a_run_in_a_document_exists():
     written = {value for name, value in vars(files).items() if name.isupper()}
     tree = set(re.findall(r"^        (\w[\w.]*)/?  ", FOLDERS, re.MULTILINE)) - {"0"}
     assert {files.CONFIG, files.STATUS, files.ROWS, files.SUMMARY, files.SWEEP} <= tree <= written
+
+
+def test_every_folder_of_the_runner_stands_in_contributing():
     lines = re.findall(r"^      ((?:\w+/ ?)+)", CONTRIBUTING.partition("## The house")[2], re.M)
     folders = {f"{file.parent.name}/" for file in (ROOT / "runner").glob("*/__init__.py")}
     assert {name for line in lines for name in line.split()} == folders
@@ -134,20 +158,20 @@ def test_commands_in_documents_are_requests_that_can_be_run(name, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert pages.new(["demo"]) == 0
     for words in commands(DOCUMENTS[name]):
-        command, *rest = words or [""]
+        command, *arguments = words or [""]
         if COMMANDS.get(command) == "pages" or command in ("bench", "evaluate", "clip.treshold=1"):
             continue  # the last shows how a wrong request is answered
         if len(words) == 1 and command.removeprefix("recipe=") in recipes.files_of():
             continue  # test_recipes composes them, shortened
-        words = rest if command in COMMANDS else words
-        given = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
-        given = [word for word in given if "plan.yaml" not in word]
-        own = None
-        if "--config-dir" in given:
-            place = given.index("--config-dir")
-            own = tmp_path / "demo" / given.pop(place + 1)
-            given.pop(place)
-        assert request(given, multirun="-m" in words, config_dir=own).jobs, words
+        words = arguments if command in COMMANDS else words
+        typed = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
+        typed = [word for word in typed if "plan.yaml" not in word]
+        options_folder = None
+        if "--config-dir" in typed:
+            place = typed.index("--config-dir")
+            options_folder = tmp_path / "demo" / typed.pop(place + 1)
+            typed.pop(place)
+        assert request(typed, multirun="-m" in words, config_dir=options_folder).jobs, words
 
 
 def test_the_library_examples_of_readme_run(tmp_path, monkeypatch):

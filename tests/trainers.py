@@ -29,16 +29,19 @@ def trainer_of(
     def taken(names):
         return {name: options.pop(key) for key, name in names.items() if key in options}
 
-    booster, log, evaluate = Booster(**taken(BOOSTER)), Log(**taken(LOG)), taken(EVALUATE)
+    booster = Booster(**taken(BOOSTER))
+    log = Log(**taken(LOG))
+    evaluate = taken(EVALUATE)
     callbacks = [*options.pop("callbacks", ()), *([] if saver is None else [saver])]
     if "max_skips" in options:
         callbacks.append(SkippedSteps(options.pop("max_skips")))
-    held_out, stop = options.pop("eval_dataloader", None), options.pop("stop", None)
+    held_out = options.pop("eval_dataloader", None)
+    stop = options.pop("stop", None)
     if device := options.pop("device", None):
         model.to(device)
         if isinstance(criterion := options.get("criterion"), nn.Module):
             criterion.to(device)
-    made = kind(
+    training = kind(
         model,
         loader,
         duration,
@@ -50,8 +53,8 @@ def trainer_of(
         **options,
     )
     if stop is not None:
-        made.stop = stop
-    return made
+        training.stop = stop
+    return training
 
 
 def fitted(made, path=None):

@@ -52,7 +52,8 @@ SOME = ("plain", "unfrozen, frozen", "hooks", "branches", "turns", "batch norm")
 KINDS = PLUGINS | MORE
 REPLACED = ("fsdp", "zero2", "zero3", "tensor", "hybrid")  # Parameters become others.
 AVERAGED = ("ddp", "zero1", "moe")  # Gradients are final only when they are clipped.
-SHARDED, STAGES = ("fsdp", "zero2", "zero3"), ("pipeline", "hybrid")
+SHARDED = ("fsdp", "zero2", "zero3")
+STAGES = ("pipeline", "hybrid")
 SOME_STEPPED = ("zero1", "pipeline", "moe", "hybrid")  # A rank steps some parameters.
 ALL = tuple(PLUGINS)
 LIMITS = {"norm": 0.05, "norm of all": 0.05, "value": 0.004, "adaptive": 0.02, "none": None}
@@ -61,7 +62,9 @@ LIMITS = {"norm": 0.05, "norm of all": 0.05, "value": 0.004, "adaptive": 0.02, "
 class Block(nn.Module):
     def __init__(self, before, after):
         super().__init__()
-        self.linear, self.then, self.recomputes = nn.Linear(before, after), nn.Tanh(), False
+        self.linear = nn.Linear(before, after)
+        self.then = nn.Tanh()
+        self.recomputes = False
         self.further = None
 
     def forward(self, inputs):
@@ -78,7 +81,8 @@ class Block(nn.Module):
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
 
     def forward(self, hidden):
         branch = self.left if float(hidden.detach()[:, 0].sum()) > 0 else self.right
@@ -88,7 +92,8 @@ class Branches(nn.Module):
 class Turns(nn.Module):
     def __init__(self):
         super().__init__()
-        self.either, self.turn = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), 0
+        self.either = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.turn = 0
 
     def forward(self, hidden):
         return self.either[self.turn](hidden).tanh()
@@ -117,7 +122,8 @@ class GatedExperts(nn.Module):
             torch.randn(shape) * torch.linspace(0.1, 0.9, shape[2])
             for shape in ((3, 4, 10), (3, 5, 4))
         )
-        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+        self.gate_up_proj = nn.Parameter(gate_up)
+        self.down_proj = nn.Parameter(down)
 
     def forward(self, hidden):
         gate, up = torch.einsum("bth,eho->ebto", hidden, self.gate_up_proj).chunk(2, -1)
@@ -129,7 +135,9 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.c_fc, self.c_proj, self.experts = Conv1D(5, 4), Conv1D(4, 5), GatedExperts()
+        self.c_fc = Conv1D(5, 4)
+        self.c_proj = Conv1D(4, 5)
+        self.experts = GatedExperts()
         self.depthwise = nn.Conv1d(4, 4, 3, padding=1, groups=4)
         self.rnn = nn.GRU(4, 4, batch_first=True)
         self.mix = nn.Parameter(torch.randn(2, 4) * 0.3)
@@ -187,8 +195,8 @@ def lion_lars_lamb(net):
 
 def muon(net):
     matrices = [net[0].linear.weight, net[1].linear.weight]
-    rest = [p for p in net.parameters() if p is not matrices[0] and p is not matrices[1]]
-    return [Muon(matrices, lr=0.02), SGD(rest, lr=0.3)]
+    further = [p for p in net.parameters() if p is not matrices[0] and p is not matrices[1]]
+    return [Muon(matrices, lr=0.02), SGD(further, lr=0.3)]
 
 
 def mean_square(outputs, targets):
@@ -200,7 +208,8 @@ def weighted(outputs, targets):
     return ((outputs - targets).square() * counts).sum() / counts.sum()
 
 
-STATED, IGNORING = partial(weighted), nn.CrossEntropyLoss()
+STATED = partial(weighted)
+IGNORING = nn.CrossEntropyLoss()
 STATED.loss_items = lambda targets: float((targets > 0).sum())
 IGNORING.loss_items = lambda targets: float((targets >= 0).sum())
 
@@ -359,7 +368,8 @@ def crosswise(model, inputs, targets, share, backward):
 
 
 def assigned(model, inputs, targets, share, backward):
-    loss, trained = mean_square(model(inputs), targets) * share, list(model.parameters())
+    loss = mean_square(model(inputs), targets) * share
+    trained = list(model.parameters())
     for p, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
         p.grad = gradient if p.grad is None else p.grad + gradient
 

@@ -26,15 +26,15 @@ def fit(plugin, model, loader, steps, **options):
 
 def step_by_torch(model, losses, *stepped):
     """Step optimizers and schedulers for each loss; return the losses, and ‖G‖ of each step."""
-    found = []
+    steps = []
     for loss in losses:
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
         for gradient in gradients:  # torch's own clipping adds 1e-6 to the norm
             gradient.mul_(min(1.0, THRESHOLD / norm))
-        for each in stepped:
-            each.step()
+        for stepper in stepped:
+            stepper.step()
         model.zero_grad()
-        found.append((loss.item(), norm))
-    return found
+        steps.append((loss.item(), norm))
+    return steps

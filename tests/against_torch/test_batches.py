@@ -28,8 +28,8 @@ class ByHand(nn.Module):
     """A weighted mean that only its own method tells the divisor of."""
 
     def forward(self, outputs, targets):
-        each = F.cross_entropy(outputs, targets, reduction="none") * WEIGHT[targets]
-        return each.sum() / WEIGHT[targets].sum()
+        losses = F.cross_entropy(outputs, targets, reduction="none") * WEIGHT[targets]
+        return losses.sum() / WEIGHT[targets].sum()
 
     def loss_items(self, targets):
         return WEIGHT[targets].sum()
@@ -57,7 +57,8 @@ class Sample:
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.left = nn.Linear(6, 8)
+        self.right = nn.Linear(6, 8)
         self.out = nn.Linear(8, CLASSES)
 
     def forward(self, left, right):
@@ -69,7 +70,8 @@ class Tagger(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, CLASSES)
+        self.embed = nn.Embedding(11, 8)
+        self.out = nn.Linear(8, CLASSES)
 
     def forward(self, tokens, labels=None):
         logits = self.out(self.embed(tokens).tanh())
@@ -150,14 +152,18 @@ def loss_of(kind, model, batch):
         case "loss_alone":
             return model(**batch), None
         case "two_inputs":
-            logits, targets = model(*batch[:2]), batch[2]
+            logits = model(*batch[:2])
+            targets = batch[2]
         case "dataclass":
-            logits, targets = model(batch.left, batch.right), batch.target
+            logits = model(batch.left, batch.right)
+            targets = batch.target
         case "tokens":
-            logits, targets = model(batch["tokens"])["logits"], batch["labels"]
+            logits = model(batch["tokens"])["logits"]
+            targets = batch["labels"]
         case _:
             return CRITERIA[kind]()(model(batch[0]), batch[1]), None
-    logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    logits = logits.reshape(-1, logits.shape[-1])
+    targets = targets.reshape(-1)
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
     right = (logits.argmax(-1) == targets).sum()
     return loss, int(right) / int((targets != IGNORED).sum())
@@ -166,7 +172,8 @@ def loss_of(kind, model, batch):
 @cache
 def reference(kind, plugin):
     """Weights, losses and norms of the steps, and loss and accuracy of the held-out samples."""
-    model, data = make(kind, plugin), Samples(kind, SAMPLES, 1)
+    model = make(kind, plugin)
+    data = Samples(kind, SAMPLES, 1)
     parts = [data.of(slice(BATCH)), data.of(slice(BATCH, None))] * (STEPS // 2)
     steps = step_by_torch(model, (loss_of(kind, model, part)[0] for part in parts), sgd(model))
     unseen = Samples(kind, HELD_OUT, 2)
@@ -179,7 +186,8 @@ def reference(kind, plugin):
 
 def trained(plugin, kind, accumulation):
     """Weights and rows under a plugin."""
-    spread, model = PLUGINS[plugin].make(), make(kind, plugin)
+    spread = PLUGINS[plugin].make()
+    model = make(kind, plugin)
     size = BATCH // spread.data_size // accumulation
     loader = spread.prepare_dataloader(Samples(kind, SAMPLES, 1), size)
     held_out = spread.prepare_dataloader(Samples(kind, HELD_OUT, 2), 2)
@@ -190,19 +198,19 @@ def trained(plugin, kind, accumulation):
 
 def all_trained(plugins):
     """Each kind of batch in one or in three microbatches."""
-    found = {}
+    results = {}
     for plugin in plugins:
         cases = enumerate(ASKED[plugin], [*PLUGINS].index(plugin))
-        found[plugin] = [trained(plugin, kind, (1, 3)[turn % 2]) for turn, kind in cases]
-    return found
+        results[plugin] = [trained(plugin, kind, (1, 3)[turn % 2]) for turn, kind in cases]
+    return results
 
 
 def compare(plugin, kinds, found):
     near = partial(pytest.approx, rel=1e-9)
     for number, kind in enumerate(kinds):
-        wanted, steps, loss, accuracy = reference(kind, "moe" if plugin == "moe" else "single")
+        expected, steps, loss, accuracy = reference(kind, "moe" if plugin == "moe" else "single")
         weights, _ = found[0][plugin][number]
-        for name, tensor in wanted.items():
+        for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11, msg=kind)
         for results in found:
             rows = results[plugin][number][1]
@@ -216,16 +224,16 @@ def compare(plugin, kinds, found):
 
 
 ALL = tuple(CRITERIA)
-ASKED = {plugin: ALL[at % 4 : at % 4 + 2] for at, plugin in enumerate(PLUGINS)}
+ASKED = {plugin: ALL[turn % 4 : turn % 4 + 2] for turn, plugin in enumerate(PLUGINS)}
 ASKED |= dict.fromkeys(("single", "ddp", "pipeline"), ALL)
 """All losses under one plugin of each kind of loop; two under others, which change no loss."""
 ASKED |= {plugin: (*ASKED[plugin], *MODELS) for plugin in ("single", "ddp", "fsdp")}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_steps_with_any_loss_and_batches_of_any_structure_are_those_of_torch(ranks):
+def test_steps_with_any_loss_over_batches_of_any_structure_are_those_of_torch(ranks):
     plugins = [name for name, kind in PLUGINS.items() if kind.ranks == ranks]
     # Ranks import what they need once for all plugins.
-    found = run_ranks(all_trained, ranks, plugins) if ranks > 1 else [all_trained(plugins)]
+    results = run_ranks(all_trained, ranks, plugins) if ranks > 1 else [all_trained(plugins)]
     for plugin in plugins:
-        compare(plugin, ASKED[plugin], found)
+        compare(plugin, ASKED[plugin], results)

@@ -69,7 +69,8 @@ def noisy(outputs, targets):
 def tokens(first, second):
     """Inputs, and labels of which so many of nine are not ignored in each microbatch."""
     torch.manual_seed(0)
-    x, y = torch.randn(2, 9, 3, dtype=torch.float64), torch.randint(4, (2, 9))
+    x = torch.randn(2, 9, 3, dtype=torch.float64)
+    y = torch.randint(4, (2, 9))
     for sample, kept in enumerate((first, second)):
         y[sample, kept:] = -1
     return x, y
@@ -77,7 +78,8 @@ def tokens(first, second):
 
 def numbers(missing, first_has_all=True):
     torch.manual_seed(0)
-    x, y = torch.randn(SAMPLES, 3, dtype=torch.float64), torch.randn(SAMPLES, 4).double()
+    x = torch.randn(SAMPLES, 3, dtype=torch.float64)
+    y = torch.randn(SAMPLES, 4).double()
     if missing == -1:
         y = (y > 0).double()
     dropped = torch.rand(y.shape) < 0.6
@@ -144,12 +146,16 @@ def test_targets_that_a_criterion_leaves_out_are_no_items(criterion, missing, fi
     require(row, model, criterion(model(x), y))
 
 
-def test_a_mean_over_something_else_is_refused_with_both_numbers_and_the_ways_out():
+def test_a_mean_over_something_else_is_refused_with_its_divisor():
+    torch.manual_seed(1)
+    with pytest.raises(DivisorError, match=REFUSED):
+        trained(nn.Linear(3, 4).double(), halves(*numbers(0.5)), weighted)
+
+
+def test_a_mean_over_something_else_may_be_averaged_over_microbatches():
     x, y = numbers(0.5)
     torch.manual_seed(1)
     model = nn.Linear(3, 4).double()
-    with pytest.raises(DivisorError, match=REFUSED):
-        trained(model, halves(x, y), weighted)
     means = [weighted(model(a), b) for a, b in halves(x, y)]
     expected = sum(means) / 2
     row = trained(model, halves(x, y), Loss(weighted, items="none"))
@@ -159,7 +165,7 @@ def test_a_mean_over_something_else_is_refused_with_both_numbers_and_the_ways_ou
 @pytest.mark.parametrize(
     ("criterion", "words"), [(contrastive, "depends on the batch as a whole"), (noisy, "is random")]
 )
-def test_a_loss_that_cannot_be_measured_trains_and_is_told_apart(criterion, words, caplog):
+def test_a_loss_that_cannot_be_measured_is_told_apart(criterion, words, caplog):
     trained(nn.Linear(3, 4).double(), halves(*numbers(0.5)), criterion)
     assert words in caplog.text
 
@@ -171,7 +177,8 @@ class Counting(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
         self.register_buffer("passes", torch.zeros(()))
-        self.samples, self.seen = 0, []
+        self.samples = 0
+        self.seen = []
 
     def forward(self, x, targets):
         self.seen.append(len(x))
@@ -182,18 +189,27 @@ class Counting(nn.Module):
         return outputs, loss.mean() if self.samples else loss.sum()
 
 
-def test_a_measurement_costs_two_passes_of_a_batch_and_leaves_no_trace():
-    x, y = numbers(0.5)
-    batches = [named(x, y)] * 2
+def counting(items):
+    """A model that was trained with its loss measured, or with the items of it stated."""
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    model = Counting().double()
+    trained(model, [named(*numbers(0.5))] * 2, Loss(items=items))
+    return model
+
+
+@pytest.mark.parametrize(("items", "passes"), [("auto", 4), ("samples", 2)])
+def test_a_measurement_costs_two_passes_of_a_batch(items, passes):
+    model = counting(items)
+    assert sum(model.seen) <= SAMPLES * passes
+    assert model.samples == 2 * SAMPLES
+
+
+def test_a_measurement_leaves_no_trace():
     states = []
     for items in ("auto", "samples"):
-        torch.manual_seed(3)
-        random.seed(3)
-        np.random.seed(3)
-        model = Counting().double()
-        trained(model, batches, Loss(items=items))
-        assert sum(model.seen) <= SAMPLES * (4 if items == "auto" else 2)
-        assert model.samples == 2 * SAMPLES
+        model = counting(items)
         drawn = [torch.rand(2), torch.tensor([random.random(), np.random.rand()])]
         states.append([*model.state_dict().values(), *drawn])
     for measured, stated in zip(*states, strict=True):
@@ -352,10 +368,10 @@ def test_a_continued_training_counts_what_was_found_before():
     x, y = tokens(1, 9)
     first = Trainer(made(Handmade), halves(x, y, named), "1ba", accumulation_steps=2)
     first.fit()
-    found = first.loss.state_dict()
-    assert not found["unproved"]
+    counted = first.loss.state_dict()
+    assert not counted["unproved"]
     second = Trainer(made(Handmade), halves(x, y, named), "1ba", accumulation_steps=2)
     second.state.load_state_dict(first.state.state_dict())
-    assert second.loss.state_dict() == found
+    assert second.loss.state_dict() == counted
     batch = named(x, y)
     assert second.loss.items(batch) == first.loss.items(batch)

@@ -19,7 +19,11 @@ from tests.distributed.cases import Ddp, Fsdp, Zero
 from tests.distributed.training import Rows
 from tests.ranks import run_ranks
 
-SIZES, STEPS, LENGTH, WORDS, WIDTH = (3, 5), 2, 7, 6, 4
+SIZES = (3, 5)
+STEPS = 2
+LENGTH = 7
+WORDS = 6
+WIDTH = 4
 SAMPLES = sum(SIZES)
 
 
@@ -62,7 +66,7 @@ class Scalars(Whole):
 def batches(seed=0, holes=True):
     """A batch of all samples of each step: words, numbers, masks and weights."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    steps = []
     for step in range(STEPS):
         x = torch.randn(SAMPLES, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
         labels = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
@@ -72,7 +76,7 @@ def batches(seed=0, holes=True):
         left_out[: SIZES[0]] &= torch.rand(SIZES[0], LENGTH, generator=generator) < 0.3
         left_out[:, 0] = False
         left_out &= holes and step > 0
-        made.append(
+        steps.append(
             {
                 "x": x,
                 "labels": labels,
@@ -82,7 +86,7 @@ def batches(seed=0, holes=True):
                 "positive": (labels > 3).double(),
             }
         )
-    return made
+    return steps
 
 
 def cross_entropies(net, batch):
@@ -115,7 +119,8 @@ def ratios(net, batch):
 
 
 def clipped_objective(net, batch):
-    ratio, advantage = ratios(net, batch), batch["numbers"]
+    ratio = ratios(net, batch)
+    advantage = batch["numbers"]
     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
 
@@ -173,7 +178,8 @@ def distillation_and_labels(net, batch):
 
 
 def focal(net, batch):
-    logits, targets = net.value(batch["x"]).squeeze(-1), batch["positive"]
+    logits = net.value(batch["x"]).squeeze(-1)
+    targets = batch["positive"]
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return ((1 - (-losses).exp()).square() * losses).sum() / targets.sum().clamp(min=1.0)
 
@@ -187,7 +193,8 @@ def smoothed(net, batch):
 
 def spans(net, batch):
     outputs = net.head(batch["x"]).mT
-    starts, ends = batch["labels"][:, 0], batch["labels"][:, 1]
+    starts = batch["labels"][:, 0]
+    ends = batch["labels"][:, 1]
     return (F.cross_entropy(outputs[:, 0], starts) + F.cross_entropy(outputs[:, 1], ends)) / 2
 
 
@@ -211,7 +218,8 @@ def token_weighted(net, batch):
 
 def detected(net, batch):
     """A sum of terms, each divided by the positive ones, as detectors have."""
-    logits, numbers = net.head(batch["x"])[..., 0], net.value(batch["x"]).squeeze(-1)
+    logits = net.head(batch["x"])[..., 0]
+    numbers = net.value(batch["x"]).squeeze(-1)
     positive = batch["positive"]
     count = positive.sum().clamp(min=1.0)
     scores = F.binary_cross_entropy_with_logits(logits, positive, reduction="sum") / count
@@ -221,8 +229,8 @@ def detected(net, batch):
 
 def contrastive(net, batch):
     pooled = F.normalize(net.head(batch["x"]).mean(1), dim=-1)
-    other = F.normalize(net.head(batch["x"].roll(1, 1) + 0.1).mean(1), dim=-1)
-    return F.cross_entropy(5 * pooled @ other.T, torch.arange(len(pooled)))
+    views = F.normalize(net.head(batch["x"].roll(1, 1) + 0.1).mean(1), dim=-1)
+    return F.cross_entropy(5 * pooled @ views.T, torch.arange(len(pooled)))
 
 
 def spread(net, batch):
@@ -268,9 +276,10 @@ def rmse(net, batch):
 
 
 def two_masks(net, batch):
-    kept, other = batch["mask"], batch["other_mask"]
+    kept = batch["mask"]
+    elsewhere = batch["other_mask"]
     numbers = (net.value(batch["x"]).squeeze(-1) - batch["numbers"]).square()
-    return masked(net, batch) + (numbers * other).sum() / other.sum() + 0.0 * kept.sum()
+    return masked(net, batch) + (numbers * elsewhere).sum() / elsewhere.sum() + 0.0 * kept.sum()
 
 
 def nano_gpt(net, batch):
@@ -295,7 +304,8 @@ def norm_of_a_product(net, batch):
 
 def several_tokens(net, batch):
     """The next word and the one after it."""
-    logits, labels = net.head(batch["x"]), batch["labels"]
+    logits = net.head(batch["x"])
+    labels = batch["labels"]
     first = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     return first + 0.3 * F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
 
@@ -674,14 +684,16 @@ def trained(case, steps):
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("loss", [guarded, guarded_without_a_graph])
 def test_a_loss_of_0_in_the_first_batches_is_no_sum(loss, microbatches):
-    steps, case = batches(), Case(loss)
+    steps = batches()
+    case = Case(loss)
     without_labels_at_first(steps[0], microbatches)
     weights = trained(case, steps)
     torch.testing.assert_close(weights, of_one_batch(case, steps, False), rtol=0, atol=1e-13)
 
 
 def test_a_sample_whose_loss_has_no_graph_tells_nothing():
-    steps, case = batches(), Case(guarded_without_a_graph)
+    steps = batches()
+    case = Case(guarded_without_a_graph)
     for batch in steps:
         batch["mask"][0] = False
     weights = trained(case, steps)
@@ -854,7 +866,7 @@ def test_sums_of_a_mask_in_half_precision_tell_what_was_left_out():
     assert counted == [int(part["mask"].sum()) for part in parts(halves)]
 
 
-def test_labels_that_a_model_does_not_get_and_nobody_ignores_are_refused():
+def test_labels_of_no_class_that_nobody_ignores_are_refused():
     x = torch.randn(2, LENGTH, WIDTH)
     labels = torch.full((2, LENGTH), -1)
     with pytest.raises(BatchError, match=r"label -1 is no class.*ignores -100 alone.*dictionaries"):
@@ -876,7 +888,9 @@ def parts_of_rank(batch, rank):
 
 def rows_of(name, plugin):
     """Loss and norm of each step on two ranks, and the held-out loss, or why it is refused."""
-    case, made_plugin, rows = CASES[name], plugin(), Rows()
+    case = CASES[name]
+    made_plugin = plugin()
+    rows = Rows()
     steps = [case.change(batch) for batch in batches(holes=case.holes)]
     model = made(case, zero=False)
     of_rank = [part for batch in steps for part in parts_of_rank(batch, made_plugin.data_rank)]
@@ -952,5 +966,5 @@ def require_rows(name, found):
 def test_a_loss_of_ones_own_is_that_of_one_batch_or_refused_on_two_ranks(plugin):
     names = [name for name in CASES if "later" not in name]
     for results in run_ranks(rows_of_each, 2, names, plugin):
-        for name, found in results.items():
-            require_rows(name, found)
+        for name, rows in results.items():
+            require_rows(name, rows)

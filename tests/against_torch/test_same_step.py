@@ -79,14 +79,15 @@ def clip(net, mode, unscaled=(), inputs=None):
         inputs: dimensions that a unit spans, by the name of the parameter.
     """
     head = [module for module in net.modules() if isinstance(module, nn.Linear)][-1].weight
-    held = {n: p for n, p in net.named_parameters() if p.grad is not None and p.numel()}
+    graded = {n: p for n, p in net.named_parameters() if p.grad is not None and p.numel()}
     skipped = {id(p) for p in unscaled if mode == "norm"}
-    limited = {name: p for name, p in held.items() if id(p) not in skipped}
+    limited = {name: p for name, p in graded.items() if id(p) not in skipped}
     whole, part = (
-        float(torch.cat([p.grad.double().flatten() for p in some.values()]).norm())
-        for some in (held, limited)
+        float(torch.cat([p.grad.double().flatten() for p in chosen.values()]).norm())
+        for chosen in (graded, limited)
     )
-    limit, over = LIMITS[mode], []
+    limit = LIMITS[mode]
+    over = []
     for name, p in limited.items():
         if mode == "value":
             over.append(p.grad.abs() > limit)
@@ -94,26 +95,30 @@ def clip(net, mode, unscaled=(), inputs=None):
         elif mode == "adaptive" and p is not head:
             dims = (inputs or {}).get(name, list(range(p.ndim > 1, p.ndim)))
             size, weight = (
-                each.abs() if dims is None else each.square().sum(dims, keepdim=True).sqrt()
-                for each in (p.grad, p.detach())
+                values.abs() if dims is None else values.square().sum(dims, keepdim=True).sqrt()
+                for values in (p.grad, p.detach())
             )
-            most = limit * weight.clamp(min=1e-3)
-            over.append(size > most)
-            p.grad = p.grad * torch.where(over[-1], most / size, 1.0)
+            bound = limit * weight.clamp(min=1e-3)
+            over.append(size > bound)
+            p.grad = p.grad * torch.where(over[-1], bound / size, 1.0)
         elif mode.startswith("norm"):
             p.grad.mul_(min(1.0, limit / part))
             over = [torch.tensor([part > limit])]
-    units = sum(each.numel() for each in over)
-    return whole, sum(int(each.sum()) for each in over) / max(1, units)
+    units = sum(mask.numel() for mask in over)
+    return whole, sum(int(mask.sum()) for mask in over) / max(1, units)
 
 
 def in_plain_pytorch(name, title):
     """Norms, shares and weights of one process."""
-    kind, condition, mode = KINDS[name], CONDITIONS[title], mode_of(name, title)
+    kind = KINDS[name]
+    condition = CONDITIONS[title]
+    mode = mode_of(name, title)
     net, optimizers = made(condition, name)
-    parameters, buffers = list(net.parameters()), list(net.buffers())
+    parameters = list(net.parameters())
+    buffers = list(net.buffers())
     unscaled = optimizers[0].param_groups[0]["params"] if title.startswith("muon") else []
-    to_none, found = "zeros" not in condition.options, []
+    to_none = "zeros" not in condition.options
+    results = []
     average = AveragedModel(net) if "average" in condition.options else None
     if title == "shared gradient":
         net[1].then.stacked = False  # PyTorch would add each microbatch to the one tensor twice.
@@ -128,13 +133,16 @@ def in_plain_pytorch(name, title):
 
     def gradients(step):
         total = {p: torch.zeros_like(p) for p in parameters if p.grad is not None}
-        before, first = [buffer.clone() for buffer in buffers], None
+        before = [buffer.clone() for buffer in buffers]
+        first = None
         for part in range(kind.parts):
             net.zero_grad()
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
             for micro in range(MICROS):
-                of_part(*(each.chunk(kind.parts)[part] for each in data(condition, step, micro)))
+                of_part(
+                    *(tensor.chunk(kind.parts)[part] for tensor in data(condition, step, micro))
+                )
             for p in parameters:
                 if p.grad is not None:
                     total[p] = total.get(p, 0.0) + p.grad / kind.parts
@@ -145,7 +153,7 @@ def in_plain_pytorch(name, title):
             p.grad = total.get(p)
 
     def clip_now():
-        found.append(clip(net, mode, unscaled, INPUTS if "units" in condition.options else None))
+        results.append(clip(net, mode, unscaled, INPUTS if "units" in condition.options else None))
 
     for step in range(condition.steps):
         condition.change(step, net, optimizers[0])
@@ -153,13 +161,13 @@ def in_plain_pytorch(name, title):
         condition.after(step, net, optimizers[0])
         finite = all(bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None)
         clip_now()
-        for each in optimizers if finite else ():
-            each.step()
+        for optimizer in optimizers if finite else ():
+            optimizer.step()
         if average is not None:
             average.update_parameters(net)
         net.zero_grad(set_to_none=to_none)
-    held = net if average is None else average.module
-    return {"found": found, "weights": own(held.state_dict())}
+    trained = net if average is None else average.module
+    return {"found": results, "weights": own(trained.state_dict())}
 
 
 def same_step(name, title):
@@ -172,21 +180,21 @@ def same_step(name, title):
     if "compiled" in condition.options:
         net = torch.compile(net, backend="eager")
     try:
-        given = optimizers if len(optimizers) > 1 else optimizers[0]
-        model, optimizer, *_ = booster.boost(net, given, condition.criterion)
+        stepped = optimizers if len(optimizers) > 1 else optimizers[0]
+        model, optimizer, *_ = booster.boost(net, stepped, condition.criterion)
         average = AveragedModel(model) if "average" in condition.options else None
-        found = train(booster, model, optimizer, condition, mode, average)
+        results = train(booster, model, optimizer, condition, mode, average)
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         return str(error)
     assert fp16 is None or fp16.scale == 2.0**9
-    held = model if average is None else average.module
-    tensors = [*held.unwrap().named_parameters(), *held.unwrap().named_buffers()]
-    here = {model.renamed.get(key, key): whole(tensor) for key, tensor in tensors}
-    weights = here if average is not None else booster.state_dict(model)
+    trained = model if average is None else average.module
+    tensors = [*trained.unwrap().named_parameters(), *trained.unwrap().named_buffers()]
+    local = {model.renamed.get(key, key): whole(tensor) for key, tensor in tensors}
+    weights = local if average is not None else booster.state_dict(model)
     return {
-        "found": found,
+        "found": results,
         "weights": own(weights),
-        "bits": {key: bits(tensor) for key, tensor in own(here).items()},
+        "bits": {key: bits(tensor) for key, tensor in own(local).items()},
     }
 
 
@@ -200,12 +208,15 @@ def bits(tensor):
 
 def train(booster, model, optimizer, condition, mode, average):
     """Train under a plugin; return norms and shares."""
-    net, first, found = model.unwrap(), optimizer.optimizers[0], []
+    net = model.unwrap()
+    first = optimizer.optimizers[0]
+    results = []
     options = {"scales": "all"} if mode == "norm of all" else {}
     if "units" in condition.options:
         options["units"] = UNITS
     clipping = build(mode.split()[0], threshold=LIMITS[mode], **options)
-    rank, size = booster.plugin.data_rank, booster.plugin.data_size
+    rank = booster.plugin.data_rank
+    size = booster.plugin.data_size
     backward = partial(booster.backward, optimizer=optimizer)
 
     def share(outputs, targets):
@@ -216,7 +227,7 @@ def train(booster, model, optimizer, condition, mode, average):
 
     def gradients(step):
         for micro in range(MICROS):
-            inputs, targets = (each.chunk(size)[rank] for each in data(condition, step, micro))
+            inputs, targets = (tensor.chunk(size)[rank] for tensor in data(condition, step, micro))
             last = micro == MICROS - 1
             with nullcontext() if last else booster.no_sync(model, optimizer):
                 if condition.passes is not None:
@@ -230,12 +241,12 @@ def train(booster, model, optimizer, condition, mode, average):
 
     def clip_now(step):
         if "one call" in condition.options:
-            asked = [model, model.module, net, model.parameters(), list(net.parameters())]
-            decision = apply_gradient_clipping(asked[step % 5], mode, LIMITS[mode])
+            targets = [model, model.module, net, model.parameters(), list(net.parameters())]
+            decision = apply_gradient_clipping(targets[step % 5], mode, LIMITS[mode])
         else:
             clipping.bind(optimizer.layout)
             decision = optimizer.clip(clipping)
-        found.append((float(decision.norm), float(decision.fraction)))
+        results.append((float(decision.norm), float(decision.fraction)))
 
     for step in range(condition.steps):
         condition.change(step, net, first)
@@ -246,7 +257,7 @@ def train(booster, model, optimizer, condition, mode, average):
         optimizer.zero_grad(set_to_none="zeros" not in condition.options)
         if average is not None:
             average.update_parameters(model)
-    return found
+    return results
 
 
 @contextmanager
@@ -285,15 +296,16 @@ def tables(*names):
 
 def compare(name, title, results):
     """Describe what is wrong with the results of all ranks for one condition."""
-    condition, tolerance = CONDITIONS[title], CONDITIONS[title].tolerance(name)
+    condition = CONDITIONS[title]
+    tolerance = CONDITIONS[title].tolerance(name)
     pattern = condition.message(name)
     if pattern is not None or any(isinstance(result, str) for result in results):
         right = [isinstance(r, str) and re.search(pattern or "$^", r) for r in results]
         return [] if all(right) else [f"{title}: {results!r:.300}"]
     with exact_muon():
-        wanted = in_plain_pytorch(name, title)
+        expected = in_plain_pytorch(name, title)
     off = []
-    for key, tensor in wanted["weights"].items():
+    for key, tensor in expected["weights"].items():
         got = next((r["weights"][key] for r in results if key in r["weights"]), tensor.new_zeros(0))
         far = (got - tensor).abs().max() / max(1.0, tensor.abs().max()) if tensor.numel() else 0.0
         if got.shape != tensor.shape or not far <= tolerance:
@@ -303,8 +315,8 @@ def compare(name, title, results):
         for key, value in result.get("bits", {}).items():
             if same.setdefault(key, value) != value:
                 off.append(f"{title}: rank {rank} has another {key}")
-        found = result.get("found", [])
-        for a, b in zip(found, wanted["found"], strict=True) if found else ():
+        steps = result.get("found", [])
+        for a, b in zip(steps, expected["found"], strict=True) if steps else ():
             if isfinite(b[0]) and a != pytest.approx(b, rel=tolerance, abs=0):
                 off.append(f"{title}: rank {rank}: {a} instead of {b}")
     return off

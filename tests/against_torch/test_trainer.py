@@ -1,6 +1,7 @@
 """Streams are divided over ranks, or refused; several optimizers and schedulers step together."""
 
 import re
+from functools import cache
 from itertools import chain, islice
 
 import pytest
@@ -19,7 +20,8 @@ from tests.against_torch.plain import fit, step_by_torch
 from tests.ranks import run_ranks
 
 SAMPLES, BATCH, STEPS = 20, 8, 5
-DATA_PARALLEL, MODEL_PARALLEL = ("ddp", "fsdp", "zero1"), ("tensor", "pipeline")
+DATA_PARALLEL = ("ddp", "fsdp", "zero1")
+MODEL_PARALLEL = ("tensor", "pipeline")
 """Ranks of the latter read the whole stream."""
 
 
@@ -63,15 +65,16 @@ def stepped(net, several):
         return {"optimizers": [sgd(net)]}
     first = SGD(net[0].parameters(), lr=0.3, momentum=0.9)
     pair = [first, AdamW(net[1:].parameters(), lr=0.02, weight_decay=0.1)]
-    return {"optimizers": pair, "schedulers": [StepLR(each, 2, 0.5) for each in pair]}
+    return {"optimizers": pair, "schedulers": [StepLR(optimizer, 2, 0.5) for optimizer in pair]}
 
 
 def by_torch(several):
     """Weights after the steps, and the norms, of one process."""
-    net, loader = network(""), DataLoader(TensorDataset(*data()), BATCH)
+    net = network("")
+    loader = DataLoader(TensorDataset(*data()), BATCH)
     losses = (F.cross_entropy(net(x), y) for x, y in islice(chain(loader, loader), STEPS))
-    found = step_by_torch(net, losses, *chain.from_iterable(stepped(net, several).values()))
-    return dict(net.named_parameters()), [norm for _, norm in found]
+    steps = step_by_torch(net, losses, *chain.from_iterable(stepped(net, several).values()))
+    return dict(net.named_parameters()), [norm for _, norm in steps]
 
 
 def trained(plugin, loader, accumulation=1, several=False):
@@ -89,7 +92,8 @@ def refusal(call, *args, **options):
 
 def refused_by(plugin):
     """Loaders that would count samples twice, or end one rank before the other."""
-    rank, size = plugin.data_rank, plugin.data_size
+    rank = plugin.data_rank
+    size = plugin.data_size
     half = BATCH // size
     same = TensorDataset(torch.zeros(SAMPLES, 4).double(), torch.zeros(SAMPLES).long())
     sampler = DistributedSampler(same, size, rank)
@@ -115,38 +119,59 @@ SAID = (
 
 def on_ranks(*names):
     """Loaders that are refused; and trainings, the last one by several optimizers."""
-    found = {}
+    results = {}
     for name in names:
         make = PLUGINS[name].make
         plugin = make()
-        size, half = plugin.data_size, BATCH // plugin.data_size
+        size = plugin.data_size
+        half = BATCH // plugin.data_size
         loaders = [DataLoader(Stream(plugin.data_rank, size), half)]
         streams = (Stream(), Sharded(), Declared()) if size > 1 else (Stream(),)
         loaders += [plugin.prepare_dataloader(stream, half) for stream in streams]
         whole = plugin.prepare_dataloader(TensorDataset(*data()), half // 2)
-        found[name] = (
+        results[name] = (
             refused_by(plugin) if size > 1 else [],
-            [*(trained(make(), each) for each in loaders), trained(make(), whole, 2, several=True)],
+            [
+                *(trained(make(), loader) for loader in loaders),
+                trained(make(), whole, 2, several=True),
+            ],
         )
-    return found
+    return results
 
 
-def test_a_stream_that_each_data_parallel_rank_reads_whole_is_refused_and_one_by_rank_is_right():
-    one, several = by_torch(False), by_torch(True)
-    ranks = run_ranks(on_ranks, 2, *DATA_PARALLEL, *MODEL_PARALLEL)
-    for rank, results in enumerate([on_ranks("single"), *ranks]):
-        for name, (refused, trainings) in results.items():
-            for message, said in zip(refused, SAID if refused else (), strict=True):
-                assert re.search(said, message, re.DOTALL), message
-            assert len(trainings) == (5 if name in DATA_PARALLEL else 3)
-            references = [*[one] * (len(trainings) - 1), several]
-            for (weights, ours, samples), (wanted, norms) in zip(
-                trainings, references, strict=True
-            ):
-                assert ours == pytest.approx(norms, rel=1e-12), name
+@cache
+def results_of_ranks():
+    """What one process and each of two ranks found, by plugin."""
+    return [on_ranks("single"), *run_ranks(on_ranks, 2, *DATA_PARALLEL, *MODEL_PARALLEL)]
+
+
+once = pytest.mark.xdist_group("streams of ranks")  # the ranks run once
+
+
+@once
+def test_a_stream_that_each_data_parallel_rank_reads_whole_is_refused():
+    for results in results_of_ranks():
+        for name, (messages, _) in results.items():
+            assert bool(messages) == (name in DATA_PARALLEL), name
+            for message, expected in zip(messages, SAID if messages else (), strict=True):
+                assert re.search(expected, message, re.DOTALL), (name, message)
+
+
+@once
+def test_a_stream_that_is_divided_over_data_parallel_ranks_is_right():
+    single = by_torch(False)
+    with_two_optimizers = by_torch(True)
+    for rank, results in enumerate(results_of_ranks()):
+        for name, (_, trainings) in results.items():
+            assert len(trainings) == (5 if name in DATA_PARALLEL else 3), name
+            references = [*[single] * (len(trainings) - 1), with_two_optimizers]
+            for training, reference in zip(trainings, references, strict=True):
+                weights, norms, samples = training
+                expected_weights, expected_norms = reference
+                assert norms == pytest.approx(expected_norms, rel=1e-12), name
                 assert samples == 2 * SAMPLES - (SAMPLES - 2 * BATCH), name
                 if rank < 2:
-                    torch.testing.assert_close(weights, wanted, rtol=0, atol=1e-12)
+                    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
 
 
 def test_a_script_that_trains_in_phases_makes_a_new_trainer_for_each():
@@ -159,7 +184,8 @@ def test_a_script_that_trains_in_phases_makes_a_new_trainer_for_each():
 
 
 def test_what_belongs_to_no_module_is_named():
-    model, loose = network(""), nn.Parameter(torch.zeros(4))
+    model = network("")
+    loose = nn.Parameter(torch.zeros(4))
     optimizer = SGD([{"params": model.parameters()}, {"params": [loose]}], lr=1.0)
     for boost in (Booster().boost, lambda model, each: Trainer(model, [], optimizers=each)):
         with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\] of SGD, of shap"):
@@ -167,7 +193,8 @@ def test_what_belongs_to_no_module_is_named():
 
 
 def test_a_criterion_may_hold_the_model():
-    model, criterion = nn.Linear(3, 2), nn.Module()
+    model = nn.Linear(3, 2)
+    criterion = nn.Module()
     criterion.model = model
     _, optimizer, *_ = Booster().boost(model, sgd(model), criterion)
     assert optimizer.layout.names == ["weight", "bias"]

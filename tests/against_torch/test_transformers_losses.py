@@ -272,16 +272,18 @@ def part_of(batch, rank, ranks):
 
 def step(name, plugin):
     """Loss and norm of a step under a plugin, or why it is refused."""
-    case, made, rows = CASES[name], plugin(), Rows()
+    case = CASES[name]
+    parallel = plugin()
+    rows = Rows()
     model = case.model()
     batches = [case.batch(number) for number in range(MICROBATCHES)]
-    microbatches = [part_of(batch, made.data_rank, made.data_size) for batch in batches]
+    microbatches = [part_of(batch, parallel.data_rank, parallel.data_size) for batch in batches]
     with in_float64():
         trainer = Trainer(
             model,
             microbatches,
             "1ba",
-            booster=Booster(plugin=made),
+            booster=Booster(plugin=parallel),
             accumulation_steps=MICROBATCHES,
             log=Log([rows]),
         )
@@ -335,5 +337,5 @@ def test_each_loss_of_transformers_is_right_or_refused_in_one_process(name):
 @pytest.mark.slow
 def test_each_loss_of_transformers_is_right_or_refused_on_two_ranks():
     for results in run_ranks(steps, 2, list(CASES), Ddp):
-        for name, found in results.items():
-            print(name, compare(name, found))
+        for name, row in results.items():
+            print(name, compare(name, row))

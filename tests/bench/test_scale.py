@@ -22,8 +22,8 @@ def test_more_ranks_add_no_more_than_a_handful_of_scalars():
     assert all(any(name in what for what in many) for name in MODES)
     for what, megabytes in many.items():
         # All but one part of an all-reduce comes from other ranks: 63 of 64, 1,023 of 1,024.
-        alone = few[what] * (1023 / 1024) / (63 / 64)
-        assert megabytes <= alone + SCALARS * 8 * 1024 / MEGABYTE, what
+        bound = few[what] * (1023 / 1024) / (63 / 64)
+        assert megabytes <= bound + SCALARS * 8 * 1024 / MEGABYTE, what
 
 
 def test_a_gather_of_vectors_would_be_seen():

@@ -80,20 +80,22 @@ def train(net, loss=cross_entropy, clips=True, micros=1, **options):
 )
 def test_memory_of_gradients(does, micros):
     """Of one gradient instead of all, if the optimizer steps in a backward pass of its own."""
-    net, alive, most = network(), [], [0]
+    net = network()
+    alive = []
+    largest = [0]
 
     def count(parameter):
         storage = parameter.grad.untyped_storage()
-        alive[:] = [each for each in alive if not each[1].expired()]
+        alive[:] = [entry for entry in alive if not entry[1].expired()]
         if not any(key == storage._cdata for key, _, _ in alive):
             alive.append((storage._cdata, StorageWeakRef(storage), storage.nbytes()))
-        most[0] = max(most[0], sum(size for _, _, size in alive))
+        largest[0] = max(largest[0], sum(size for _, _, size in alive))
 
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     train(net, micros=micros, step={"": None, "clip": False, "step": True}[does])
     sizes = [parameter.numel() * 8 for parameter in net.parameters()]
-    assert most[0] == (max(sizes) if does == "step" and micros == 1 else sum(sizes))
+    assert largest[0] == (max(sizes) if does == "step" and micros == 1 else sum(sizes))
 
 
 class Odd(nn.Module):
@@ -141,14 +143,15 @@ def test_steps_are_those_of_plain_pytorch(make, step):
     def loss(model, number):
         return model(batch(number)[0]).square().sum()
 
-    net, plain = make(), make()
-    made = adamw(plain)
+    net = make()
+    plain = make()
+    plain_optimizer = adamw(plain)
     for number in range(STEPS):
         loss(plain, number).backward()
         for parameter in plain.parameters():
             parameter.grad = parameter.grad.clamp(-0.01, 0.01)
-        made.step()
-        made.zero_grad()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
     train(net, loss, step=step, clips=make is not network)
     assert_same(net, plain)
 
@@ -172,10 +175,10 @@ class Uneven(nn.Module):
 
 
 def two(net):
-    first, *others = [p for p in net.parameters() if p.requires_grad]
+    first, *later = [p for p in net.parameters() if p.requires_grad]
     return [
         torch.optim.AdamW([first], lr=0.02, weight_decay=0.3, fused=True),
-        torch.optim.Adam(others, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
+        torch.optim.Adam(later, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9)),
     ]
 
 
@@ -185,23 +188,25 @@ def two(net):
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_those_of_clipping_after_the_backward_pass(mode, step, micros, kept):
     step = step or mode == "update"
-    net, other = Uneven(), Uneven()
-    given = {"mode": mode, "optimizer": two, "micros": micros}
+    net = Uneven()
+    reference = Uneven()
+    options = {"mode": mode, "optimizer": two, "micros": micros}
     with on(kept):
-        rows, history = train(net, step=step, **given)
-    wanted, held = train(other, step=None, **given)
-    for one, row in zip(rows, wanted, strict=True):
-        assert all(isinstance(each, torch.Tensor) for each in one.metrics[:2]) == kept
-        found = tuple(map(float, one.metrics))
-        assert found == pytest.approx(row.metrics, rel=1e-9, nan_ok=True)
-    assert any(row.fraction for row in wanted) == (mode != "none")
-    assert mode == "adagc" or history == held
-    assert_same(net, other, 1e-8)
+        rows, history = train(net, step=step, **options)
+    expected, expected_history = train(reference, step=None, **options)
+    for record, row in zip(rows, expected, strict=True):
+        assert all(isinstance(metric, torch.Tensor) for metric in record.metrics[:2]) == kept
+        metrics = tuple(map(float, record.metrics))
+        assert metrics == pytest.approx(row.metrics, rel=1e-9, nan_ok=True)
+    assert any(row.fraction for row in expected) == (mode != "none")
+    assert mode == "adagc" or history == expected_history
+    assert_same(net, reference, 1e-8)
 
 
 def test_a_step_that_is_not_finite_changes_nothing():
     """Without steps in the backward pass it is skipped, and forgotten by the mode."""
-    net, booster = network(), Booster()
+    net = network()
+    booster = Booster()
     model, optimizer, *_ = booster.boost(net, adamw(net))
     mode = build("adagc", threshold=1.05, warmup_steps=0)
     optimizer.clip_in_backward(mode)
@@ -220,7 +225,8 @@ def test_a_step_that_is_not_finite_changes_nothing():
 def test_what_goes_wrong_in_a_backward_pass_is_refused():
     booster, model, optimizer, mode = boosted(network(), step=False)
     booster.backward(cross_entropy(model, 0), optimizer)
-    again, words = cross_entropy(model, 1), "one backward pass outside of no_sync"
+    again = cross_entropy(model, 1)
+    words = "one backward pass outside of no_sync"
     refused(StepOrderError, words, booster.backward, again, optimizer)
     refused(ValueError, "already", optimizer.clip_in_backward, mode)
     refused(ValueError, "the same mode", optimizer.clip_grad_by_norm, 1.0)
@@ -242,10 +248,10 @@ def test_what_a_script_asks_for_is_refused_with_the_reason():
 
 def test_a_wrapper_that_is_gone_clips_nothing_more():
     net = network()
-    made = boosted(net, step=False)
+    wrapper = boosted(net, step=False)
     gc.disable()  # no cycle keeps it
     try:
-        del made
+        del wrapper
         cross_entropy(net, 0).backward()
     finally:
         gc.enable()

@@ -28,15 +28,18 @@ CLASSES = torch.tensor([4, 3, 0, 2])  # a part holds a class of weight 0 alone
 
 class WithItems(nn.Module):
     def forward(self, outputs, targets):
-        each = F.cross_entropy(outputs, targets, reduction="none") * WEIGHT[targets]
-        return each.sum() / WEIGHT[targets].sum()
+        losses = F.cross_entropy(outputs, targets, reduction="none") * WEIGHT[targets]
+        return losses.sum() / WEIGHT[targets].sum()
 
     def loss_items(self, targets):
         return WEIGHT[targets].sum()
 
 
-CE, NLL, OUT = nn.CrossEntropyLoss, nn.NLLLoss(weight=WEIGHT), logits(4, 5)
-SOFT, SOME = OUT.detach().softmax(1), torch.tensor([0, 4, IGNORED, 3])
+CE = nn.CrossEntropyLoss
+NLL = nn.NLLLoss(weight=WEIGHT)
+OUT = logits(4, 5)
+SOFT = OUT.detach().softmax(1)
+SOME = torch.tensor([0, 4, IGNORED, 3])
 SMOOTH = CE(weight=WEIGHT, label_smoothing=0.2, ignore_index=2)
 
 
@@ -62,18 +65,20 @@ SMOOTH = CE(weight=WEIGHT, label_smoothing=0.2, ignore_index=2)
 def test_sums_over_items_of_parts_are_the_mean_of_the_whole(criterion, outputs, targets, items):
     loss = WindowLoss(nn.Identity(), criterion)
     total = counted = 0.0
-    for at in (slice(0, 2), slice(2, 3), slice(3, None)):
-        batch = (None, targets[at])
-        if len(targets[at]):
-            here = loss.items(batch).items
-            total, counted = total + loss.sum(outputs[at], batch, here), counted + here
+    for part in (slice(0, 2), slice(2, 3), slice(3, None)):
+        batch = (None, targets[part])
+        if len(targets[part]):
+            part_items = loss.items(batch).items
+            total = total + loss.sum(outputs[part], batch, part_items)
+            counted = counted + part_items
     torch.testing.assert_close(total / loss.divisor(counted), criterion(outputs, targets))
     assert loss.items((None, targets)).samples == len(targets)
     assert float(counted) == pytest.approx(items)
 
 
 def test_tokens_that_are_ignored_are_no_items():
-    loss, outputs = WindowLoss(nn.Identity()), logits(2, 3, 5)
+    loss = WindowLoss(nn.Identity())
+    outputs = logits(2, 3, 5)
     batch = (None, torch.tensor([[1, IGNORED, 2], [IGNORED, IGNORED, 0]]))
     assert loss.items(batch) == (3, 2, 3)
     expected = F.cross_entropy(outputs.reshape(-1, 5), batch[1].reshape(-1), reduction="sum")
@@ -92,19 +97,36 @@ def test_tokens_that_are_ignored_are_no_items():
     assert loss.correct(torch.eye(3), (None, torch.tensor([0, IGNORED, 1]))) == (1, 2)
 
 
-def test_nothing_divides_a_criterion_that_sums_and_one_that_does_not_reduce_is_refused():
-    for kind, targets, items in (
+@pytest.mark.parametrize(
+    ("kind", "targets", "items"),
+    [
         (nn.CrossEntropyLoss, torch.tensor([0, 4, IGNORED, 3]), 3),
         (nn.MSELoss, torch.zeros(4, 5), 4),
-    ):
-        loss, outputs = WindowLoss(nn.Identity(), kind(reduction="sum")), logits(4, 5)
-        assert loss.items((None, targets)).items == items
-        assert loss.divisor(items) == 1.0
-        expected = kind(reduction="sum")(outputs, targets)
-        torch.testing.assert_close(loss.sum(outputs, (None, targets), items), expected)
-        for none in (kind(reduction="none"), partial(F.cross_entropy, reduction="none")):
-            words = "reduction='none'|'mean'|'sum'"
-            refused(ValueError, words, WindowLoss, nn.Identity(), none)
+    ],
+)
+def test_nothing_divides_a_criterion_that_sums(kind, targets, items):
+    loss = WindowLoss(nn.Identity(), kind(reduction="sum"))
+    outputs = logits(4, 5)
+    assert loss.items((None, targets)).items == items
+    assert loss.divisor(items) == 1.0
+    expected = kind(reduction="sum")(outputs, targets)
+    torch.testing.assert_close(loss.sum(outputs, (None, targets), items), expected)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(reduction="none"),
+        nn.MSELoss(reduction="none"),
+        partial(F.cross_entropy, reduction="none"),
+    ],
+    ids=["cross entropy", "mean square", "a function"],
+)
+def test_a_criterion_that_does_not_reduce_is_refused(criterion):
+    refused(ValueError, "reduction='none'|'mean'|'sum'", WindowLoss, nn.Identity(), criterion)
+
+
+def test_a_criterion_keeps_its_reduction():
     criterion = nn.CrossEntropyLoss()
     WindowLoss(nn.Identity(), criterion)
     assert criterion.reduction == "mean"
@@ -124,13 +146,19 @@ class Counts(nn.MSELoss):
         return super().forward(outputs, targets)
 
 
-def test_a_named_loss_counts_beside_others_and_the_check_of_a_criterion_leaves_it_as_it_was():
-    own = Returned(torch.tensor(1.0), torch.tensor(2.0), torch.zeros(2, 3))
-    assert returned_loss(own) is own.loss
-    assert returned_loss(own[:2]) is None
+def test_a_named_loss_counts_beside_others():
+    returned = Returned(torch.tensor(1.0), torch.tensor(2.0), torch.zeros(2, 3))
+    assert returned_loss(returned) is returned.loss
+    assert returned_loss(returned[:2]) is None
+
+
+def test_the_check_of_a_criterion_leaves_it_as_it_was():
     criterion = Counts()
     settle(WindowLoss(nn.Identity(), criterion), nn.Identity(), [(logits(4, 1), torch.zeros(4, 1))])
     assert criterion.calls == 0
+
+
+def test_a_class_derived_from_a_criterion_is_known_by_it():
     assert WindowLoss(nn.Identity(), type("Own", (nn.BCELoss,), {})()).binary == "probabilities"
 
 

@@ -1,6 +1,7 @@
 """The order of a step, skipped steps, loss scaling, and what the boosted optimizer returns."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ class Calls(list):
 
 def wrapped(max_norm=0.0, lr=0.1, nonfinite="skip", **scale):
     torch.manual_seed(0)
-    module, calls, plugin = nn.Linear(4, 2), Calls(), SinglePlugin()
+    module = nn.Linear(4, 2)
+    calls = Calls()
+    plugin = SinglePlugin()
     plugin.max_norm = max_norm
     optimizer = OptimizerWrapper(
         [torch.optim.SGD(module.parameters(), lr=lr)],
@@ -110,7 +113,7 @@ def test_the_order_of_a_step(actions, error):
         assert do(module, optimizer, last) is not False
 
 
-def test_gradients_are_made_final_once_a_step_and_weights_published_after_it():
+def test_gradients_are_made_final_once_a_step():
     module, optimizer, calls = wrapped()
     for bad in (1.0, math.nan, 1.0):
         calls.clear()
@@ -120,24 +123,34 @@ def test_gradients_are_made_final_once_a_step_and_weights_published_after_it():
         optimizer.unscale()
         optimizer.clip_grad_by_norm(0.1)
         assert calls == ["sync_grads"]
+        optimizer.step()
+        assert calls.count("sync_grads") == 1
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_weights_are_published_after_a_step_that_is_taken(clips):
+    module, optimizer, calls = wrapped()
+    for bad in (1.0, math.nan, 1.0):
+        calls.clear()
+        optimizer.backward(loss_of(module) * bad)
+        if clips:
+            optimizer.clip_grad_by_norm(0.1)
         assert optimizer.step() is optimizer.was_taken() is (bad == 1.0)
         assert calls == ["sync_grads", "broadcast_params"][: 2 if bad == 1.0 else 1]
         optimizer.zero_grad()
-    calls.clear()
-    optimizer.backward(loss_of(module))
-    optimizer.step()
-    assert calls == ["sync_grads", "broadcast_params"]
 
 
 def test_gradients_that_the_optimizer_does_not_hold_do_not_pile_up():
-    module, booster = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Booster()
-    held = torch.optim.SGD(module[1].parameters(), lr=0.1)
-    model, optimizer, *_ = booster.boost(module, held)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    booster = Booster()
+    sgd = torch.optim.SGD(module[1].parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(module, sgd)
     for to_none in (True, False):
         booster.backward(loss_of(model), optimizer)
         optimizer.zero_grad(set_to_none=to_none)
-        left = [None if p.grad is None else float(p.grad.abs().sum()) for p in module.parameters()]
-        assert left == [None if to_none else 0.0] * 4
+        sums = [None if p.grad is None else float(p.grad.abs().sum()) for p in module.parameters()]
+        assert sums == [None if to_none else 0.0] * 4
 
 
 # -- what clipping returns and limits
@@ -149,13 +162,13 @@ def test_the_norm_that_is_returned_is_the_one_before_clipping(norm_type):
     for threshold in (0.5, 0.25, 0.125):
         optimizer.backward(loss_of(module))
         before = norm_of(gradients(module), norm_type)
-        assert optimizer.get_grad_norm() is None or threshold < 0.5
+        assert optimizer.get_grad_norm() is None or threshold < 0.5, threshold
         norm = optimizer.clip_grad_by_norm(threshold, norm_type, error_if_nonfinite=True)
-        assert (norm.dtype, norm.shape) == (torch.float32, ())
-        assert norm.item() == pytest.approx(before, rel=1e-6)
-        assert norm_of(gradients(module), norm_type) == pytest.approx(threshold)
+        assert (norm.dtype, norm.shape) == (torch.float32, ()), threshold
+        assert norm.item() == pytest.approx(before, rel=1e-6), threshold
+        assert norm_of(gradients(module), norm_type) == pytest.approx(threshold), threshold
         optimizer.step()
-        assert optimizer.get_grad_norm() == pytest.approx(before, rel=1e-6)
+        assert optimizer.get_grad_norm() == pytest.approx(before, rel=1e-6), threshold
         optimizer.zero_grad()
     refused(ValueError, "greater than 0", optimizer.clip_grad_by_norm, 0.0)
     optimizer.backward(loss_of(module))
@@ -174,7 +187,7 @@ def test_a_limit_of_the_plugin_clips_what_nobody_clipped():
             optimizer.clip_grad_by_norm(threshold)
         optimizer.step()
         moved = [a - b for a, b in zip(weights(module), before, strict=True)]
-        assert norm_of(moved) == pytest.approx(threshold or 0.5, rel=1e-5)
+        assert norm_of(moved) == pytest.approx(threshold or 0.5, rel=1e-5), threshold
         optimizer.zero_grad()
 
 
@@ -186,7 +199,8 @@ def test_a_gradient_with_other_strides_moves_the_right_weights_under_a_fused_opt
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=fused)
         _, optimizer, *_ = Booster().boost(module, optimizer)
         gradient = torch.randn(module.weight.shape).to(memory_format=torch.channels_last)
-        module.weight.grad, module.bias.grad = gradient, torch.zeros_like(module.bias)
+        module.weight.grad = gradient
+        module.bias.grad = torch.zeros_like(module.bias)
         optimizer.clip_grad_by_norm(0.5)
         optimizer.step()
         results.append(module.weight.detach().clone())
@@ -206,17 +220,19 @@ class OwnMuon(torch.optim.SGD):
 @pytest.mark.parametrize("limit", ["mode", "plugin"])
 def test_matrices_are_left_out_in_whatever_way_muon_is_known(marked, limit):
     torch.manual_seed(1)
-    module, plugin = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), SinglePlugin()
-    matrix, *rest = module.parameters()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plugin = SinglePlugin()
+    matrix, *further = module.parameters()
     if marked:
-        groups = [{"params": [matrix], "use_muon": True}, {"params": rest, "use_muon": False}]
-        given = MuonWithAuxAdam(groups, lr=0.1, fused=True)
+        groups = [{"params": [matrix], "use_muon": True}, {"params": further, "use_muon": False}]
+        optimizers = MuonWithAuxAdam(groups, lr=0.1, fused=True)
     else:
-        given = [OwnMuon([matrix], lr=0.1), torch.optim.SGD(rest, lr=0.1, fused=True)]
+        optimizers = [OwnMuon([matrix], lr=0.1), torch.optim.SGD(further, lr=0.1, fused=True)]
     plugin.max_norm = 0.1 if limit == "plugin" else 0.0
-    _, optimizer, *_ = Booster(plugin=plugin).boost(module, given)
+    _, optimizer, *_ = Booster(plugin=plugin).boost(module, optimizers)
     optimizer.backward(30 * loss_of(module))
-    before, norm = gradients(module), norm_of([p.grad for p in rest])
+    before = gradients(module)
+    norm = norm_of([p.grad for p in further])
     step = optimizer.step if limit == "plugin" else optimizer.clip_and_step
     step(*([] if limit == "plugin" else [build("norm", threshold=0.1)]))
     for number, (gradient, was) in enumerate(zip(gradients(module), before, strict=True)):
@@ -270,55 +286,101 @@ def test_one_call_may_ask_for_an_error():
 # -- the loss and its scale
 
 
-def test_a_loss_is_weighted_and_scaled_and_gradients_are_divided_once():
+@pytest.fixture
+def plain_gradients():
     plain, reference, _ = wrapped()
     reference.backward(loss_of(plain))
+    return gradients(plain)
+
+
+WEIGHTS = pytest.mark.parametrize(
+    ("weight", "shape"), [(1.0, ()), (0.5, (1,)), (0.5, ()), (3.0, ())]
+)
+
+
+@WEIGHTS
+def test_a_loss_is_multiplied_by_weight_times_scale(plain_gradients, weight, shape):
     module, optimizer, _ = wrapped(scale=8.0)
-    for weight, shape in ((1.0, ()), (0.5, (1,)), (0.5, ()), (3.0, ())):
+    optimizer.backward(loss_of(module).reshape(shape), weight)
+    assert equal(gradients(module), [g * weight * 8.0 for g in plain_gradients])
+
+
+@WEIGHTS
+def test_gradients_are_divided_by_the_scale_once(plain_gradients, weight, shape):
+    module, optimizer, _ = wrapped(scale=8.0)
+    for _ in range(2):
         optimizer.backward(loss_of(module).reshape(shape), weight)
-        assert equal(gradients(module), [g * weight * 8.0 for g in gradients(plain)])
         optimizer.unscale()
         optimizer.unscale()
-        assert equal(gradients(module), [g * weight for g in gradients(plain)])
+        assert equal(gradients(module), [g * weight for g in plain_gradients])
         optimizer.zero_grad()
+
+
+def test_a_backward_pass_has_the_scale_of_its_beginning(plain_gradients):
+    module, optimizer, _ = wrapped(scale=8.0)
     optimizer.loss_scale.scale = 2.0
     optimizer.backward(loss_of(module).double(), 3.0)
-    assert equal(gradients(module), [g * 6.0 for g in gradients(plain)])
+    assert equal(gradients(module), [g * 6.0 for g in plain_gradients])
     assert optimizer.begin_backward() == 2.0
-    many = module.weight.sum() * torch.ones(3)
-    refused(ValueError, "[3]|reduce it", optimizer.backward, many)
 
 
-def test_a_scale_that_nobody_used_and_float16_gradients_are_refused():
+def test_a_loss_of_several_elements_is_refused():
+    module, optimizer, _ = wrapped(scale=8.0)
+    losses = module.weight.sum() * torch.ones(3)
+    refused(ValueError, "[3]|reduce it", optimizer.backward, losses)
+
+
+def test_a_scale_that_nobody_used_is_refused():
     module, optimizer, _ = wrapped(scale=8.0)
     loss_of(module).backward()
     refused(StepOrderError, "was not scaled", optimizer.clip_grad_by_norm, 1.0)
-    module, booster = nn.Linear(4, 2).half(), Booster("fp16")
+
+
+def test_float16_gradients_are_refused():
+    module = nn.Linear(4, 2).half()
+    booster = Booster("fp16")
     model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
     booster.backward(model.unwrap().weight.float().square().sum(), optimizer)
     refused(TypeError, "weight is float16", optimizer.clip_grad_by_norm, 1.0)
+
+
+def test_an_unknown_precision_is_refused():
     refused(ValueError, "fp8", Booster, "fp8")
 
 
-def test_fp16_overflow_halves_the_scale_once_and_finite_steps_let_it_grow():
-    """With and without clipping; a step is made with the scale of its backward pass."""
-    for clips in (True, False):
-        module, optimizer, _ = wrapped(scale=64.0, growth_interval=2, lr=1e-9)
-        optimizer.backward(loss_of(module) * math.inf)
+def overflown(clips):
+    """A wrapper whose first step of fp16 overflowed, with clipping or without."""
+    module, optimizer, _ = wrapped(scale=64.0, growth_interval=2, lr=1e-9)
+    optimizer.backward(loss_of(module) * math.inf)
+    if clips:
+        optimizer.clip_grad_by_norm(1.0)
+    assert optimizer.step() is False
+    return module, optimizer
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_an_overflow_of_fp16_halves_the_scale_once(clips):
+    _, optimizer = overflown(clips)
+    assert optimizer.loss_scale.scale == 32.0
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_finite_steps_of_fp16_let_the_scale_grow(clips):
+    """A step is made with the scale of its backward pass."""
+    module, optimizer = overflown(clips)
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(module))
         if clips:
-            optimizer.clip_grad_by_norm(1.0)
-        assert optimizer.step() is False
-        assert optimizer.loss_scale.scale == 32.0
-        norms = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            optimizer.backward(loss_of(module))
-            if clips:
-                norms.append(optimizer.clip_grad_by_norm(1e-9).item())
-            assert optimizer.step() is True
-            norms += [] if clips else [norm_of(gradients(module))]
-        assert optimizer.loss_scale.scale == 64.0
-        assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+            norms.append(optimizer.clip_grad_by_norm(1e-9).item())
+        assert optimizer.step() is True
+        norms += [] if clips else [norm_of(gradients(module))]
+    assert optimizer.loss_scale.scale == 64.0
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_the_scale_never_becomes_0():
     scale = LossScale(scale=4.0)
     for _ in range(2000):
         scale.update(finite=False)
@@ -329,20 +391,21 @@ def test_fp16_overflow_halves_the_scale_once_and_finite_steps_let_it_grow():
 
 
 def test_states_go_round():
-    module, one, _ = wrapped()
+    module, plain, _ = wrapped()
     _, scaled, _ = wrapped(scale=8.0)
-    scaled.load_state_dict(one.state_dict())
+    scaled.load_state_dict(plain.state_dict())
     assert scaled.loss_scale.scale == 8.0
 
     def several(rates):
         pairs = zip(module.parameters(), rates, strict=True)
-        made = [torch.optim.SGD([parameter], lr=rate) for parameter, rate in pairs]
-        return OptimizerWrapper(made, ParallelModel(Layout.of_model(module)), SinglePlugin())
+        optimizers = [torch.optim.SGD([parameter], lr=rate) for parameter, rate in pairs]
+        return OptimizerWrapper(optimizers, ParallelModel(Layout.of_model(module)), SinglePlugin())
 
-    saved, other = several((0.1, 0.2)), several((0.3, 0.4))
-    other.load_state_dict(saved.state_dict())
-    assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
-    refused(ValueError, "2 optimizers|1 were", one.load_state_dict, saved.state_dict())
+    saved = several((0.1, 0.2))
+    loaded = several((0.3, 0.4))
+    loaded.load_state_dict(saved.state_dict())
+    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.2]
+    refused(ValueError, "2 optimizers|1 were", plain.load_state_dict, saved.state_dict())
     refused(RuntimeError, "2 optimizers", saved.unwrap)
 
 
@@ -351,7 +414,8 @@ def test_states_go_round():
 
 def one_step(plugin):
     torch.manual_seed(0)
-    model, booster = nn.Linear(4, 3), Booster(plugin=plugin)
+    model = nn.Linear(4, 3)
+    booster = Booster(plugin=plugin)
     before = model.weight.detach().clone()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
     booster.backward(model(torch.ones(2, 4)).square().sum(), optimizer)
@@ -364,10 +428,10 @@ def one_step(plugin):
 
 def is_resharded(plugin):
     """Whether a block is sharded again between its forward and its backward pass."""
-    own = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1)
-    model, *_ = Booster(plugin=plugin).boost(own, torch.optim.SGD(own.parameters(), lr=1.0))
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1)
+    model, *_ = Booster(plugin=plugin).boost(encoder, torch.optim.SGD(encoder.parameters(), lr=1.0))
     outputs = model(torch.ones(1, 2, 4))
-    return isinstance(own.layers[0].linear1.weight, DTensor) and outputs.requires_grad
+    return isinstance(encoder.layers[0].linear1.weight, DTensor) and outputs.requires_grad
 
 
 def steps_of_plugins():
@@ -393,12 +457,32 @@ def steps_of_plugins():
     ]
 
 
-def test_precision_scale_and_max_norm_come_from_the_plugin():
-    free, first, second, half, scaled = run_ranks(steps_of_plugins, 2)[0]
+on_ranks = pytest.mark.xdist_group("steps of plugins")  # the ranks run once
+
+
+@cache
+def on_two_ranks():
+    return run_ranks(steps_of_plugins, 2)[0]
+
+
+@on_ranks
+def test_max_norm_comes_from_the_plugin():
+    free, first, second, half, _ = on_two_ranks()
     assert free[2] > 1.0
     # The bias takes its share of the norm, the same in each.
     assert 0.05 < first[2] < 0.1
     assert abs(first[2] - second[2]) < 1e-6
-    assert half[0] is torch.bfloat16
     assert 0.05 < half[2] < 0.1
-    assert scaled[:2] == (torch.float16, 2.0**4)
+
+
+@on_ranks
+def test_the_precision_comes_from_the_plugin():
+    _, _, _, half, scaled = on_two_ranks()
+    assert half[0] is torch.bfloat16
+    assert scaled[0] is torch.float16
+
+
+@on_ranks
+def test_the_scale_of_the_loss_comes_from_the_plugin():
+    *_, scaled = on_two_ranks()
+    assert scaled[1] == 2.0**4

@@ -39,8 +39,9 @@ KEPT = [number for number in NUMBERS if number not in SPIKES]
 def boosted(kind="adamw", fused=True, dtype=torch.float64, **options):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(dtype)
-    made, booster = OPTIMIZERS[kind](module.parameters(), fused=fused), Booster(**options)
-    model, optimizer, *_ = booster.boost(module, made)
+    inner = OPTIMIZERS[kind](module.parameters(), fused=fused)
+    booster = Booster(**options)
+    model, optimizer, *_ = booster.boost(module, inner)
     return booster, model, optimizer
 
 
@@ -50,7 +51,9 @@ def train(numbers, factors, mode="norm", *, parts=1, kept=False, of=None, **made
     clipper = mode and build(mode, threshold=MODES[mode])
     if clipper:
         clipper.bind(optimizer.layout)
-    taken, decisions, waits = [], [], []
+    taken = []
+    decisions = []
+    waits = []
     with on(kept):
         for number in numbers:
             inputs = torch.arange(12.0).view(3, 4).sin() + 0.02 * math.sin(number)
@@ -66,7 +69,7 @@ def train(numbers, factors, mode="norm", *, parts=1, kept=False, of=None, **made
             taken.append(optimizer.was_taken())
             optimizer.zero_grad()
     states = optimizer.unwrap().state.values()
-    moments = [v.clone() for each in states for v in each.values() if isinstance(v, torch.Tensor)]
+    moments = [v.clone() for state in states for v in state.values() if isinstance(v, torch.Tensor)]
     tensors = [p.detach().clone() for p in model.unwrap().parameters()] + moments
     return taken, tensors, decisions, waits
 
@@ -87,10 +90,12 @@ def test_a_device_skips_steps_as_a_host_that_reads_the_norm_does(kind, mode):
         read = train(factors, factors, mode, kind=kind, fused=False)
         kept = train(factors, factors, mode, kind=kind, kept=True)
         assert metrics_of(kept[2]) == pytest.approx(metrics_of(read[2]), rel=1e-9, nan_ok=True)
-        assert {one.clipped for one in read[2]} == ({0.0, 1.0} if mode != "none" else {0.0})
+        assert {decision.clipped for decision in read[2]} == (
+            {0.0, 1.0} if mode != "none" else {0.0}
+        )
         assert kept[0] == read[0] == list(map(math.isfinite, factors.values()))
-        for ours, wanted in zip(kept[1], read[1], strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-12)
+        for ours, expected in zip(kept[1], read[1], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
         # Momentum buffers need a first step that is taken for certain.
         assert not any(kept[3][2 if math.isnan(first) else 1 :])
         assert any("host.py" in line for line in read[3][1]) or mode != "norm"
@@ -99,10 +104,11 @@ def test_a_device_skips_steps_as_a_host_that_reads_the_norm_does(kind, mode):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_is_not_finite_can_be_ignored_or_an_error(mode, fused):
-    given, bad = ((1, 2), {2: math.nan}, mode), {"kept": True, "fused": fused}
-    read = train(*given, nonfinite="ignore", fused=False)
-    kept = train(*given, nonfinite="ignore", **bad)
-    refused(NonFiniteGradient, "nan: 0.weight", train, *given, nonfinite="error", **bad)
+    arguments = ((1, 2), {2: math.nan}, mode)
+    bad = {"kept": True, "fused": fused}
+    read = train(*arguments, nonfinite="ignore", fused=False)
+    kept = train(*arguments, nonfinite="ignore", **bad)
+    refused(NonFiniteGradient, "nan: 0.weight", train, *arguments, nonfinite="error", **bad)
     assert metrics_of(kept[2]) == pytest.approx(metrics_of(read[2]), rel=1e-9, nan_ok=True)
     assert kept[0] == read[0] == [True, True]
     assert all(bool(weight.isnan().all()) for weight in (*kept[1][:4], *read[1][:4]))
@@ -114,14 +120,15 @@ def test_the_schedule_stands_still_when_the_device_skips_a_step():
     inputs[2] = math.nan
     data = TensorPairs(inputs, torch.zeros(5, dtype=torch.long))
     for kept in (False, True):
-        module, loader = nn.Linear(4, 2), DataLoader(data, collate_fn=collate_pairs)
+        module = nn.Linear(4, 2)
+        loader = DataLoader(data, collate_fn=collate_pairs)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
         halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         trainer = Trainer(module, loader, "1ep", [], None, optimizer, halved)
         with on(kept):
             summary = trainer.fit()
-        assert (summary["grad/nonfinite"], summary["final"]["train/lr"]) == (1, 0.5**3)
-        assert optimizer.param_groups[0]["lr"] == 0.5**4
+        assert (summary["grad/nonfinite"], summary["final"]["train/lr"]) == (1, 0.5**3), kept
+        assert optimizer.param_groups[0]["lr"] == 0.5**4, kept
 
 
 # -- spikes
@@ -132,33 +139,37 @@ def test_the_schedule_stands_still_when_the_device_skips_a_step():
     ("kind", "fused", "parts"), [("adamw", True, 1), ("adamw", False, 3), ("momentum", True, 3)]
 )
 def test_a_spike_changes_neither_weights_nor_moments(kind, fused, parts, mode):
-    made = {"mode": mode, "kind": kind, "fused": fused, "parts": parts}
-    wanted = train(KEPT, {}, **made)
-    ours = train(NUMBERS, SPIKES, skip=SkipRule(**LIST), **made)
+    options = {"mode": mode, "kind": kind, "fused": fused, "parts": parts}
+    expected = train(KEPT, {}, **options)
+    ours = train(NUMBERS, SPIKES, skip=SkipRule(**LIST), **options)
     assert ours[0] == [number not in SPIKES for number in NUMBERS]
-    assert all(map(torch.equal, ours[1], wanted[1]))
+    assert all(map(torch.equal, ours[1], expected[1]))
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_an_accelerator_finds_the_spikes_that_the_host_finds(kind):
-    wanted = train(KEPT, {}, kind=kind)
-    made = {"kind": kind, "skip": SkipRule(**LIST), "kept": True}
-    taken, tensors, decisions, waits = train(NUMBERS, SPIKES, **made)
+    expected = train(KEPT, {}, kind=kind)
+    options = {"kind": kind, "skip": SkipRule(**LIST), "kept": True}
+    taken, tensors, decisions, waits = train(NUMBERS, SPIKES, **options)
     # The host waits once: fused SGD must not begin its momentum with a skipped step.
     assert waits[1:] == [[]] * 17
-    assert taken == [n not in SPIKES for n in NUMBERS] == [bool(one.finite) for one in decisions]
-    found = [float(one.spike) for one in decisions]
-    assert found == [float(math.isfinite(SPIKES.get(n, math.nan))) for n in NUMBERS]
+    assert (
+        taken
+        == [n not in SPIKES for n in NUMBERS]
+        == [bool(decision.finite) for decision in decisions]
+    )
+    spikes = [float(decision.spike) for decision in decisions]
+    assert spikes == [float(math.isfinite(SPIKES.get(n, math.nan))) for n in NUMBERS]
     assert math.isnan(float(decisions[6].coef))
     assert float(decisions[6].clipped) == 0.0
-    assert all(map(torch.equal, tensors, wanted[1]))
+    assert all(map(torch.equal, tensors, expected[1]))
 
 
 def test_a_spike_is_neither_an_overflow_nor_an_error():
-    made = {"mixed_precision": "fp16", "loss_scale": LossScale(2.0, 10**6), "fused": False}
-    of = boosted(skip=SkipRule(**LIST), dtype=torch.float32, **made)
-    assert train(range(1, 9), {7: 500.0}, of=of)[0] == [number != 7 for number in range(1, 9)]
-    assert of[2].loss_scale.state_dict() == {"scale": 2.0, "finite_steps": 8}
+    options = {"mixed_precision": "fp16", "loss_scale": LossScale(2.0, 10**6), "fused": False}
+    wrapped = boosted(skip=SkipRule(**LIST), dtype=torch.float32, **options)
+    assert train(range(1, 9), {7: 500.0}, of=wrapped)[0] == [number != 7 for number in range(1, 9)]
+    assert wrapped[2].loss_scale.state_dict() == {"scale": 2.0, "finite_steps": 8}
     error = {"skip": SkipRule(**LIST), "nonfinite": "error"}
     assert train(range(1, 9), {7: 500.0}, **error)[0][6] is False
     refused(NonFiniteGradient, "nan", train, range(1, 9), {7: math.nan}, **error)
@@ -166,12 +177,14 @@ def test_a_spike_is_neither_an_overflow_nor_an_error():
 
 @pytest.mark.parametrize("at", [3, 7, 10])
 def test_a_loop_of_ones_own_goes_on_from_the_saved_state(at):
-    rule, spikes = SkipRule(**{**LIST, "accept_after": 3}), SPIKES | {8: 400.0}
+    rule = SkipRule(**{**LIST, "accept_after": 3})
+    spikes = SPIKES | {8: 400.0}
     whole = train(NUMBERS, spikes, skip=rule)
-    made, again = boosted(skip=rule), boosted(skip=rule)
-    first = train(range(1, at + 1), spikes, of=made)
-    again[1].unwrap().load_state_dict(copy.deepcopy(made[1].unwrap().state_dict()))
-    again[2].load_state_dict(copy.deepcopy(made[2].state_dict()))
+    begun = boosted(skip=rule)
+    again = boosted(skip=rule)
+    first = train(range(1, at + 1), spikes, of=begun)
+    again[1].unwrap().load_state_dict(copy.deepcopy(begun[1].unwrap().state_dict()))
+    again[2].load_state_dict(copy.deepcopy(begun[2].state_dict()))
     second = train(range(at + 1, 19), spikes, of=again)
     assert first[0] + second[0] == whole[0]
     assert all(map(torch.equal, second[1], whole[1]))

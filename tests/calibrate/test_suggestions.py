@@ -22,28 +22,37 @@ def histogram(values, zeros=0):
 
 
 def test_known_quantiles_come_back_within_two_per_cent():
-    found = distribution(NORMS)
+    measured = distribution(NORMS)
     parts = histogram(NORMS, zeros=2000)
     for point, value in EXACT.items():
-        assert found[f"p{point}"] == pytest.approx(value, rel=0.02), point
+        assert measured[f"p{point}"] == pytest.approx(value, rel=0.02), point
         share = 1 - point / 100
         assert parts.largest(share) == pytest.approx(value, rel=0.02), point
         assert parts.share_above(value) == pytest.approx(share / 2, abs=0.005), point
     assert (parts.share_above(1e9), parts.share_above(1e-9)) == (0.0, 0.5)
-    assert (found["mean"], found["max"]) == (pytest.approx(MEAN, rel=0.02), max(NORMS))
-    suggested = suggest(found["p90"], found["mean"] / 2, found["mean"] * 10)
+    assert (measured["mean"], measured["max"]) == (pytest.approx(MEAN, rel=0.02), max(NORMS))
+    suggested = suggest(measured["p90"], measured["mean"] / 2, measured["mean"] * 10)
     assert tuple(suggested.values()) == pytest.approx((EXACT[90], MEAN / 2, MEAN * 10), rel=0.02)
     assert would_clip(NORMS, suggested["start"]) == pytest.approx(0.1, abs=0.003)
 
 
-def test_steps_that_are_not_finite_count_as_steps_and_as_nothing_else():
-    found = distribution([1.0, math.nan, 3.0, math.inf])
-    assert [found[key] for key in ("steps", "nonfinite", "mean", "max")] == [4, 2, 2.0, 3.0]
+def test_steps_that_are_not_finite_are_counted_apart():
+    measured = distribution([1.0, math.nan, 3.0, math.inf])
+    assert [measured[key] for key in ("steps", "nonfinite", "mean", "max")] == [4, 2, 2.0, 3.0]
+
+
+def test_the_share_that_a_threshold_would_clip_is_of_all_steps():
     assert would_clip([1.0, math.nan, 3.0, math.nan], 2.0) == 0.25
     assert would_clip([1.0, 2.0, 3.0], 2.0) == pytest.approx(1 / 3), "at the threshold: not clipped"
     assert would_clip([], 1.0) == 0.0
-    for norms in ([], [math.nan, math.inf], [0.0, 0.0]):
-        assert suggest(distribution(norms)["p90"], 1.0, 1.0) is None
+
+
+@pytest.mark.parametrize("norms", [[], [math.nan, math.inf], [0.0, 0.0]], ids=str)
+def test_nothing_is_suggested_without_a_positive_norm(norms):
+    assert suggest(distribution(norms)["p90"], 1.0, 1.0) is None
+
+
+def test_a_histogram_of_zeros_has_no_largest_share():
     assert math.isnan(Histogram([0.0] * 400, 30.0, -6, 4).largest(0.2))
 
 

@@ -58,11 +58,13 @@ def experts_averaged():
     group = mesh.get_group("experts")
 
     def clip():
-        own = summed(squares(model.experts.parameters()), group) / group.size()
-        return scale(model.parameters(), (own + squares(model.gate.parameters())).sqrt(), LIMIT)
+        expert_squares = summed(squares(model.experts.parameters()), group) / group.size()
+        return scale(
+            model.parameters(), (expert_squares + squares(model.gate.parameters())).sqrt(), LIMIT
+        )
 
-    found = report(model, clip, groups={"experts.*": mesh["experts"]})
-    return found, "averaged over 2 ranks instead of added: experts.0"
+    text = report(model, clip, groups={"experts.*": mesh["experts"]})
+    return text, "averaged over 2 ranks instead of added: experts.0"
 
 
 def experts_over_the_wrong_group():
@@ -70,22 +72,28 @@ def experts_over_the_wrong_group():
     group = mesh.get_group("replicas")
 
     def clip():
-        own = summed(squares(model.experts.parameters()), group) / group.size()
-        return scale(model.parameters(), (own + squares(model.gate.parameters())).sqrt(), LIMIT)
+        expert_squares = summed(squares(model.experts.parameters()), group) / group.size()
+        return scale(
+            model.parameters(), (expert_squares + squares(model.gate.parameters())).sqrt(), LIMIT
+        )
 
-    found = report(model, clip, groups={"experts.*": mesh["experts"]})
-    return found, "the share of this rank alone"
+    text = report(model, clip, groups={"experts.*": mesh["experts"]})
+    return text, "the share of this rank alone"
 
 
 def experts_summed_over_all_ranks():
     model, mesh = experts()
 
     def clip():
-        own = summed(squares(model.experts.parameters())) * (2 if dist.get_world_size() == 2 else 1)
-        return scale(model.parameters(), (own + squares(model.gate.parameters())).sqrt(), LIMIT)
+        expert_squares = summed(squares(model.experts.parameters())) * (
+            2 if dist.get_world_size() == 2 else 1
+        )
+        return scale(
+            model.parameters(), (expert_squares + squares(model.gate.parameters())).sqrt(), LIMIT
+        )
 
-    found = report(model, clip, groups={"experts.*": mesh["experts"]})
-    return found, "counted 2 times|experts.0"
+    text = report(model, clip, groups={"experts.*": mesh["experts"]})
+    return text, "counted 2 times|experts.0"
 
 
 def mean_of_the_norms_of_ranks():
@@ -95,14 +103,14 @@ def mean_of_the_norms_of_ranks():
         norm = summed(squares(model.parameters()).sqrt()) / dist.get_world_size()
         return scale(model.parameters(), norm, LIMIT)
 
-    found = report(model, clip, groups={"experts.*": mesh["experts"]})
-    return found, "the mean of the norms of ranks"
+    text = report(model, clip, groups={"experts.*": mesh["experts"]})
+    return text, "the mean of the norms of ranks"
 
 
 def experts_in_no_group():
     model, _ = experts()
-    found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
-    return found, "  1. plain tensors with other values on other ranks, in no group: experts.0"
+    text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return text, "  1. plain tensors with other values on other ranks, in no group: experts.0"
 
 
 # Replicas, tied weights, shards
@@ -132,12 +140,12 @@ def tied_counted_on_two_stages():
 
 def shards_not_marked():
     model = cut_by_hand()
-    found = report(
+    text = report(
         model,
         lambda: clip_grad_norm_(model.parameters(), LIMIT),
         groups={"rows": dist.group.WORLD},
     )
-    return found, "the share of this rank alone"
+    return text, "the share of this rank alone"
 
 
 def share_of_one_rank():
@@ -179,14 +187,14 @@ def ranks_with_different_coefficients():
 
     def clip():
         gate = squares(model.gate.parameters())
-        own = squares(model.experts.parameters())
-        scale(model.experts.parameters(), own.sqrt(), LIMIT)
-        norm = (gate + summed(own, group)).sqrt()
+        expert_squares = squares(model.experts.parameters())
+        scale(model.experts.parameters(), expert_squares.sqrt(), LIMIT)
+        norm = (gate + summed(expert_squares, group)).sqrt()
         scale(model.gate.parameters(), norm, LIMIT)
         return norm
 
-    found = report(model, clip, groups={"experts.*": mesh["experts"]})
-    return found, "experts.0.weight was scaled by |on rank 0 and by |on rank 1"
+    text = report(model, clip, groups={"experts.*": mesh["experts"]})
+    return text, "experts.0.weight was scaled by |on rank 0 and by |on rank 1"
 
 
 def gradients_given_for_parameters():
@@ -269,13 +277,13 @@ def by_value_instead():
 
 def by_norm_instead_of_value():
     model = ddp()
-    found = report(
+    text = report(
         model,
         lambda: clip_grad_norm_(model.parameters(), LIMIT, math.inf),
         mode="value",
         returns=False,
     )
-    return found, "scaled by one coefficient"
+    return text, "scaled by one coefficient"
 
 
 # Numbers
@@ -283,19 +291,17 @@ def by_norm_instead_of_value():
 
 def share_of_one_rank_is_logged():
     model = fsdp()
-    alone = squares(model.parameters()).sqrt()
-    found = report(
-        model, lambda: clip_grad_norm_(model.parameters(), LIMIT), logged=lambda _: float(alone)
+    share = squares(model.parameters()).sqrt()
+    text = report(
+        model, lambda: clip_grad_norm_(model.parameters(), LIMIT), logged=lambda _: float(share)
     )
-    return found, "the logged value is |the share of this rank alone"
+    return text, "the logged value is |the share of this rank alone"
 
 
 def norm_after_clipping_is_logged():
     model = fsdp()
-    found = report(
-        model, lambda: clip_grad_norm_(model.parameters(), LIMIT), logged=lambda _: LIMIT
-    )
-    return found, "the logged value is |the norm after clipping"
+    text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT), logged=lambda _: LIMIT)
+    return text, "the logged value is |the norm after clipping"
 
 
 def the_norm_of_inf_is_one():
@@ -333,8 +339,8 @@ def squares_that_overflow():
     model = ddp()
     for parameter in model.parameters():
         parameter.grad.mul_(1e20)
-    found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
-    return found, "inf of the true norm: the sum of powers is too large for float32"
+    text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return text, "inf of the true norm: the sum of powers is too large for float32"
 
 
 def of_gradients_that_were_not_unscaled():
@@ -377,24 +383,24 @@ def buffers_counted():
 
 def before_backward():
     model = DistributedDataParallel(net())
-    found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
-    return found, "no parameter has a gradient: clipped before backward()"
+    text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return text, "no parameter has a gradient: clipped before backward()"
 
 
 def before_sync():
     model = DistributedDataParallel(net())
     with model.no_sync():
         backward(model)
-    found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
-    return found, "clipped before gradients were averaged: ranks differ in 0.weight"
+    text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return text, "clipped before gradients were averaged: ranks differ in 0.weight"
 
 
 def per_microbatch():
     model = DistributedDataParallel(net())
     for number in range(2):
         backward(model, seed=number)
-        found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
-    return found, "clipped per microbatch"
+        text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return text, "clipped per microbatch"
 
 
 def after_the_step():
@@ -404,8 +410,8 @@ def after_the_step():
         optimizer.zero_grad()
         backward(model, seed=number)
         optimizer.step()
-        found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
-    return found, "clipped after the step"
+        text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return text, "clipped after the step"
 
 
 def nan_on_one_rank_alone():
@@ -428,8 +434,8 @@ def nan_in_one_replica():
     average(parameter.grad for parameter in model.parameters())
     if dist.get_rank() == 1:
         model[2].bias.grad[0] = math.nan
-    found = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
-    return found, "a gradient is not finite on rank 1 alone: 2.bias"
+    text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT))
+    return text, "a gradient is not finite on rank 1 alone: 2.bias"
 
 
 FAULTS = {

@@ -106,9 +106,11 @@ def automodel_3816():
         return experts()[0]
 
     def theirs(model):
-        own = squares(model.experts.parameters())
-        scale(model.experts.parameters(), own.sqrt(), LIMIT)
-        norm = (summed(own, mesh.get_group("experts")) + squares(model.gate.parameters())).sqrt()
+        expert_squares = squares(model.experts.parameters())
+        scale(model.experts.parameters(), expert_squares.sqrt(), LIMIT)
+        norm = (
+            summed(expert_squares, mesh.get_group("experts")) + squares(model.gate.parameters())
+        ).sqrt()
         return scale(model.gate.parameters(), norm, LIMIT)
 
     words = "1 fault|experts.0.weight was scaled by |on rank 0 and by |on rank 1"
@@ -139,14 +141,14 @@ def hyper_parallel_526():
 
 def miles_diffusion_35():
     """radixark/miles_diffusion PR 35: the part of one rank goes to the log, √n too small."""
-    alone = []
+    shares = []
 
     def theirs(model):
-        alone.append(float(squares(model.parameters()).sqrt()))
+        shares.append(float(squares(model.parameters()).sqrt()))
         return torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
 
     words = "1 fault|the logged value is |the share of this rank alone|rank 0 logs"
-    return compared(fsdp, theirs, words, logged=lambda _: None if dist.get_rank() else alone[0])
+    return compared(fsdp, theirs, words, logged=lambda _: None if dist.get_rank() else shares[0])
 
 
 def torchrec_3199():
@@ -164,8 +166,8 @@ def simpletuner_2900():
     """bghira/SimpleTuner PR 2900: the largest element of the shards of one rank."""
 
     def theirs(model):
-        alone = max(parameter.grad.to_local().abs().amax() for parameter in model.parameters())
-        return scale(model.parameters(), alone, LIMIT)
+        largest = max(parameter.grad.to_local().abs().amax() for parameter in model.parameters())
+        return scale(model.parameters(), largest, LIMIT)
 
     return compared(fsdp, theirs, "the share of this rank alone", p=math.inf)
 

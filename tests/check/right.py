@@ -135,8 +135,8 @@ def experts_by_hand():
     group = mesh.get_group("experts")
 
     def clip():
-        own = summed(squares(model.experts.parameters()), group)
-        norm = (own + squares(model.gate.parameters())).sqrt()
+        expert_squares = summed(squares(model.experts.parameters()), group)
+        norm = (expert_squares + squares(model.gate.parameters())).sqrt()
         return scale(model.parameters(), norm, LIMIT)
 
     return report(model, clip, groups={"experts.*": group})

@@ -29,10 +29,10 @@ FOLDERS = {
 
 def all_reports():
     """What every script of this folder reports on rank 0, and other answers of each rank."""
-    found = {("right", name): (body(), "") for name, body in right.RIGHT.items()}
+    texts = {("right", name): (body(), "") for name, body in right.RIGHT.items()}
     for folder, bodies in FOLDERS.items():
-        found |= {(folder, name): body() for name, body in bodies.items()}
-    return found, strict(), same_weights()
+        texts |= {(folder, name): body() for name, body in bodies.items()}
+    return texts, strict(), same_weights()
 
 
 @cache
@@ -47,8 +47,8 @@ def reports(world):
 def test_a_planted_fault_is_named(folder, name, world):
     text, words = reports(world)[0][0][folder, name]
     assert not [word for word in words.split("|") if word not in text], text
-    for other in reports(world)[1:]:
-        assert other[0][folder, name][0] == ""
+    for answers in reports(world)[1:]:
+        assert answers[0][folder, name][0] == ""
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -82,7 +82,7 @@ def test_strict_raises_on_every_rank():
 
 def same_weights():
     """Weights after steps with a check and without one."""
-    found = []
+    weights = []
     for checked in (False, True):
         model = ddp()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -96,16 +96,16 @@ def same_weights():
             else:
                 clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    return found
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    return weights
 
 
-def test_weights_are_the_same_to_the_bit_with_and_without_a_check():
+def test_a_check_leaves_the_weights_as_they_are_to_the_bit():
     for _, _, (without, checked) in reports(2):
         assert all(torch.equal(a, b) for a, b in zip(without, checked, strict=True))
 
 
-def test_a_hang_ends_by_the_time_out_and_names_rank_call_and_parameter():
+def test_the_report_of_a_hang_names_where_each_rank_is():
     for text in run_ranks(corpus.hang, 2, timeout=100):
         assert "the clipping hangs" in text
         assert "rank 0 waits in all_reduce, called at " in text
@@ -137,7 +137,7 @@ def test_the_true_norm_is_that_of_float64(p):
     assert "nothing was scaled" in check.report(check.norm)
 
 
-def test_torchs_own_rounding_of_a_large_tensor_is_a_note_and_no_fault():
+def test_torchs_own_rounding_of_a_large_tensor_is_only_a_note():
     model = nn.Linear(1000, 2000, bias=False)
     model.weight.grad = torch.full_like(model.weight, 0.01)
     with check_clipping(model, 1.0) as check:
@@ -176,6 +176,6 @@ def test_an_error_inside_of_the_block_is_the_users_own():
         raise KeyError
 
 
-def test_verify_and_check_share_the_reference():
+def test_the_reference_of_verify_is_that_of_check():
     assert of_verify.total_norm is total_norm
     assert runner.check_clipping is check_clipping

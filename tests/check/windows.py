@@ -18,11 +18,11 @@ SIZES = (5, 2, 3, 6)
 def window(sizes=SIZES):
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    found = []
+    batches = []
     for size in sizes:
         inputs = torch.randn(size + rank, 6, generator=generator)
-        found.append((inputs, torch.randint(4, (size + rank,), generator=generator)))
-    return found
+        batches.append((inputs, torch.randint(4, (size + rank,), generator=generator)))
+    return batches
 
 
 def loss(model, batch):

@@ -25,15 +25,23 @@ def write(folder, step, content="x" * 100, **about):
     return checkpoints.complete(part, {"step": step} | about)
 
 
-def test_a_checkpoint_is_found_and_whole(tmp_path):
+def test_a_folder_without_checkpoints_has_none(tmp_path):
     assert checkpoints.checkpoints_in(tmp_path / "nowhere") == []
     assert list(checkpoints.whole(tmp_path)) == []
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path):
     (empty := tmp_path / "step_000000007").mkdir()
     words = "is no checkpoint: manifest.json"
     refused(DamagedCheckpoint, words, checkpoints.manifest_of, empty)
-    first, second = write(tmp_path, 9), write(tmp_path, 10)
+
+
+def test_the_newest_whole_checkpoint_comes_first(tmp_path):
+    (tmp_path / "step_000000007").mkdir()
+    first = write(tmp_path, 9)
+    second = write(tmp_path, 10)
     assert (first.name, second.name) == ("step_000000009", "step_000000010")
-    whole = [(one, about["step"]) for one, about in checkpoints.whole(tmp_path)]
+    whole = [(path, about["step"]) for path, about in checkpoints.whole(tmp_path)]
     assert whole == [(second, 10), (first, 9)]
 
 
@@ -58,13 +66,13 @@ def test_a_checkpoint_that_is_removed_vanishes_at_once(tmp_path, monkeypatch):
         write(tmp_path, step)
     monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
     refused(KeyboardInterrupt, "", checkpoints.prune, tmp_path, 1, None, False)
-    assert [one.name for one in checkpoints.checkpoints_in(tmp_path)] == ["step_000000002"]
+    assert [path.name for path in checkpoints.checkpoints_in(tmp_path)] == ["step_000000002"]
     monkeypatch.undo()
     checkpoints.prune(tmp_path, 1, None, False)
-    assert [one.name for one in tmp_path.iterdir()] == ["step_000000002"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000000002"]
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_pruning_keeps_the_best_beside_the_newest(tmp_path):
     for step, loss in enumerate([0.5, 0.2, float("nan"), 0.4, 0.3], 1):
         write(tmp_path, step, metrics={"eval/loss": loss})
     for keep, maximizes, steps in [(2, False, [5, 4, 2]), (1, True, [5, 4])]:
@@ -73,10 +81,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 
 DAMAGE = [  # of a file, or the text of the manifest
-    (lambda one: one.write_text(one.read_text()[:-1]), "a.safetensors|sha256"),
-    (lambda one: one.write_text("y" + one.read_text()[1:]), "a.safetensors|sha256"),
+    (lambda file: file.write_text(file.read_text()[:-1]), "a.safetensors|sha256"),
+    (lambda file: file.write_text("y" + file.read_text()[1:]), "a.safetensors|sha256"),
     (Path.unlink, "a.safetensors|cannot be read"),
-    (lambda one: (one.unlink(), one.mkdir()), "a.safetensors"),
+    (lambda file: (file.unlink(), file.mkdir()), "a.safetensors"),
     ("[]", "no JSON object"),
     ("{}", "no manifest of a checkpoint"),
     ('{"version": 4, "files": []}', "no manifest of a checkpoint"),
@@ -87,35 +95,48 @@ DAMAGE = [  # of a file, or the text of the manifest
 ]
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_used(tmp_path, damage, words):
-    former, newest = write(tmp_path, 1), write(tmp_path, 2)
+@pytest.fixture
+def damaged(tmp_path, damage):
+    """A checkpoint that is damaged, and the one before it."""
+    former = write(tmp_path, 1)
+    newest = write(tmp_path, 2)
     if isinstance(damage, str):
         (newest / "manifest.json").write_text(damage)
     else:
         damage(newest / "a.safetensors")
+    return newest, former
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE)
+def test_a_damaged_checkpoint_is_refused(damaged, words):
+    newest, _ = damaged
     refused(DamagedCheckpoint, words, checkpoints.require_whole, newest)
-    assert [one for one, _ in checkpoints.whole(tmp_path)] == [former]
+
+
+@pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGE])
+def test_the_checkpoint_before_a_damaged_one_is_used(damaged, tmp_path):
+    _, former = damaged
+    assert [path for path, _ in checkpoints.whole(tmp_path)] == [former]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return fitted(trainer(2)).save(tmp_path_factory.mktemp("made"))
+def saved(tmp_path_factory):
+    return fitted(trainer(2)).save(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture
-def checkpoint(made, tmp_path):
-    return shutil.copytree(made, tmp_path / made.name)
+def checkpoint(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / saved.name)
 
 
 def require_refusal(checkpoint, words, kind=DamagedCheckpoint, training=None):
     """Assert that a checkpoint is refused, that nothing was loaded, and nothing written."""
     training = training or trainer(2)
     before = weights(training)
-    files = {one.name: one.read_bytes() for one in checkpoint.iterdir()}
+    files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
     assert type(refused(kind, words, training.load, checkpoint)) is kind
     assert all(torch.equal(value, before[name]) for name, value in weights(training).items())
-    assert {one.name: one.read_bytes() for one in checkpoint.iterdir()} == files
+    assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == files
     training.fit()  # it was not changed, so it can still train
 
 
@@ -157,18 +178,18 @@ def test_no_code_is_run(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "content",
     [
         *([1, 2], {"epoch": 3}, ("progress", {"odd": 1}), ("schedulers", 3), ("random", None)),
         ("optimizers", {}),
     ],
     ids=str,
 )
-def test_a_state_of_something_else_is_refused(checkpoint, other):
-    if isinstance(other, tuple):
+def test_a_state_of_something_else_is_refused(checkpoint, content):
+    if isinstance(content, tuple):
         state = torch.load(checkpoint / "state.pt", weights_only=True)
-        other = state | {other[0]: other[1]}
-    torch.save(other, checkpoint / "state.pt")
+        content = state | {content[0]: content[1]}
+    torch.save(content, checkpoint / "state.pt")
     sign(checkpoint)
     require_refusal(checkpoint, "no state of a training")
 

@@ -54,48 +54,71 @@ def trainer(
 
 
 def names(folder):
-    return sorted(one.name for one in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 def steps_of(folder):
-    return [checkpoints.step_of(one) for one in reversed(checkpoints.checkpoints_in(folder))]
+    return [checkpoints.step_of(path) for path in reversed(checkpoints.checkpoints_in(folder))]
 
 
-def weights(one):
-    return {name: tensor.clone() for name, tensor in one.booster.state_dict(one.model).items()}
+def weights(training):
+    return {
+        name: tensor.clone() for name, tensor in training.booster.state_dict(training.model).items()
+    }
 
 
 def same(one, other):
-    ours, theirs = weights(one), weights(other)
+    ours = weights(one)
+    theirs = weights(other)
     return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize(("keep", "asynchronous"), [(1, False), (2, True), (9, False), (1, True)])
-def test_the_newest_and_the_best_are_kept(tmp_path, keep, asynchronous):
-    rows = Rows()
+@pytest.fixture(scope="module", params=[(1, False), (2, True), (9, False), (1, True)], ids=str)
+def saved(request, tmp_path_factory):
+    """A training that saved every 5 of 23 steps, and its held-out losses by step."""
+    keep, asynchronous = request.param
+    folder = tmp_path_factory.mktemp("saved")
     options = {"keep": keep, "best": "eval/loss", "asynchronous": asynchronous, "about": {"a": 1}}
-    made = trainer(saver=CheckpointSaver(tmp_path, "5ba", **options), sinks=[rows])
-    made.fit()
-    evaluated = {row["train/step"]: row["eval/loss"] for row in rows.rows if "eval/loss" in row}
-    last = {
-        step: min((step - at, loss) for at, loss in evaluated.items() if at <= step)[1]
-        for step in (5, 10, 15, 20)
-    }
-    best = min(last, key=lambda step: (last[step], step))
-    assert steps_of(tmp_path) == sorted({*list(last)[-keep:], best})
-    assert names(tmp_path)[0] == "final"
-    assert len(names(tmp_path)) == len(steps_of(tmp_path)) + 1  # nothing unfinished
-    for step in steps_of(tmp_path):
-        manifest = checkpoints.require_whole(tmp_path / f"step_{step:09d}")
-        assert manifest["metrics"]["eval/loss"] == last[step]
+    rows = Rows()
+    training = trainer(saver=CheckpointSaver(folder, "5ba", **options), sinks=[rows])
+    training.fit()
+    losses = {row["train/step"]: row["eval/loss"] for row in rows.rows if "eval/loss" in row}
+    return SimpleNamespace(folder=folder, keep=keep, training=training, losses=losses)
+
+
+def last_losses(losses):
+    """The loss of the last evaluation at each step that was saved."""
+    return {step: losses[max(at for at in losses if at <= step)] for step in (5, 10, 15, 20)}
+
+
+def test_the_best_is_kept_beside_the_newest(saved):
+    losses = last_losses(saved.losses)
+    best = min(losses, key=lambda step: (losses[step], step))
+    assert steps_of(saved.folder) == sorted({*list(losses)[-saved.keep :], best})
+    assert names(saved.folder)[0] == "final"
+    assert len(names(saved.folder)) == len(steps_of(saved.folder)) + 1, "something is unfinished"
+
+
+def test_a_manifest_says_what_its_checkpoint_is(saved):
+    losses = last_losses(saved.losses)
+    for step in steps_of(saved.folder):
+        manifest = checkpoints.require_whole(saved.folder / f"step_{step:09d}")
+        assert manifest["metrics"]["eval/loss"] == losses[step]
         assert (manifest["a"], manifest["step"], manifest["world_size"]) == (1, step, 1)
-    final = checkpoints.require_whole(tmp_path / "final")
-    assert (final["step"], final["metrics"]["eval/loss"]) == (23, evaluated[23])
-    [file] = (tmp_path / "final").glob("*.safetensors")
-    held, wanted = load_file(file), weights(made)
-    assert held.keys() == wanted.keys()
-    assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items())
-    refused(ValueError, "weights alone", lambda: trainer().load(tmp_path / "final"))
+    final = checkpoints.require_whole(saved.folder / "final")
+    assert (final["step"], final["metrics"]["eval/loss"]) == (23, saved.losses[23])
+
+
+def test_the_final_weights_are_those_of_the_training(saved):
+    [file] = (saved.folder / "final").glob("*.safetensors")
+    written = load_file(file)
+    expected = weights(saved.training)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_training_does_not_continue_from_weights_alone(saved):
+    refused(ValueError, "weights alone", lambda: trainer().load(saved.folder / "final"))
 
 
 @pytest.mark.parametrize(
@@ -110,19 +133,29 @@ def test_any_unit_counts(tmp_path, interval, steps):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_training_that_is_asked_to_stop_saves_and_continues_later(tmp_path, asynchronous):
-    def asked(step, **options):
-        made = trainer(stop=lambda: 10 if made.state.progress.step >= step else 0, **options)
-        return made
+def asked_to_stop(step, **options):
+    """A training that is asked to stop once it has taken so many steps."""
+    training = trainer(stop=lambda: 10 if training.state.progress.step >= step else 0, **options)
+    return training
 
-    assert asked(22, saver=CheckpointSaver(tmp_path / "ended", None)).fit()["steps"] == 23
-    assert names(tmp_path / "ended") == ["final"]
-    without = asked(0)
-    refused(Stopped, "", without.fit)
-    assert without.state.progress.step == 1
-    saving = asked(12, saver=CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous))
-    assert refused(Stopped, "", saving.fit).signal == 10
+
+def test_a_training_that_is_asked_to_stop_in_its_last_step_ends(tmp_path):
+    training = asked_to_stop(22, saver=CheckpointSaver(tmp_path, None))
+    assert training.fit()["steps"] == 23
+    assert names(tmp_path) == ["final"]
+
+
+def test_a_training_without_a_saver_stops_after_its_step():
+    training = asked_to_stop(0)
+    refused(Stopped, "", training.fit)
+    assert training.state.progress.step == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_training_that_was_asked_to_stop_continues_later(tmp_path, asynchronous):
+    saver = CheckpointSaver(tmp_path, "9ba", asynchronous=asynchronous)
+    training = asked_to_stop(12, saver=saver)
+    assert refused(Stopped, "", training.fit).signal == 10
     assert steps_of(tmp_path) == [9, 13]
     again = fitted(trainer(), tmp_path / "step_000000013")
     assert same(again, fitted(trainer()))
@@ -151,8 +184,10 @@ MOMENTS = {
 
 
 def killed_at_the_second_checkpoint(moment, folder, asynchronous):
-    of, name, after = MOMENTS[moment]
-    begun, begin, real = [], checkpoints.begin, getattr(of, name)
+    owner, name, after = MOMENTS[moment]
+    begun = []
+    begin = checkpoints.begin
+    real = getattr(owner, name)
 
     def dying(*args, **options):
         if len(begun) == 2 and not after:
@@ -163,7 +198,7 @@ def killed_at_the_second_checkpoint(moment, folder, asynchronous):
         return result
 
     checkpoints.begin = lambda *args: (begun.append(args), begin(*args))[1]
-    setattr(of, name, dying)
+    setattr(owner, name, dying)
     trainer(saver=CheckpointSaver(folder, "5ba", keep=1, asynchronous=asynchronous)).fit()
 
 
@@ -206,17 +241,22 @@ def sequential(optimizer):
     return lr_scheduler.SequentialLR(optimizer, parts, [4])
 
 
-@pytest.mark.parametrize(
-    ("draws", "schedule"),
-    [(np.random.default_rng, by_numpy), (np.random.RandomState, None), (random.Random, sequential)],
-)
-def test_generators_of_samplers_and_torchs_schedules_continue(tmp_path, draws, schedule):
-    def made(steps):
-        options = {"sampler": Drawn(draws(1)), "schedule": schedule}
-        return trainer(steps, eval_dataloader=None, **options)
+@pytest.mark.parametrize("draws", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_the_generator_of_a_sampler_continues(tmp_path, draws):
+    def training(steps):
+        return trainer(steps, eval_dataloader=None, sampler=Drawn(draws(1)))
 
-    later = fitted(made(18), fitted(made(13)).save(tmp_path))
-    assert same(later, fitted(made(18)))
+    later = fitted(training(18), fitted(training(13)).save(tmp_path))
+    assert same(later, fitted(training(18)))
+
+
+@pytest.mark.parametrize("schedule", [by_numpy, sequential])
+def test_a_schedule_of_torch_continues(tmp_path, schedule):
+    def training(steps):
+        return trainer(steps, eval_dataloader=None, schedule=schedule)
+
+    later = fitted(training(18), fitted(training(13)).save(tmp_path))
+    assert same(later, fitted(training(18)))
 
 
 class Odd(lr_scheduler.ConstantLR):
@@ -228,10 +268,10 @@ class Odd(lr_scheduler.ConstantLR):
 
 
 def test_a_state_that_cannot_be_loaded_again_is_refused_before_a_step(tmp_path):
-    made = trainer(schedule=Odd, saver=CheckpointSaver(tmp_path, "5ba"))
-    for save in (made.fit, lambda: made.save(tmp_path)):
+    training = trainer(schedule=Odd, saver=CheckpointSaver(tmp_path, "5ba"))
+    for save in (training.fit, lambda: training.save(tmp_path)):
         refused(ValueError, "SimpleNamespace", save)
-    assert made.state.progress.step == 0
+    assert training.state.progress.step == 0
     assert list(tmp_path.iterdir()) == []
     trainer(3, schedule=Odd).fit()  # without checkpoints it is no fault
 
@@ -247,10 +287,10 @@ def test_settings_that_are_kept_are_those_of_the_trainer(tmp_path):
         later = trainer(12, schedule=half, lr=0.3, algorithms=build("norm", threshold=0.5))
         later.load(path, keep=keep)
         [group] = later.optimizer.param_groups
-        assert group["lr"] == pytest.approx(rate)
-        assert later.state.mode.threshold == threshold
+        assert group["lr"] == pytest.approx(rate), threshold
+        assert later.state.mode.threshold == threshold, threshold
         later.fit()
-        assert group["lr"] == pytest.approx(rate / 2)
+        assert group["lr"] == pytest.approx(rate / 2), threshold
     later = trainer(12, schedule=half)
     later.optimizer.param_groups[0]["weight_decay"] = 0.7
     later.load(path, keep=["weight_decay"])

@@ -22,37 +22,37 @@ def calibrated(outputs, *words):
     "mode", ["norm", pytest.param("value", marks=pytest.mark.slow), "adaptive"]
 )
 def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs, capsys):
-    found = calibrated(outputs / "found", *SMALL, f"clip={mode}", "calibrate.steps=12")
+    calibration = calibrated(outputs / "found", *SMALL, f"clip={mode}", "calibrate.steps=12")
     said = capsys.readouterr().out
-    assert (found["steps"], found["mode"], found["warmup_steps"]) == (12, mode, 1)
+    assert (calibration["steps"], calibration["mode"], calibration["warmup_steps"]) == (12, mode, 1)
     for part in ("Next", "‖G‖", "only 11 steps measured after the warm-up"):
         assert part in said
     assert not (outputs / "runs").exists()
     # An unclipped run: a threshold that never binds keeps the units of the mode.
-    thresholds = list(found["would_clip"])
-    asked = f"clip.what_if=[{','.join(thresholds)}]"
-    assert main([*SMALL, f"clip={mode}", "clip.threshold=1e9", "tracker=none", asked]) == 0
+    thresholds = list(calibration["would_clip"])
+    what_if = f"clip.what_if=[{','.join(thresholds)}]"
+    assert main([*SMALL, f"clip={mode}", "clip.threshold=1e9", "tracker=none", what_if]) == 0
     [folder] = outputs.glob("runs/*")
     rows = rows_of(folder)
     row = next(row for row in rows if row["train/step"] == 12)
-    assert {t: row[f"clip/what_if/{t}"] for t in thresholds} == found["would_clip"]
-    start = str(found["suggested"]["start"])
-    assert ("would_clip_parts" in found) == (mode != "norm")
-    assert 0 < found.get("would_clip_parts", found["would_clip"])[start] < 0.5
-    assert found["norms"] == [row["grad/norm"] for row in rows[:12]]
+    assert {t: row[f"clip/what_if/{t}"] for t in thresholds} == calibration["would_clip"]
+    start = str(calibration["suggested"]["start"])
+    assert ("would_clip_parts" in calibration) == (mode != "norm")
+    assert 0 < calibration.get("would_clip_parts", calibration["would_clip"])[start] < 0.5
+    assert calibration["norms"] == [row["grad/norm"] for row in rows[:12]]
     key = f"clip/what_if/{thresholds[0]}"
     assert read(folder, "summary.json")[key] == rows[-1][key]
 
 
 def test_two_ranks_measure_what_one_process_measures(outputs, capsys):
     words = [*SMALL, "clip=adaptive", "calibrate.steps=6"]
-    one = calibrated(outputs / "one", *words)
+    single = calibrated(outputs / "one", *words)
     ranks = ["plugin=ddp", "plugin.nproc=2", "data.batch_size=16"]
     two = calibrated(outputs / "two", *words, *ranks)
-    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    assert two["peaks"] == pytest.approx(one["peaks"], rel=1e-4)
-    assert two["parts"] == pytest.approx(one["parts"], rel=1e-3)
-    assert two["suggested"] == pytest.approx(one["suggested"], rel=0.01)
+    assert two["norms"] == pytest.approx(single["norms"], rel=1e-5)
+    assert two["peaks"] == pytest.approx(single["peaks"], rel=1e-4)
+    assert two["parts"] == pytest.approx(single["parts"], rel=1e-3)
+    assert two["suggested"] == pytest.approx(single["suggested"], rel=0.01)
     # An earlier calibration is not written over.
     assert main(["calibrate", *words, f"calibrate.output={outputs / 'one'}"]) == 2
     assert "holds an earlier calibration" in capsys.readouterr().err

@@ -32,11 +32,10 @@ DAMAGES = {
     "none": lambda file: file.write_bytes(b"\xff" * 64),
 }
 SPECIAL = ["pipe", "zeros", "folder"]
-JSON, YAML = (
-    ["deep JSON", "deep list", "large", *SPECIAL],
-    ["deep YAML", "bomb", "itself", *SPECIAL],
-)
-FINAL, STEP = "run/checkpoints/final", "run/checkpoints/step_000000003"
+JSON = ["deep JSON", "deep list", "large", *SPECIAL]
+YAML = ["deep YAML", "bomb", "itself", *SPECIAL]
+FINAL = "run/checkpoints/final"
+STEP = "run/checkpoints/step_000000003"
 READERS = [
     ("report {run}", "run/status.json", JSON),
     ("report {run}", "run/summary.json", JSON),
@@ -100,7 +99,8 @@ def home(tmp_path, composed, outputs):
 @pytest.mark.parametrize(("words", "name", "damages"), READERS)
 def test_a_reader_names_the_file_that_is_damaged(home, words, name, damages, capsys):
     file = home / name
-    run, folder = home / "run", home / "sweeps" / "s"
+    run = home / "run"
+    folder = home / "sweeps" / "s"
     more = [] if words.startswith(("report", "evaluate", "export")) else ["device=cpu"]
     for damage in damages:
         if os.path.lexists(file):
@@ -165,8 +165,8 @@ def sign_again(file):
         return
     manifest = json.loads((file.parent / "manifest.json").read_text())
     if file.name in manifest["files"]:
-        found = hashlib.sha256(file.read_bytes()).hexdigest()
-        manifest["files"][file.name]["sha256"] = found
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        manifest["files"][file.name]["sha256"] = digest
         (file.parent / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -201,12 +201,17 @@ def test_each_reader_names_each_damaged_file_that_it_needs(copied, words, damage
     assert not wrong
 
 
-def test_an_ordinary_file_with_anchors_and_a_deep_file_that_fits_are_read(home, capsys):
+@pytest.mark.parametrize("shape", ["anchors", "deep"])
+def test_a_file_of_a_shape_within_the_limits_is_read(home, shape, capsys):
     file = home / "run" / "config.yaml"
     config = yaml.safe_load(file.read_text())
-    shared = {"a": [1, 2]}
-    config["model"] |= {"first": shared, "second": shared}
-    file.write_text(yaml.safe_dump(config) + "deep: " + "[" * 60 + "]" * 60 + "\n")
-    assert "&id001" in file.read_text()
+    if shape == "anchors":
+        shared = {"a": [1, 2]}
+        config["model"] |= {"first": shared, "second": shared}
+    text = yaml.safe_dump(config)
+    assert ("&id001" in text) == (shape == "anchors")
+    if shape == "deep":
+        text += "deep: " + "[" * 60 + "]" * 60 + "\n"
+    file.write_text(text)
     assert main(["report", str(home / "run")]) == 0
     assert capsys.readouterr().err == ""

@@ -64,29 +64,41 @@ def evaluated(capsys, *words):
     return {key: float(value) for key, value in values.items()}, head
 
 
-def test_it_gives_the_last_evaluation_to_the_bit_and_writes_nothing(single, fsdp, capsys, outputs):
+@pytest.mark.parametrize(
+    ("trained", "about"),
+    [("single", "step 7; plugin=single on 1 rank"), ("fsdp", "plugin=fsdp on 2 ranks")],
+)
+def test_it_gives_the_last_evaluation_to_the_bit(trained, about, request, capsys):
+    run = request.getfixturevalue(trained)
+    values, head = evaluated(capsys, run)
+    assert values == last(run)
+    assert head.startswith(str(run / "checkpoints/final"))
+    assert head.endswith(about)
+
+
+def test_it_writes_nothing(single, capsys, outputs):
     before = {path: path.is_file() and path.read_bytes() for path in single.rglob("*")}
-    values, head = evaluated(capsys, single)
-    assert values == last(single)
-    assert head.startswith(str(single / "checkpoints/final"))
-    assert head.endswith("step 7; plugin=single on 1 rank")
+    evaluated(capsys, single)
     assert {path: path.is_file() and path.read_bytes() for path in single.rglob("*")} == before
-    values, head = evaluated(capsys, fsdp)
-    assert values == last(fsdp)
-    assert head.endswith("plugin=fsdp on 2 ranks")
-    values, head = evaluated(capsys, fsdp, "plugin=single", "data.batch_size=5")
-    assert values == pytest.approx(last(fsdp), rel=1e-6)
-    assert head.endswith("plugin=single on 1 rank")
     assert not outputs.exists()
 
 
-def test_other_checkpoints_and_other_data(single, capsys):
+def test_one_process_evaluates_what_ranks_trained(fsdp, capsys):
+    values, head = evaluated(capsys, fsdp, "plugin=single", "data.batch_size=5")
+    assert values == pytest.approx(last(fsdp), rel=1e-6)
+    assert head.endswith("plugin=single on 1 rank")
+
+
+def test_another_checkpoint_is_evaluated_by_its_name(single, capsys):
     newest, head = evaluated(capsys, single, "--checkpoint", "last")
     assert head.split(", ")[1].startswith("step 6;")
     assert newest != last(single)
-    other, _ = evaluated(capsys, single, "data.seed=9")
-    assert other.keys() == newest.keys()
-    assert other != last(single)
+
+
+def test_other_data_may_be_evaluated_on(single, capsys):
+    values, _ = evaluated(capsys, single, "data.seed=9")
+    assert values.keys() == last(single).keys()
+    assert values != last(single)
 
 
 WRONG = [
@@ -116,23 +128,36 @@ def test_wrong_requests_are_refused(single, words, message, outputs, capsys, tmp
     assert not outputs.exists()
 
 
-def test_damage_another_model_and_no_data_end_with_one_line(single, tmp_path, capsys, outputs):
+@pytest.fixture
+def copied(single, tmp_path):
+    """A copy of that run, which a test may damage."""
     run = tmp_path / "run"
     shutil.copytree(single, run)
-    assert main(["evaluate", str(run), "model=cnn"]) == 1
+    return run
+
+
+def test_another_model_than_the_checkpoints_is_refused(single, capsys):
+    assert main(["evaluate", str(single), "model=cnn"]) == 1
     said = capsys.readouterr().err
     assert "does not hold" in said
     assert "Traceback" not in said
+
+
+def test_an_evaluation_without_held_out_data_is_refused(single, capsys, outputs):
     stream = ["data=own", "data.train._target_=tests.verify.nets.Images"]
-    assert main(["evaluate", str(run), *stream, "trust=true", "sweep.objective=train/loss"]) == 1
+    assert main(["evaluate", str(single), *stream, "trust=true", "sweep.objective=train/loss"]) == 1
     assert "there is no held-out data to evaluate on" in capsys.readouterr().err
-    shard = next((run / "checkpoints/final").glob("*.safetensors"))
+
+
+def test_damaged_weights_are_refused(copied, capsys):
+    shard = next((copied / "checkpoints/final").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-7])
-    assert main(["evaluate", str(run), "trust=true"]) == 1
+    assert main(["evaluate", str(copied), "trust=true"]) == 1
     assert "is damaged: its sha256 is not that of the manifest" in capsys.readouterr().err
-    assert main(["evaluate", str(run), "--checkpoint", "last", "trust=true"]) == 0
-    assert main(["export", str(run)]) == 1
-    assert not list(run.glob("model*"))
+    assert main(["export", str(copied)]) == 1
+    assert not list(copied.glob("model*"))
+    # Another checkpoint of the same run is whole.
+    assert main(["evaluate", str(copied), "--checkpoint", "last", "trust=true"]) == 0
 
 
 STRANGE = [
@@ -250,6 +275,6 @@ def test_a_file_that_exists_is_kept_unless_forced(single, tmp_path, capsys, monk
         patched.setattr(safetensors.torch, "save_file", full)
         assert main([*words, "--force"]) == 1
     assert f"{file} cannot be written" in capsys.readouterr().err
-    assert [one.read_text() for one in tmp_path.iterdir()] == ["mine"]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
     assert main([*words, "--force"]) == 0
     assert str(file) in capsys.readouterr().out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process import python
+from tests.process import environment_at, python
 from tests.terminal import on_a_terminal
 
 SHORT = ["tracker=none", "train.max_duration=3ba", "device=cpu"]
@@ -40,21 +40,21 @@ def test_a_terminal_is_told_at_once_what_is_being_done(environment):
 
 
 @pytest.mark.parametrize(
-    ("at", "words"),
+    ("stage", "words"),
     [
         ("import hydra", ["plan", *SHORT]),
         ("import torch.nn", [*SHORT, *RANKS]),  # its fork server too
         ("import runner.launch.rank", SHORT),
     ],
 )
-def test_ctrl_c_before_training_ends_in_one_sentence(environment, at, words):
+def test_ctrl_c_before_training_ends_in_one_sentence(environment, stage, words):
     command = [sys.executable, "-c", TRACED, *words]
-    seen, code = on_a_terminal(command, environment, interrupt=lambda seen: at in seen)
+    seen, code = on_a_terminal(command, environment, interrupt=lambda seen: stage in seen)
     assert code == 130, seen
     told = seen.partition("^C")[2]
     lines = [line for line in told.splitlines() if line and not line.startswith("import ")]
     lines = [line for line in lines if not line.startswith("0/3 ")]
-    if at == "import runner.launch.rank":  # the run has begun, so it has a folder
+    if stage == "import runner.launch.rank":  # the run has begun, so it has a folder
         assert re.fullmatch(r"\S+: interrupted", lines[0])
         assert lines[1].endswith("report.html")
         assert len(lines) == 2
@@ -62,7 +62,8 @@ def test_ctrl_c_before_training_ends_in_one_sentence(environment, at, words):
         assert lines == ["interrupted"], seen
 
 
-def test_ctrl_c_while_ranks_train_ends_in_one_sentence_and_the_report(environment):
+def test_ctrl_c_while_ranks_train_ends_in_three_lines(environment):
+    """How far the run came, how to continue it, and where its page is."""
     words = ["tracker=none", "train.max_duration=100000ba", "device=cpu", *RANKS]
     trains = re.compile(r"[1-9]\d*/100000 ")
     seen, code = on_a_terminal(
@@ -101,13 +102,28 @@ def test_an_answer_imports_no_library_that_it_does_not_need(tmp_path, environmen
     assert not {*names.split()} & (UNUSED | {"torch", "numpy", "asyncio"})
 
 
-def test_a_run_imports_what_it_uses_and_tells_a_pipe_only_what_happened(tmp_path, environment):
-    done = python("-c", PROGRAM, " ".join(SHORT), cwd=tmp_path, env=environment)
-    (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
+@pytest.fixture(scope="module")
+def piped(tmp_path_factory):
+    """The folder of a run whose output goes to pipes, and what it printed; imports come last."""
+    home = tmp_path_factory.mktemp("piped")
+    done = python("-c", PROGRAM, " ".join(SHORT), cwd=home, env=environment_at(home))
+    (folder,) = (home / "outputs" / "runs").iterdir()
+    return folder, done
+
+
+@pytest.mark.xdist_group("piped")  # it runs once
+def test_a_run_imports_no_library_that_it_does_not_use(piped):
+    _, done = piped
+    imported = {*done.stderr.splitlines()[-1].split()}
+    assert "torch" in imported
+    assert not UNUSED & imported
+
+
+@pytest.mark.xdist_group("piped")
+def test_a_pipe_is_told_only_what_happened(piped):
+    folder, done = piped
     assert done.stdout == f"{folder / 'report.html'}\n"
-    about, first, second, *_, last = done.stderr.splitlines()
+    about, first, second, *_ = done.stderr.splitlines()
     assert about.startswith("clip-runner: cpu, 1 rank (plugin=single), 1,437 samples, ")
     assert first.startswith("step 3/3  ")
     assert re.fullmatch(rf"{folder.name}: finished after 3 steps in \d+\.\d s", second)
-    assert "torch" in last.split()
-    assert not UNUSED & {*last.split()}

@@ -18,7 +18,7 @@ from runner.cli.main import COMMANDS, main
 from runner.config.modes import NAMES
 from runner.run_folder import files
 from runner.run_folder.status import claimed
-from tests.process import ROOT
+from tests.process import ROOT, environment_at, run_here
 
 TINY = [
     *("device=cpu", "tracker=none", "train.max_duration=1ba", "data=synthetic", "data.samples=32"),
@@ -31,45 +31,85 @@ def contents(folder):
     return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
-def test_a_run_has_a_folder_and_the_callers_process_is_as_before(outputs, capsys, monkeypatch):
+WORDS = [*TINY, "clip=value", "clip.threshold=0.25", "resume=never"]
+
+
+def test_a_run_leaves_the_callers_process_as_it_was(outputs, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prog", "--something"])
     root = logging.getLogger()
     before = (list(root.handlers), root.level, os.getcwd(), [*sys.argv])
-    words = [*TINY, "clip=value", "clip.threshold=0.25", "resume=never"]
-    for _ in range(2):
-        assert main(words) == 0
+    assert main(WORDS) == 0
     assert (list(root.handlers), root.level, os.getcwd(), sys.argv) == before
-    first, second = (outputs / "runs").iterdir()
-    recorded = yaml.safe_load((first / ".hydra" / "overrides.yaml").read_text())
-    assert recorded == [*words[:-1], "resume.from=never"]
-    config = yaml.safe_load((first / "config.yaml").read_text())
-    assert (config["clip"]["mode"], config["clip"]["threshold"]) == ("value", 0.25)
-    assert config["resume"] == {"from": "never", "force": False}
-    assert "hydra" not in config
-    said = capsys.readouterr()
-    assert {*said.out.splitlines()} == {str(one / "report.html") for one in (first, second)}
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory):
+    """The folders of two runs with the same words, and what both printed."""
+    home = tmp_path_factory.mktemp("runs")
+    printed = [run_here(*WORDS, env=environment_at(home))[0] for _ in range(2)]
+    return list((home / "outputs" / "runs").iterdir()), "".join(printed)
+
+
+def test_each_run_has_a_folder_of_its_own(repeated):
+    folders, printed = repeated
+    assert len(folders) == 2
+    assert {*printed.splitlines()} == {str(folder / "report.html") for folder in folders}
+
+
+def test_a_run_records_its_words(repeated):
+    for folder in repeated[0]:
+        recorded = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
+        assert recorded == [*WORDS[:-1], "resume.from=never"]
+
+
+def test_a_run_records_its_configuration(repeated):
+    for folder in repeated[0]:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        assert (config["clip"]["mode"], config["clip"]["threshold"]) == ("value", 0.25)
+        assert config["resume"] == {"from": "never", "force": False}
+        assert "hydra" not in config
+
+
+SWEEP = ["seed=1,2", "-m", "sweep.name=mine", *TINY]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a sweep that ran."""
+    home = tmp_path_factory.mktemp("sweep")
+    run_here(*SWEEP, env=environment_at(home))
+    return home / "outputs" / "sweeps" / "mine"
 
 
 @pytest.fixture
-def mine(outputs, capsys):
-    """The words and the folder of a sweep that ran."""
-    words = ["seed=1,2", "-m", "sweep.name=mine", *TINY]
-    assert main(words) == 0
-    capsys.readouterr()
-    return words, outputs / "sweeps" / "mine"
+def mine(finished, outputs):
+    """The words of that sweep, and a copy of its folder that a test may change."""
+    return SWEEP, shutil.copytree(finished, outputs / "sweeps" / "mine")
 
 
-def test_a_sweep_runs_every_job_in_its_own_folder_as_one_group_and_a_plan_says_so(mine, capsys):
-    words, sweep = mine
+def test_a_sweep_runs_every_job_in_a_folder_of_its_own(finished):
     for seed, run in ((1, "0"), (2, "1")):
-        config = yaml.safe_load((sweep / run / "config.yaml").read_text())
-        found = (config["seed"], config["tracker"]["group"], config["tracker"]["tags"])
-        assert found == (seed, "mine", ["mine"])
-    runs = (sweep / files.PAGE).read_text().partition('id="files"')[2].partition("</table>")[0]
+        config = yaml.safe_load((finished / run / "config.yaml").read_text())
+        assert config["seed"] == seed, run
+
+
+def test_the_runs_of_a_sweep_are_one_group_of_the_tracker(finished):
+    for run in ("0", "1"):
+        tracker = yaml.safe_load((finished / run / "config.yaml").read_text())["tracker"]
+        assert (tracker["group"], tracker["tags"]) == ("mine", ["mine"]), run
+
+
+def test_the_page_of_a_sweep_repeats_the_command_of_each_run(finished):
+    page = (finished / files.PAGE).read_text()
+    runs = page.partition('id="files"')[2].partition("</table>")[0]
     shown = re.findall(r"<code>(python -m runner [^<]*)</code>", runs)
-    for seed, command in enumerate(shown, 1):  # the page repeats the command of each run
-        assert {f"seed={seed}", *TINY} <= {*shlex.split(unescape(command))}
     assert len(shown) == 2
+    for seed, command in enumerate(shown, 1):
+        assert {f"seed={seed}", *TINY} <= {*shlex.split(unescape(command))}
+
+
+def test_a_plan_says_which_runs_of_a_sweep_are_done(mine, capsys):
+    words, sweep = mine
     shutil.rmtree(sweep / "0")
     assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
@@ -77,7 +117,7 @@ def test_a_sweep_runs_every_job_in_its_own_folder_as_one_group_and_a_plan_says_s
     assert "1 of 2 to run, 1 step, in" in out
 
 
-def test_a_plan_lists_every_run_and_creates_nothing(outputs, capsys):
+def test_a_plan_lists_every_run(outputs, capsys):
     words = ["plugin=single,ddp", "clip=norm,adaptive", "device=cpu", "train.max_duration=7ba"]
     assert main(["plan", "-m", *words]) == 0
     said = capsys.readouterr()
@@ -92,6 +132,10 @@ def test_a_plan_lists_every_run_and_creates_nothing(outputs, capsys):
     assert " ".join(summary).startswith("4 of 4 to run, 28 steps, in")
     assert said.err.count("plugin=ddp runs on one rank: plugin.nproc is not given") == 1
     assert said.err.count("runs on one rank") == 1
+
+
+def test_a_plan_creates_nothing(outputs):
+    assert main(["plan", "-m", "plugin=single,ddp", *TINY]) == 0
     assert not outputs.exists()
 
 
@@ -116,12 +160,12 @@ def test_the_second_run_in_a_folder_is_refused(outputs, tmp_path, capsys):
     assert "another process is using this folder" in capsys.readouterr().err
 
 
-def test_help_names_every_group_key_recipe_command_flag_and_exit_code(capsys):
+def test_help_lists_all_that_can_be_typed(capsys):
     assert main(["--help", "clip=value", "seed=9"]) == 0
     out = capsys.readouterr().out
     for part in (
         *(", ".join(NAMES), "clip.threshold=0.5", "seed=9", "train.max_duration=15ep"),
-        *("  resume=auto ", "cifar10_resnet34 ", "accumulate_4", "143 terminated"),
+        *("  resume=auto ", "cifar10_resnet34 ", "accumulate_4"),
         *(f"python -m runner {command} " for command in {"-m", *COMMANDS} - {"run"}),
     ):
         assert part in out
@@ -130,23 +174,39 @@ def test_help_names_every_group_key_recipe_command_flag_and_exit_code(capsys):
         assert re.search(rf"^  {flag}\b", out, re.MULTILINE)
 
 
-def test_the_configuration_and_the_version_can_be_printed(outputs, capsys, monkeypatch):
+def test_help_explains_the_exit_codes(capsys):
+    assert main(["--help"]) == 0
+    assert "143 terminated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--cfg job -p tracker --resolve tracker.group=${hydra:job.name}", "group: runner"),
+        ("--cfg job -p sweep.name", "null\n"),
+        ("--info defaults", "clip/norm"),
+        ("-m clip.threshold=1,2 --help", "clip.threshold=1.0"),
+        ("--hydra-help", "--multirun"),
+        ("plan --help", "without running it"),
+        ("verify --help", "verify.tolerance"),
+        ("calibrate --help", "calibrate.warmup_steps"),
+        ("--version", f"clip-runner {runner.__version__}"),
+        ("verify --version", f"clip-runner {runner.__version__}"),
+    ],
+)
+def test_a_flag_only_prints_what_it_asks_for(words, part, outputs, capsys):
+    assert main(words.split()) == 0
+    assert part in capsys.readouterr().out
+    assert not outputs.exists()
+
+
+def test_the_configuration_is_printed_as_yaml(outputs, capsys):
     assert main(["--cfg", "job", "clip=adaptive"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["clip"]["mode"] == "adaptive"
-    for words, part in {
-        "--cfg job -p tracker --resolve tracker.group=${hydra:job.name}": "group: runner",
-        "--cfg job -p sweep.name": "null\n",
-        "--info defaults": "clip/norm",
-        "-m clip.threshold=1,2 --help": "clip.threshold=1.0",
-        "--hydra-help": "--multirun",
-        "plan --help": "without running it",
-        "verify --help": "verify.tolerance",
-        "calibrate --help": "calibrate.warmup_steps",
-        "--version": f"clip-runner {runner.__version__}",
-        "verify --version": f"clip-runner {runner.__version__}",
-    }.items():
-        assert main(words.split()) == 0
-        assert part in capsys.readouterr().out
+    assert not outputs.exists()
+
+
+def test_a_shell_completes_options(outputs, capsys, monkeypatch):
     assert main(["-sc", "install=bash"]) == 0
     assert "complete -o nospace" in capsys.readouterr().out
     monkeypatch.setenv("COMP_LINE", "clip-runner plugin=te")
@@ -183,9 +243,12 @@ def test_a_reader_that_leaves_early_is_no_error(words, unbuffered):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_folder_without_runs_and_one_of_another_run(tmp_path, capsys):
+def test_a_report_of_a_folder_without_runs_is_refused(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_a_run_in_the_folder_of_another_run_is_refused(tmp_path, capsys):
     (tmp_path / "status.json").write_text("{}")
     assert main(["tracker=none", f"hydra.run.dir={tmp_path}"]) == 2
     printed = capsys.readouterr().err

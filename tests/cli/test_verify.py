@@ -20,15 +20,15 @@ def test_local_ranks_are_one_process(outputs, capsys):
     words = [*TOKENS, "plugin=pipeline", "plugin.pp_size=2", "clip=adaptive", "seed=3"]
     assert main(["verify", *words]) == 0
     said = capsys.readouterr().out
-    found = written(outputs)
+    report = written(outputs)
     last = said.splitlines()[-1]
-    assert last.startswith(f"verify: ok max_rel_error={found['max_rel_error']:.2g} naive=")
-    assert (found["ok"], found["error"]) == (True, None)
-    assert found["max_rel_error"] < 1e-12
-    assert (found["request"]["plugin"]["pp_size"], found["request"]["seed"]) == (2, 3)
-    assert "torch " in found["versions"]
-    assert found["words"][-1] == "seed=3"
-    [mode] = found["modes"]
+    assert last.startswith(f"verify: ok max_rel_error={report['max_rel_error']:.2g} naive=")
+    assert (report["ok"], report["error"]) == (True, None)
+    assert report["max_rel_error"] < 1e-12
+    assert (report["request"]["plugin"]["pp_size"], report["request"]["seed"]) == (2, 3)
+    assert "torch " in report["versions"]
+    assert report["words"][-1] == "seed=3"
+    [mode] = report["modes"]
     assert mode["mode"] == "adaptive"
     for step in mode["steps"]:
         assert f"{step['reference']['norm']:.15g}" in said
@@ -43,23 +43,21 @@ def test_ranks_that_torchrun_started_are_one_process(outputs):
     assert written(outputs)["ok"]
 
 
-def test_a_wrong_layout_ends_with_the_worst_parameters_and_exit_code_1(
-    outputs, capsys, monkeypatch
-):
+def test_a_wrong_layout_fails_with_its_worst_parameters_named(outputs, capsys, monkeypatch):
     monkeypatch.setitem(PLUGINS, "ddp", SeesReplicasThatAreNotThere)
     words = [*TOKENS, "plugin=ddp", "plugin.nproc=1", "clip=norm", "clip.threshold=0.1"]
     words.append("accumulation=x2")
     assert main(["verify", *words]) == 1
     out = capsys.readouterr().out
-    found = written(outputs)
-    last = f"verify: FAILED max_rel_error={found['max_rel_error']:.2g} naive=none"
+    report = written(outputs)
+    last = f"verify: FAILED max_rel_error={report['max_rel_error']:.2g} naive=none"
     assert out.splitlines()[-1] == last
     assert "‖G‖ of step 1 is off by 0.29" in out
     assert "furthest off:" in out
-    [mode] = found["modes"]
+    [mode] = report["modes"]
     assert len(mode["worst"]) == 5
-    for one in mode["worst"]:
-        assert f"{one['name']:<5}" in out
+    for parameter in mode["worst"]:
+        assert f"{parameter['name']:<5}" in out
 
 
 @pytest.mark.parametrize(
@@ -84,16 +82,21 @@ def test_a_model_that_cannot_be_compared_gets_its_hint(model, parts, absent, out
         assert main([*words, "verify.dtype=float32"]) == 0
 
 
-def test_its_folder_is_the_one_that_is_given_and_is_not_written_twice(outputs, tmp_path, capsys):
+def test_its_folder_is_the_one_that_is_given(outputs, tmp_path, capsys):
     words = [*IMAGES, "clip.mode=none", "clip.threshold=null", "accumulation=x2"]
     words.append(f"hydra.run.dir={tmp_path}/${{clip.mode}}")
     assert main(["verify", *words]) == 0
     assert (tmp_path / "none" / FILE).exists()
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "verify: ok max_rel_error=0 naive=none"
-    assert main(["verify", *words]) == 2
-    assert "holds an earlier verification" in capsys.readouterr().err
     assert not outputs.exists()
+
+
+def test_an_earlier_verification_is_not_written_over(tmp_path, capsys):
+    (tmp_path / FILE).write_text("{}")
+    assert main(["verify", *IMAGES, "accumulation=x2", f"hydra.run.dir={tmp_path}"]) == 2
+    assert "holds an earlier verification" in capsys.readouterr().err
+    assert (tmp_path / FILE).read_text() == "{}"
 
 
 @pytest.mark.parametrize(

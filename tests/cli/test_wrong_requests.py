@@ -239,7 +239,10 @@ FIRST_HOUR = [
     ),
 ]
 MOVING_LIMITS = [
-    *((f"calibrate clip={one}", [f"clip={one}", "clip=norm"]) for one in ("percentile", "zscore")),
+    *(
+        (f"calibrate clip={mode}", [f"clip={mode}", "clip=norm"])
+        for mode in ("percentile", "zscore")
+    ),
     ("clip=zscore clip.what_if=[1]", ["clip.what_if=[1]"]),
     ("clip=percentile clip.threshold=101", ["clip.threshold=101"]),
     ("clip=percentile clip.window=3", ["clip.window=3"]),
@@ -293,21 +296,33 @@ def test_a_wrong_request_is_refused_in_one_message(
     assert all(len(line) < 5000 for line in lines)
 
 
-@pytest.mark.usefixtures("outputs")
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "prints"), [(0, 0, True), (1, 1, False), (2, 0, True), (1, None, False)]
-)
-def test_one_rank_of_a_machine_says_what_is_wrong_and_the_others_wait_for_it(
-    rank, local_rank, prints, monkeypatch, capsys
-):
+RANKS = [(0, 0, True), (1, 1, False), (2, 0, True), (1, None, False)]
+"""Ranks of four, their local rank, and whether they are the first one of their machine."""
+
+
+@pytest.fixture
+def waited(rank, local_rank, outputs, monkeypatch):
+    """The seconds that this rank of four waited, while it is one."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    seconds = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
     monkeypatch.setattr(agreement, "_answers", lambda answer, *_: [answer] * 4)
+    return seconds
+
+
+@pytest.mark.usefixtures("waited")
+@pytest.mark.parametrize(("rank", "local_rank", "is_first"), RANKS)
+def test_the_first_rank_of_a_machine_alone_says_what_is_wrong(is_first, capsys):
     assert main(["sed=1"]) == 2
-    assert capsys.readouterr().err.count("this request cannot be run") == prints
-    assert bool(waited) is not prints  # torchrun ends every rank when the first one fails
+    assert capsys.readouterr().err.count("this request cannot be run") == is_first
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "is_first"), RANKS)
+def test_torchrun_ends_no_rank_before_the_first_one_has_said_what_is_wrong(waited, is_first):
+    """As soon as a rank fails, torchrun ends every rank."""
+    assert main(["sed=1"]) == 2
+    assert bool(waited) is not is_first

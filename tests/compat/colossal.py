@@ -41,7 +41,7 @@ def datasets(name):
     if name == "bert":
         drawn = torch.Generator().manual_seed(1)
         tokens = torch.randint(32, (80, 20), generator=drawn)
-        pairs = [{"input_ids": each, "labels": each[0] % 2} for each in tokens]
+        pairs = [{"input_ids": row, "labels": row[0] % 2} for row in tokens]
         return pairs[:60], pairs[60:]
     prepare = transforms.ToTensor()
     return [FakeData(count, (3, 32, 32), 10, prepare, None, count) for count in (60, 20)]
@@ -66,8 +66,8 @@ def groups_of(model):
     free = ("bias", "LayerNorm.weight")
     named = list(model.named_parameters())
     decayed = [p for name, p in named if not name.endswith(free)]
-    others = [p for name, p in named if name.endswith(free)]
-    return [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    undecayed = [p for name, p in named if name.endswith(free)]
+    return [{"params": decayed, "weight_decay": 0.01}, {"params": undecayed, "weight_decay": 0.0}]
 
 
 def loss_of(model, batch, criterion):
@@ -91,7 +91,8 @@ def evaluate(model, loader):
 
 
 def train(name, plugin, at, epochs, resume=0):
-    coordinator, logger = DistCoordinator(), get_dist_logger()
+    coordinator = DistCoordinator()
+    logger = get_dist_logger()
     precision = "fp16" if plugin.endswith("fp16") else None
     zero = plugin == "low_level_zero"
     plugin = LowLevelZeroPlugin(initial_scale=2**5) if zero else TorchDDPPlugin()

@@ -20,15 +20,15 @@ def test_composer():
     said = python(str(HERE / "composer.py")).stdout
     for kind in ("norm", "value", "adaptive"):
         first, second = map(float, re.findall(rf"{kind} epoch \d: ([\d.]+)", said))
-        assert second < first
+        assert second < first, kind
     assert float(re.search(r"accuracy ([\d.]+)", said)[1]) > 0.5
     assert 0 < float(re.search(r"clipped ([\d.]+)", said)[1]) <= 1
 
 
 def parts_of(batch):
     if isinstance(batch, dict):
-        held = {name: tensor.chunk(2) for name, tensor in batch.items()}
-        return [{name: held[name][rank] for name in held} for rank in range(2)]
+        halves = {name: tensor.chunk(2) for name, tensor in batch.items()}
+        return [{name: halves[name][rank] for name in halves} for rank in range(2)]
     return list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
 
 
@@ -76,9 +76,10 @@ def require_plain_torchs(name, plugin, folder):
     half = plugin.endswith("fp16")
     plain, scale = by_plain_torch(name, half)
     weights = torch.load(folder / "end.pth", weights_only=True)
-    wanted, before = plain.state_dict(), script.build_model(name).state_dict()
-    assert weights.keys() == wanted.keys()
-    for key, tensor in wanted.items():
+    expected = plain.state_dict()
+    before = script.build_model(name).state_dict()
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
         off = (weights[key] - tensor).abs().max()
         assert off <= 1e-6 * max(1.0, tensor.abs().max()), (name, key, off)
     assert any(not torch.equal(tensor, before[key]) for key, tensor in weights.items())
@@ -102,8 +103,8 @@ def train_and_resume(folder):
 
 
 def test_a_training_of_colossal_resumes_as_plain_torch_goes_on(tmp_path):
-    found = run_ranks(train_and_resume, 2, tmp_path)
-    assert found == pytest.approx([require_plain_torchs(*FP16, tmp_path)] * 2, rel=1e-3)
+    losses = run_ranks(train_and_resume, 2, tmp_path)
+    assert losses == pytest.approx([require_plain_torchs(*FP16, tmp_path)] * 2, rel=1e-3)
 
 
 def test_torchrun_starts_a_script_of_colossal(tmp_path, monkeypatch):
@@ -112,6 +113,6 @@ def test_torchrun_starts_a_script_of_colossal(tmp_path, monkeypatch):
     words = ["resnet", "low_level_zero", str(tmp_path)]
     done = python(*torchrun, str(HERE / "colossal.py"), *words)
     assert done.stderr.count("epoch 2: loss") == 1, "one rank says it"
-    wanted = require_plain_torchs("resnet", "low_level_zero", tmp_path)
+    loss = require_plain_torchs("resnet", "low_level_zero", tmp_path)
     [said] = re.findall(r"resnet: loss on held-out samples ([\d.]+)", done.stdout)
-    assert float(said) == pytest.approx(wanted, abs=1e-4)
+    assert float(said) == pytest.approx(loss, abs=1e-4)

@@ -51,7 +51,7 @@ FILES = {
 
 
 @pytest.fixture
-def own(tmp_path):
+def conf(tmp_path):
     for name, text in FILES.items():
         file = tmp_path / "conf" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,82 +59,97 @@ def own(tmp_path):
     return tmp_path / "conf"
 
 
-def job(own, *words):
-    [only] = request(words, config_dir=own).jobs
+def job(conf, *words):
+    [only] = request(words, config_dir=conf).jobs
     return only.config
 
 
-def test_files_give_only_what_differs_and_take_the_place_of_ours(own):
-    config = job(own, "model=mine", "data=mine", "data.num_workers=2", "clip=gentle")
+def test_a_file_gives_only_what_differs_from_the_defaults_of_its_group(conf):
+    config = job(conf, "model=mine", "data=mine", "data.num_workers=2", "clip=gentle")
     data = config.data
     assert (data.batch_size, data.num_workers, data.drop_last, data.arguments) == (20, 2, False, {})
     assert config.model.arguments == {"width": 16}
     assert (config.clip.threshold, config.clip.norm_type) == (0.7, 2)
-    assert (job(own, "recipe=gpt").seed, job(None, "recipe=gpt").seed) == (9, 0)
 
 
-def test_a_target_in_a_file_takes_the_place_of_the_option_and_its_arguments(own):
-    config = job(own, "recipe=target", "model.depth=3")
+def test_a_recipe_takes_the_place_of_ours_with_its_name(conf):
+    assert job(conf, "recipe=gpt").seed == 9
+    assert job(None, "recipe=gpt").seed == 0
+
+
+def test_a_target_in_a_file_replaces_the_whole_option(conf):
+    config = job(conf, "recipe=target", "model.depth=3")
     assert config.model.arguments == {"width": 32, "depth": 3}
     assert config.optimizer.mapping() == {"_target_": "own.Adam", "lr": 2}
-    config = job(own, "recipe=target", "model=cnn", "optimizer._target_=own.Other")
+    config = job(conf, "recipe=target", "model=cnn", "optimizer._target_=own.Other")
     assert config.model.arguments["width"] == 32
     assert config.model.target == "runner.models.cnn.DigitsCNN"
     assert config.optimizer.arguments == {}
-    loss = job(own, "recipe=loss", "loss=own.Other", "loss.weight=2").loss
+    loss = job(conf, "recipe=loss", "loss=own.Other", "loss.weight=2").loss
     assert loss.mapping() == {"_target_": "own.Other", "weight": 2}
 
 
-def test_overrides_beat_the_recipe_which_beats_the_defaults(own):
-    config = job(own, "recipe=mine")
+def test_overrides_beat_the_recipe_which_beats_the_defaults(conf):
+    config = job(conf, "recipe=mine")
     assert (config.recipe, config.seed, config.optimizer.arguments["lr"]) == ("mine", 5, 0.3)
     assert (config.model.target, config.model.arguments) == ("own.Net", {"width": 8})
     assert (config.clip.mode, config.clip.threshold) == ("value", 0.125)
-    config = job(own, "recipe=mine", "seed=7", "model.width=4", "clip.threshold=2")
+    config = job(conf, "recipe=mine", "seed=7", "model.width=4", "clip.threshold=2")
     assert (config.seed, config.model.arguments, config.clip.threshold) == (7, {"width": 4}, 2)
     # Values of a recipe for a group belong to the option that it chooses.
-    config = job(own, "recipe=mine", "optimizer=adamw", "model=gpt")
-    assert config.optimizer.arguments["lr"] == job(own, "optimizer=adamw").optimizer.arguments["lr"]
+    config = job(conf, "recipe=mine", "optimizer=adamw", "model=gpt")
+    assert (
+        config.optimizer.arguments["lr"] == job(conf, "optimizer=adamw").optimizer.arguments["lr"]
+    )
     assert config.model.arguments["width"] != 8
     assert config.clip.threshold == 0.125
-    config = job(own, "recipe=spelled")
+    config = job(conf, "recipe=spelled")
     assert (config.recipe, config.seed, config.clip.mode) == ("spelled", 6, "value")
 
 
-def test_an_experiment_of_hydras_kind_is_added_with_a_plus(own):
+def test_an_experiment_of_hydras_kind_is_added_with_a_plus(conf):
     for more, threshold in (([], 0.3), (["clip.threshold=2"], 2)):
-        config = job(own, "+experiment=big", *more)
-        assert (config.clip.mode, config.clip.threshold) == ("value", threshold)
-    config = job(own, "model={_target_:own.Other,width:3}", "model.depth=2")
+        config = job(conf, "+experiment=big", *more)
+        assert (config.clip.mode, config.clip.threshold) == ("value", threshold), threshold
+    config = job(conf, "model={_target_:own.Other,width:3}", "model.depth=2")
     assert config.model.mapping() == {"_target_": "own.Other", "width": 3, "depth": 2}
-    config = job(own, "+experiment=own", "model.depth=2", "data.samples=9")
+    config = job(conf, "+experiment=own", "model.depth=2", "data.samples=9")
     assert config.model.mapping() == {"_target_": "own.Net", "width": 32, "depth": 2}
     assert config.data.arguments == {"samples": 9}
 
 
-def test_recipes_are_swept_over_and_may_be_sweeps(own):
+def test_recipes_are_swept_over(conf):
     words = ["recipe=mine,none", "clip=none,norm,value"]
-    found = request(words, multirun=True, config_dir=own)
-    thresholds = [one.config.clip.threshold for one in found.jobs]
+    requested = request(words, multirun=True, config_dir=conf)
+    thresholds = [run.config.clip.threshold for run in requested.jobs]
     assert thresholds == [None, 1.0, 0.125, None, 1.0, 0.5]
-    assert [one.config.seed for one in found.jobs] == [5, 5, 5, 0, 0, 0]
-    found = request(["recipe=many", "clip=none,norm"], config_dir=own)
-    assert [one.config.seed for one in found.jobs] == [1, 1, 2, 2]
-    found = request(["recipe=classes"], config_dir=own)
-    assert [one.config.model.target for one in found.jobs] == ["own.A", "own.B"]
+    assert [run.config.seed for run in requested.jobs] == [5, 5, 5, 0, 0, 0]
 
 
-def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
-    file = own / "run.yaml"
-    [made] = request(["recipe=loss"], config_dir=own).jobs
-    write_yaml(file, made.plain)
-    changed = recorded_job(file, ["data=own.points", "data.rows=3", "loss=own.Other"], own).config
+def test_a_recipe_may_be_a_sweep(conf):
+    requested = request(["recipe=many", "clip=none,norm"], config_dir=conf)
+    assert [run.config.seed for run in requested.jobs] == [1, 1, 2, 2]
+    requested = request(["recipe=classes"], config_dir=conf)
+    assert [run.config.model.target for run in requested.jobs] == ["own.A", "own.B"]
+
+
+def test_a_class_takes_the_place_of_a_section_of_a_recorded_run(conf):
+    file = conf / "run.yaml"
+    [recorded] = request(["recipe=loss"], config_dir=conf).jobs
+    write_yaml(file, recorded.plain)
+    changed = recorded_job(file, ["data=own.points", "data.rows=3", "loss=own.Other"], conf).config
     assert changed.data.mapping() == {"_target_": "own.points", "rows": 3}
     assert changed.loss.mapping() == {"_target_": "own.Other"}
+
+
+def test_all_wrong_changes_of_a_recorded_run_are_named(conf):
+    file = conf / "run.yaml"
+    [recorded] = request(["recipe=loss"], config_dir=conf).jobs
+    write_yaml(file, recorded.plain)
     with pytest.raises(RequestError) as refused:
-        recorded_job(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], own)
+        recorded_job(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], conf)
     words = ["~data=mien", "model=???", "seed=-1"]
-    assert [one.word for one in refused.value.problems] == words
+    assert [problem.word for problem in refused.value.problems] == words
 
 
 @pytest.mark.parametrize(
@@ -153,13 +168,13 @@ def test_a_recorded_run_is_changed_by_options_and_classes_of_its_sections(own):
         ("model=mine model.wdith=3", r"model\.wdith=3  .*did you mean model\.width\?"),
     ],
 )
-def test_mistakes_are_named_with_the_nearest_name(own, words, expected):
+def test_mistakes_are_named_with_the_nearest_name(conf, words, expected):
     with pytest.raises(RequestError, match=expected):
-        request(words.split(), config_dir=own)
+        request(words.split(), config_dir=conf)
 
 
-def edit(own, files="*.yaml"):
-    for file in own.rglob(files):
+def edit(conf, files="*.yaml"):
+    for file in conf.rglob(files):
         file.write_text(file.read_text().translate(str.maketrans("267", "379")))
 
 
@@ -173,17 +188,17 @@ def edit(own, files="*.yaml"):
         ["data=mine", "seed=8"],
     ],
 )
-def test_a_job_of_a_sweep_is_composed_of_the_files_as_they_were_planned(own, outputs, words):
+def test_a_job_of_a_sweep_is_composed_of_the_files_as_they_were_planned(conf, outputs, words):
     """In another process too, which gets Hydra's own overrides first."""
-    wanted = request(
+    planned = request(
         [*words, "train.max_duration=2ba,3ba", "hydra/launcher=joblib"],
         multirun=True,
-        config_dir=own,
+        config_dir=conf,
     )
-    edit(own)
-    composer = pickle.loads(pickle.dumps(wanted.composer))
-    master = wanted.composition.config
-    for job in wanted.jobs:
+    edit(conf)
+    composer = pickle.loads(pickle.dumps(planned.composer))
+    master = planned.composition.config
+    for job in planned.jobs:
         with composer.active():
             config = composer.load_sweep_config(master, list(job.overrides))
             refer_to(config)
@@ -193,19 +208,19 @@ def test_a_job_of_a_sweep_is_composed_of_the_files_as_they_were_planned(own, out
         assert config_hash(plain) == job.hash
 
 
-def test_a_search_refuses_choices_that_it_composes_of_a_file_that_was_changed(own, outputs):
+def test_a_search_refuses_choices_that_it_composes_of_a_file_that_was_changed(conf, outputs):
     words = [
         "model=mine,cnn",
         "clip=norm,value",
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=4",
     ]
-    wanted = request(words, multirun=True, config_dir=own)
-    edit(own, "model/mine.yaml")
-    master = wanted.composition.config
-    with wanted.composer.active():
-        wanted.composer.load_sweep_config(master, ["model=mine", "clip=norm"])
+    planned = request(words, multirun=True, config_dir=conf)
+    edit(conf, "model/mine.yaml")
+    master = planned.composition.config
+    with planned.composer.active():
+        planned.composer.load_sweep_config(master, ["model=mine", "clip=norm"])
         with pytest.raises(
             RequestError, match=r"model/mine\.yaml was changed while the sweep runs"
         ):
-            wanted.composer.load_sweep_config(master, ["model=mine", "clip=value"])
+            planned.composer.load_sweep_config(master, ["model=mine", "clip=value"])

@@ -8,56 +8,79 @@ from runner.request.request import request
 pytestmark = pytest.mark.usefixtures("outputs")
 
 
-def one(*words, **options):
+def job_of(*words, **options):
     [job] = request(words, **options).jobs
     return job
 
 
-def test_a_job_is_typed_and_plain_and_its_references_are_resolved(tmp_path):
-    job = one("clip=adaptive", "clip.threshold=0.02", "seed=7", "model.width=${seed}")
+def test_a_job_has_its_configuration_typed_beside_the_plain_one():
+    job = job_of("clip=adaptive", "clip.threshold=0.02", "seed=7")
     assert job.config.clip.mode == job.plain["clip"]["mode"] == "adaptive"
-    assert job.plain["model"]["width"] == 7
     assert type(job.plain["optimizer"]) is dict
     assert "hydra" not in job.plain
-    assert one("tracker.group=${hydra:job.name}").config.tracker.group == "runner"
-    assert one("+optimizer.maximize=true").config.optimizer.arguments["maximize"] is True
-    assert "nesterov" not in one("~optimizer.nesterov").config.optimizer.arguments
+
+
+def test_references_are_resolved():
+    assert job_of("seed=7", "model.width=${seed}").plain["model"]["width"] == 7
+    assert job_of("tracker.group=${hydra:job.name}").config.tracker.group == "runner"
+
+
+def test_a_plus_adds_an_argument():
+    assert job_of("+optimizer.maximize=true").config.optimizer.arguments["maximize"] is True
+
+
+def test_a_tilde_removes_an_argument():
+    assert "nesterov" not in job_of("~optimizer.nesterov").config.optimizer.arguments
+
+
+def test_a_request_creates_nothing(tmp_path):
+    job_of("clip=adaptive", "seed=7")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_replaces_the_arguments_of_its_option():
     words = ["model._target_=mine.Net", "model.width=64", "data._target_=mine.points"]
     for more in ([], ["~model.num_classes", "+data.samples=20"], ["data.samples=20"]):
-        job = one(*words, *more).config
+        job = job_of(*words, *more).config
         assert job.model.mapping() == {"_target_": "mine.Net", "width": 64}
         assert job.data.arguments == ({"samples": 20} if more else {})
         assert job.data.batch_size == 32
     short = ["model=mine.Net", "optimizer=torch.optim.NAdam", "model.width=64"]
-    assert one(*short).config.model.mapping() == {"_target_": "mine.Net", "width": 64}
-    assert one(*short).config.optimizer.arguments == {}
+    assert job_of(*short).config.model.mapping() == {"_target_": "mine.Net", "width": 64}
+    assert job_of(*short).config.optimizer.arguments == {}
     listed = ["optimizer=torch.optim.NAdam,torch.optim.RAdam", "optimizer.lr=0.1"]
     jobs = request(listed, multirun=True).jobs
-    assert [one.config.optimizer.arguments for one in jobs] == [{"lr": 0.1}] * 2
-    kept = one("optimizer._target_=torch.optim.SGD", "optimizer.lr=2").config.optimizer
+    assert [job.config.optimizer.arguments for job in jobs] == [{"lr": 0.1}] * 2
+    kept = job_of("optimizer._target_=torch.optim.SGD", "optimizer.lr=2").config.optimizer
     assert (kept.arguments["lr"], kept.arguments["momentum"]) == (2, 0.9)
 
 
-def test_values_of_the_environment_and_secrets_are_not_recorded(monkeypatch):
+RATE = "optimizer.lr='${oc.decode:${oc.env:RATE}}'"
+
+
+def test_values_of_the_environment_are_recorded_as_references(monkeypatch):
     monkeypatch.setenv("RATE", "0.25")
     monkeypatch.setenv("HF_TOKEN", "abcdef")
-    words = ["optimizer.lr='${oc.decode:${oc.env:RATE}}'", "+model.login='${oc.env:HF_TOKEN}'"]
-    words += ["+model.copied='it is ${model.login}'", "+model.api_key=abc", "+model.width2=${seed}"]
-    words += ["callbacks=[{_target_:m.N,api_key:sk-12}]", "+model.quoted='${callbacks.0.api_key}'"]
-    job = one(*words)
+    words = [RATE, "+model.login='${oc.env:HF_TOKEN}'", "+model.copied='it is ${model.login}'"]
+    job = job_of(*words, "+model.width2=${seed}")
     assert job.config.optimizer.arguments["lr"] == 0.25
     assert job.config.model.arguments["copied"] == "it is abcdef"
     assert job.plain["optimizer"]["lr"] == "${oc.decode:${oc.env:RATE}}"
-    recorded = {"login": "${oc.env:HF_TOKEN}", "copied": "it is ${model.login}"}
-    recorded["quoted"] = "${callbacks.0.api_key}"
-    assert job.plain["model"].items() >= (recorded | {"api_key": "***", "width2": 0}).items()
-    monkeypatch.delenv("RATE")
+    recorded = {"login": "${oc.env:HF_TOKEN}", "copied": "it is ${model.login}", "width2": 0}
+    assert job.plain["model"].items() >= recorded.items()
+
+
+def test_secrets_are_not_recorded():
+    words = ["+model.api_key=abc", "+model.quoted='${callbacks.0.api_key}'"]
+    job = job_of(*words, "callbacks=[{_target_:m.N,api_key:sk-12}]")
+    recorded = {"api_key": "***", "quoted": "${callbacks.0.api_key}"}
+    assert job.plain["model"].items() >= recorded.items()
+
+
+def test_a_variable_that_is_not_set_is_named(monkeypatch):
+    monkeypatch.delenv("RATE", raising=False)
     with pytest.raises(RequestError, match=r"optimizer\.lr=.*cannot be resolved"):
-        one(*words)
+        job_of(RATE)
 
 
 @pytest.mark.parametrize(
@@ -101,21 +124,29 @@ def test_values_of_the_environment_and_secrets_are_not_recorded(monkeypatch):
     ],
 )
 def test_a_sweep_is_every_combination_in_hydras_order(words, labels):
-    found = request(words.split(), multirun="MULTIRUN" not in words)
-    assert [job.label for job in found.jobs] == labels
-    assert len({job.hash for job in found.jobs}) == len(labels)
+    requested = request(words.split(), multirun="MULTIRUN" not in words)
+    assert [job.label for job in requested.jobs] == labels
+    assert len({job.hash for job in requested.jobs}) == len(labels)
     if "job.num" in words:
-        assert [job.config.seed for job in found.jobs] == [0, 1]
+        assert [job.config.seed for job in requested.jobs] == [0, 1]
     if "layers" in words:
-        assert [job.config.model.arguments["layers"] for job in found.jobs] == [2, 2]
-        assert found.jobs[0].overrides == ("model=gpt", "model.layers=2", "seed=1")
+        assert [job.config.model.arguments["layers"] for job in requested.jobs] == [2, 2]
+        assert requested.jobs[0].overrides == ("model=gpt", "model.layers=2", "seed=1")
 
 
-def test_a_key_that_is_removed_and_added_or_typed_alike_is_given_once():
-    words = ["~optimizer.nesterov", "+optimizer.nesterov=true", "seed=3", "seed=3"]
-    job = one(*words, "optimizer=sgd", "optimizer={lr:0.3}", "model=cnn", "model.width=8")
-    assert (job.config.seed, job.config.optimizer.arguments["lr"]) == (3, 0.3)
+def test_a_key_that_is_removed_may_be_added_again():
+    job = job_of("~optimizer.nesterov", "+optimizer.nesterov=true")
     assert job.config.optimizer.arguments["nesterov"] is True
+
+
+def test_an_override_that_is_typed_twice_alike_is_given_once():
+    assert job_of("seed=3", "seed=3").config.seed == 3
+
+
+def test_an_option_goes_with_values_of_its_group():
+    job = job_of("optimizer=sgd", "optimizer={lr:0.3}", "model=cnn", "model.width=8")
+    assert job.config.optimizer.arguments["lr"] == 0.3
+    assert job.config.model.arguments["width"] == 8
 
 
 def test_one_number_is_a_list_of_one_threshold():

@@ -20,18 +20,18 @@ def plain(*words):
     return copy.deepcopy(_job(words).plain)
 
 
-def changed(found, key, value):
-    """``found`` with another value of a dotted key."""
+def changed(config, key, value):
+    """``config`` with another value of a dotted key."""
     *sections, last = key.split(".")
-    section = found
+    section = config
     for name in sections:
         section = section[name]
     section[last] = value
-    return found
+    return config
 
 
-def problems(found):
+def problems(config):
     """The message of each key that is wrong."""
     with pytest.raises(RequestError) as error:
-        parse(found)
+        parse(config)
     return {problem.key: problem.message for problem in error.value.problems}

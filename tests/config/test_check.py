@@ -44,9 +44,9 @@ BASE = ("clip=adaptive", "plugin=hybrid")
 @pytest.mark.parametrize("key", WRONG)
 def test_a_wrong_value_is_named_with_what_is_allowed(key):
     for value in WRONG[key]:
-        found = problems(changed(plain(*BASE), key, value))
-        assert list(found) == [key], value
-        assert "must " in found[key]
+        named = problems(changed(plain(*BASE), key, value))
+        assert list(named) == [key], value
+        assert "must " in named[key]
 
 
 def test_a_right_value_is_taken():
@@ -55,20 +55,35 @@ def test_a_right_value_is_taken():
             assert parse(changed(plain(*BASE), key, value))
 
 
-def test_the_default_configuration_becomes_typed_frozen_and_travels_between_processes():
+def test_the_default_configuration_becomes_typed():
     config = parse(plain())
     assert (config.clip.mode, config.clip.threshold, config.recipe) == ("norm", 1.0, "none")
     assert config.train.max_duration == Duration(15, "ep")
     assert parse(changed(plain(), "clip.norm_type", "inf")).clip.norm_type == math.inf
+
+
+def test_a_configuration_is_frozen():
+    config = parse(plain())
     with pytest.raises(ValidationError, match="frozen"):
         config.clip.threshold = 2.0
+
+
+def test_a_configuration_travels_between_processes():
+    config = parse(plain())
     assert pickle.loads(pickle.dumps(config)) == config
-    own = {"batch_size", "num_workers", "drop_last", "_target_"}
-    assert not own & config.data.arguments.keys()
-    given = {"_target_": "torch.optim.SGD", "lr": 0.1, "deep": {"er": [1, 2]}}
-    optimizer = parse(changed(plain(), "optimizer", given)).optimizer
-    assert optimizer.mapping() == given
-    assert (config.verify.bound, optimizer.arguments["lr"]) == (1e-9, 0.1)
+
+
+def test_arguments_of_a_target_lie_apart_from_the_keys_of_its_section():
+    keys = {"batch_size", "num_workers", "drop_last", "_target_"}
+    assert not keys & parse(plain()).data.arguments.keys()
+    section = {"_target_": "torch.optim.SGD", "lr": 0.1, "deep": {"er": [1, 2]}}
+    optimizer = parse(changed(plain(), "optimizer", section)).optimizer
+    assert optimizer.mapping() == section
+    assert optimizer.arguments["lr"] == 0.1
+
+
+def test_the_bound_of_a_verification_follows_from_its_dtype():
+    assert parse(plain()).verify.bound == 1e-9
     assert parse(changed(plain(), "verify.dtype", "float32")).verify.bound == 1e-5
 
 
@@ -79,25 +94,33 @@ def test_a_mode_inside_of_another_one_is_named_with_its_place():
         "spike",
         1.0,
     ]
-    found = problems(changed(plain("clip=chain"), "clip.links", links))
+    named = problems(changed(plain("clip=chain"), "clip.links", links))
     keys = ["0.beta", "0.threshold", "1.eps", "2.mode", "2.threshold"]
-    assert sorted(found) == [f"clip.links.{key}" for key in keys]
+    assert sorted(named) == [f"clip.links.{key}" for key in keys]
     groups = {"a.*": {"mode": "nrom"}, "*.b": {"_target_": "nowhere.Mode"}, "*": {"mode": "norm"}}
-    found = problems(changed(plain("clip=groups", "clip.groups={*:1.0}"), "clip.groups", groups))
-    assert sorted(found) == [
+    named = problems(changed(plain("clip=groups", "clip.groups={*:1.0}"), "clip.groups", groups))
+    assert sorted(named) == [
         f"clip.groups.{key}" for key in ("*.b._target_", "*.threshold", "a.*.mode")
     ]
-    assert "did you mean norm?" in found["clip.groups.a.*.mode"]
+    assert "did you mean norm?" in named["clip.groups.a.*.mode"]
 
 
-def test_a_duration_reads_what_it_prints_and_says_its_units():
-    for value, unit in ((3, "ep"), (100_000, "sp"), (9, "tok")):
-        duration = Duration.parse(f"{value:_}{unit}")
-        assert str(duration) == f"{value}{unit}"
-        assert duration == Duration.parse_interval(str(duration)) == Duration(value, unit)
+@pytest.mark.parametrize(("value", "unit"), [(3, "ep"), (100_000, "sp"), (9, "tok")])
+def test_a_duration_reads_what_it_prints(value, unit):
+    duration = Duration.parse(f"{value:_}{unit}")
+    assert str(duration) == f"{value}{unit}"
+    assert duration == Duration.parse_interval(str(duration)) == Duration(value, unit)
+
+
+def test_an_interval_may_be_in_minutes():
     assert Duration.parse_interval("1_000min") == Duration(1000, "min")
-    for text in ("3", "ep", "0ep", "1.5ep", "3 ep", "3EP", "1__0ba", "10min", 3):
-        with pytest.raises(ValueError, match="must be a duration") as error:
-            Duration.parse(text)
-        assert all(f"{unit} ({meaning})" in str(error.value) for unit, meaning in UNITS.items())
-        assert "minutes" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["3", "ep", "0ep", "1.5ep", "3 ep", "3EP", "1__0ba", "10min", pytest.param(3, id="int")]
+)
+def test_a_wrong_duration_is_refused_with_its_units(text):
+    with pytest.raises(ValueError, match="must be a duration") as error:
+        Duration.parse(text)
+    assert all(f"{unit} ({meaning})" in str(error.value) for unit, meaning in UNITS.items())
+    assert "minutes" not in str(error.value)

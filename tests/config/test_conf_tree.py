@@ -25,21 +25,23 @@ def test_every_option_of_a_group_gives_what_its_file_says():
     for turn in range(max(len(options(group)) for group in keys)):
         chosen = {group: options(group)[: turn + 1][-1] for group in keys}
         words = [f"{group}={option}" for group, option in chosen.items()]
-        words += [word for one in words.copy() for word in NEEDED.get(one, [])]
+        words += [word for choice in words.copy() for word in NEEDED.get(choice, [])]
         config = plain(*words)
         for group, option in chosen.items():
             content = read_yaml(find("conf") / group / f"{option}.yaml")
             content.pop("defaults", None)
             referring = re.compile(r"\$\{|\?\?\?")
-            fixed = {key: one for key, one in content.items() if not referring.search(str(one))}
+            fixed = {
+                key: value for key, value in content.items() if not referring.search(str(value))
+            }
             assert fixed.items() <= config[group].items(), (group, option)
             # A clipping mode has its own options besides, and no others.
-            own = options_of(MODES[option]) if group == "clip" else {}
-            assert set(own) <= set(config[group])
-            keys[group].add(tuple(key for key in config[group] if key not in own))
+            mode_options = options_of(MODES[option]) if group == "clip" else {}
+            assert set(mode_options) <= set(config[group]), (group, option)
+            keys[group].add(tuple(key for key in config[group] if key not in mode_options))
             if group in ("clip", "plugin", "precision", "tracker"):
                 assert content.get("name", content.get("mode")) == option
-    assert all(len(found) == 1 for group, found in keys.items() if group not in OPEN)
+    assert all(len(kinds) == 1 for group, kinds in keys.items() if group not in OPEN)
     assert options("clip") == NAMES
 
 
@@ -54,31 +56,34 @@ def test_a_default_of_a_clipping_mode_stands_in_its_dataclass_alone():
 def commands():
     for file in [*FILES, *sorted(find("recipes").glob("*.yaml"))]:
         for line in file.read_text().splitlines():
-            if found := re.match(r"#.*?python -m runner (.*)", line):
-                yield pytest.param(found[1], id=f"{file.parent.name}/{file.stem}")
+            if shown := re.match(r"#.*?python -m runner (.*)", line):
+                yield pytest.param(shown[1], id=f"{file.parent.name}/{file.stem}")
 
 
 @pytest.mark.parametrize("command", list(commands()))
 @pytest.mark.product(every=9)
 def test_the_command_that_a_file_shows_is_right(command):
     words = shlex.split(command)
-    given = [word for word in words if word != "-m"]
-    assert request(given, multirun="-m" in words).jobs
+    typed = [word for word in words if word != "-m"]
+    assert request(typed, multirun="-m" in words).jobs
 
 
-def test_files_open_with_their_purpose_and_are_read_as_hydra_reads_them():
+def test_files_open_with_their_purpose():
     for file in FILES:
         text = file.read_text()
         assert re.match("# .+", text), file
         assert file.parent.name == "hydra" or "\n# python -m runner" in text, file
+
+
+def test_files_are_read_as_hydra_reads_them():
     for file in [*FILES, *sorted(find("recipes").glob("*.yaml"))]:
         assert read_yaml(file) == OmegaConf.to_container(OmegaConf.load(file)), file
 
 
 def test_an_argument_that_is_no_finite_number_is_refused_before_the_target_sees_it():
     for value in (math.nan, 10**400):
-        found = problems(changed(plain(), "optimizer.momentum", value))
-        assert found == {"optimizer.momentum": "must be a finite number"}
+        named = problems(changed(plain(), "optimizer.momentum", value))
+        assert named == {"optimizer.momentum": "must be a finite number"}
     assert problems(changed(plain(), "model.width", "???")) == {"model.width": "no value given"}
     foreign = {"_target_": "my.Optimizer", "lr": "auto"}
     assert parse(changed(plain(), "optimizer", foreign)).optimizer.mapping() == foreign

@@ -20,23 +20,26 @@ ASKED |= SPECIAL
 """A value of each key that asks for something."""
 
 
-def asked(name, **given):
-    found = plain(f"plugin={name}")
-    found["plugin"] |= given
-    return found
+def config_with(name, **options):
+    config = plain(f"plugin={name}")
+    config["plugin"] |= options
+    return config
 
 
 @pytest.mark.parametrize("name", options("plugin"))
 def test_a_key_that_nothing_uses_names_the_plugins_that_do(name):
     for key, (_, plugins) in uses().items():
-        found = {one.key: one.message for one in examine(asked(name, **{key: ASKED[key]}))[1]}
+        messages = {
+            problem.key: problem.message
+            for problem in examine(config_with(name, **{key: ASKED[key]}))[1]
+        }
         if name in plugins:
-            assert "has no meaning under" not in str(found)
+            assert "has no meaning under" not in str(messages)
             continue
-        assert list(found) == [f"plugin.{key}"]
-        said = found[f"plugin.{key}"]
-        assert f"has no meaning under plugin={name}" in said
-        assert all(f"plugin={option}" in said for option in plugins)
+        assert list(messages) == [f"plugin.{key}"], key
+        said = messages[f"plugin.{key}"]
+        assert f"has no meaning under plugin={name}" in said, key
+        assert all(f"plugin={option}" in said for option in plugins), key
 
 
 AXES = {"dp_size": 2, "tp_size": 2, "pp_size": 2}
@@ -45,7 +48,7 @@ ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "key", "said"),
+    ("name", "sizes", "key", "said"),
     [
         ("zero", {"zero_stage": 0}, "zero_stage", "1, 2 or 3"),
         (
@@ -55,22 +58,22 @@ ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
         ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=2"),
     ],
 )
-def test_what_cannot_stand_together_is_named_with_a_way_out(name, given, key, said):
-    found = problems(asked(name, **given))
-    assert list(found) == [f"plugin.{key}"]
-    assert said in found[f"plugin.{key}"]
+def test_what_cannot_stand_together_is_named_with_a_way_out(name, sizes, key, said):
+    named = problems(config_with(name, **sizes))
+    assert list(named) == [f"plugin.{key}"]
+    assert said in named[f"plugin.{key}"]
 
 
 def test_the_schedules_are_those_that_a_pipeline_has():
     assert {*get_args(PluginSection.model_fields["schedule"].annotation)} == SCHEDULES.keys()
 
 
-def plugin(name, given):
-    return parse(plain(f"plugin={name}")).plugin.model_copy(update=given)
+def plugin(name, sizes):
+    return parse(plain(f"plugin={name}")).plugin.model_copy(update=sizes)
 
 
 def test_the_ranks_that_are_asked_for():
-    for name, given, least, grows in (
+    for name, sizes, least, grows in (
         ("single", {}, 1, False),
         ("ddp", {}, 1, True),
         ("moe", {"ep_size": 2, "dp_size": 4}, 4, False),
@@ -80,13 +83,15 @@ def test_the_ranks_that_are_asked_for():
         ("ddp", {"nnodes": 2, "nproc": 4}, 8, False),
         ("tensor", {"nnodes": 3, "tp_size": 2}, 6, True),
     ):
-        found = plugin(name, given)
-        assert (found.least_ranks, found.may_grow) == (least, grows)
-        assert found.nproc or mesh_of(found, least)  # what the sizes ask for is never refused
+        section = plugin(name, sizes)
+        assert (section.least_ranks, section.may_grow) == (least, grows), name
+        assert section.nproc or mesh_of(section, least), (
+            name
+        )  # what the sizes ask for is never refused
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "started", "key", "message"),
+    ("name", "sizes", "started", "key", "message"),
     [
         ("single", {"nproc": 2}, (), "nproc", "2 ranks cannot be one: plugin=ddp"),
         ("hybrid", {"nproc": 6, **TP_PP}, (), "nproc", "a multiple of tp_size 2 x pp_size 2 = 4"),
@@ -108,18 +113,18 @@ def test_the_ranks_that_are_asked_for():
         ("single", {}, (4, 2, 2), "", "torchrun started 4: plugin=ddp trains on all"),
     ],
 )
-def test_sizes_that_do_not_fit_say_the_numbers_and_a_way_out(
-    monkeypatch, name, given, started, key, message
+def test_sizes_that_do_not_fit_are_refused_with_a_way_out(
+    monkeypatch, name, sizes, started, key, message
 ):
     variables = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     for variable in variables:
         monkeypatch.delenv(variable, raising=False)
     for variable, value in zip(variables, (0, *started) if started else (), strict=False):
         monkeypatch.setenv(variable, str(value))
-    asked = plain(f"plugin={name}", "device=cpu", "model=gpt", "data=text")
-    asked["plugin"] |= given
+    config = plain(f"plugin={name}", "device=cpu", "model=gpt", "data=text")
+    config["plugin"] |= sizes
     with pytest.raises(RequestError) as error:
-        preflight.check(parse(asked))
+        preflight.check(parse(config))
     [problem] = error.value.problems
     assert problem.key == f"plugin.{key}".rstrip(".")
     assert message in problem.message
@@ -134,14 +139,24 @@ NO_PLANS = {
 }
 
 
-def test_a_plan_is_taken_as_it_is_and_of_a_file_the_content_goes_on(tmp_path):
-    file, typed = tmp_path / "plan.yaml", plain("plugin=tensor", TYPED)
+def test_a_plan_is_taken_as_it_is_typed():
+    typed = plain("plugin=tensor", TYPED)
     assert parse(typed).plugin.tp_plan == typed["plugin"]["tp_plan"] == PLAN
-    assert asked("tensor", tp_plan=PLAN) == typed
-    assert "there is no file" in problems(asked("tensor", tp_plan=str(file)))["plugin.tp_plan"]
+    assert config_with("tensor", tp_plan=PLAN) == typed
+
+
+def test_a_plan_in_a_file_is_recorded_by_its_content(tmp_path):
+    file = tmp_path / "plan.yaml"
     file.write_text("# mine\nblocks.*.up: colwise\nblocks.*.down: rowwise\n")
-    assert plain("plugin=tensor", f"plugin.tp_plan={file}") == typed
-    assert parse(asked("tensor", tp_plan=str(file))).plugin.tp_plan == PLAN
+    assert plain("plugin=tensor", f"plugin.tp_plan={file}") == plain("plugin=tensor", TYPED)
+    assert parse(config_with("tensor", tp_plan=str(file))).plugin.tp_plan == PLAN
+
+
+def test_a_file_that_holds_no_plan_is_refused(tmp_path):
+    file = tmp_path / "plan.yaml"
+    wrong = config_with("tensor", tp_plan=str(file))
+    assert "there is no file" in problems(wrong)["plugin.tp_plan"]
     for text, said in NO_PLANS.items():
         file.write_text(text)
-        assert said in problems(asked("tensor", tp_plan=str(file)))["plugin.tp_plan"]
+        wrong = config_with("tensor", tp_plan=str(file))
+        assert said in problems(wrong)["plugin.tp_plan"], text

@@ -7,6 +7,7 @@ import pytest
 
 from runner.cli.main import main
 from tests.process import inspected
+from tests.telemetry.wandb_server import LoopbackWandb
 
 pytestmark = pytest.mark.xdist_group("wandb")
 GROUP = 'it\'s a=0.1 "x" < y\\n ‖G‖ 🙂'
@@ -50,42 +51,69 @@ def _named(kind, config):
     yield from re.findall(r'"(config|summary):([^"]+)"', json.dumps(config))
 
 
-def test_the_saved_workspace_shows_what_a_run_records(start_server, outputs, capsys):
+def test_a_workspace_is_saved_where_it_is_asked_for(start_server, capsys):
     server = start_server()
-    for words in (["--group", GROUP], ["--entity", "team", "--name", "λ=1"]):
+    for words, entity in (([], "local"), (["--entity", "team", "--name", "λ=1"], "team")):
         assert main(["dashboard", "--project", "clips", *words]) == 0
-        printed, entity = capsys.readouterr(), "team" if "team" in words else "local"
+        printed = capsys.readouterr()
         assert printed.err == ""
         assert printed.out.startswith(f"workspace saved: {server.url}/{entity}/clips?nw=")
-    for words in ("--grop x", "--project"):
-        assert main(["dashboard", *words.split()]) == 2
-        assert words.split()[0] in capsys.readouterr().err
-    view, other = server.views
-    assert (view["entityName"], other["entityName"]) == ("local", "team")
-    assert (view["projectName"], other["displayName"]) == ("clips", "λ-1")
-    section = json.loads(view["spec"])["section"]
-    (runs,) = section["runSets"]
-    shown = [(one["key"]["name"], one["op"], one["value"]) for one in runs["filters"]["filters"]]
+    first, second = server.views
+    assert (first["entityName"], second["entityName"]) == ("local", "team")
+    assert (first["projectName"], second["displayName"]) == ("clips", "λ-1")
+
+
+@pytest.mark.parametrize("words", ["--grop x", "--project"])
+def test_a_wrong_flag_is_named(start_server, capsys, words):
+    server = start_server()
+    assert main(["dashboard", *words.split()]) == 2
+    assert words.split()[0] in capsys.readouterr().err
+    assert server.views == []
+
+
+@pytest.fixture(scope="module")
+def section(tmp_path_factory):
+    """The saved workspace of runs of a group."""
+    server = LoopbackWandb()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("WANDB_BASE_URL", server.url)
+        patch.setenv("WANDB_API_KEY", "local-" + "a" * 40)
+        patch.delenv("WANDB_MODE", raising=False)
+        code = main(["dashboard", "--project", "clips", "--group", GROUP])
+    server.close()
+    assert code == 0
+    [view] = server.views
+    return json.loads(view["spec"])["section"]
+
+
+def test_a_workspace_of_a_group_shows_its_settings(section):
+    [runs] = section["runSets"]
+    filters = runs["filters"]["filters"]
+    shown = [(rule["key"]["name"], rule["op"], rule["value"]) for rule in filters]
     assert shown == [("group", "=", GROUP)]
     grouped = [key["name"] for key in runs["grouping"]]  # the seeds of a setting are one group
     assert grouped == ["clip.value.mode", "clip.value.threshold"]
 
+
+def test_the_saved_workspace_shows_what_a_run_records(section, own_home, outputs):
+    [runs] = section["runSets"]
     words = ["clip=norm", "clip.threshold=0.25", "train.max_duration=6ba", "tracker.mode=offline"]
     assert main(["device=cpu", *words]) == 0
     (file,) = outputs.glob("runs/*/wandb/offline-run-*/run-*.wandb")
     records = inspected(file)
-    recorded = {("rows", key) for one in records["history"] for key in one["item"]}
-    recorded |= {("summary", key) for one in records["summary"] for key in one["update"]}
-    for one in records["run"]:
-        recorded |= set(_leaves(one["config"]["update"]))
+    recorded = {("rows", key) for row in records["history"] for key in row["item"]}
+    recorded |= {("summary", key) for part in records["summary"] for key in part["update"]}
+    for run in records["run"]:
+        recorded |= set(_leaves(run["config"]["update"]))
     parts = section["panelBankConfig"]["sections"]
     axes = [section["settings"], *(part["localPanelSettings"] for part in parts)]
-    assert {each["xAxis"] for each in axes} == {"train/step"}
+    assert {settings["xAxis"] for settings in axes} == {"train/step"}
     panels = [panel for part in parts for panel in part["panels"]]
-    named = {pair for one in panels for pair in _named(one["viewType"], one["config"])}
+    named = {pair for panel in panels for pair in _named(panel["viewType"], panel["config"])}
     assert len(named) > 15
     shown = {tuple(column.split(":", 1)) for column in runs["runFeed"]["columnOrder"]}
     shown |= {(item["key"]["section"], item["key"]["name"]) for item in runs["sort"]["keys"]}
-    own = {("run", name) for name in ("displayName", "state", "group", "createdAt")}
-    assert own <= shown
-    assert named | shown - own <= recorded
+    keys = {("run", name) for name in ("displayName", "state", "group", "createdAt")}
+    assert keys <= shown
+    assert named | shown - keys <= recorded

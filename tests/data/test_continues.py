@@ -38,10 +38,10 @@ class LateSampler(Sampler):
     """Draws each index when it is asked for, from the global generators."""
 
     def __iter__(self):
-        left = list(range(SAMPLES))
-        while left:
-            draw = int(torch.randint(len(left), ())) + random.randrange(len(left))
-            yield left.pop(draw % len(left))
+        remaining = list(range(SAMPLES))
+        while remaining:
+            draw = int(torch.randint(len(remaining), ())) + random.randrange(len(remaining))
+            yield remaining.pop(draw % len(remaining))
 
     def __len__(self):
         return SAMPLES
@@ -97,7 +97,9 @@ def trainer_on(loader, held_out=None, steps=STEPS, booster=None):
     evaluate = Evaluate(held_out, interval="3ba")
     more = {"log": Log([rows], bar=False), "booster": booster}
     trainer = Saving(model, loader, f"{steps}ba", (), evaluate, **more)
-    trainer.saved, trainer.rows, trainer.seen = {}, rows.rows, model.seen
+    trainer.saved = {}
+    trainer.rows = rows.rows
+    trainer.seen = model.seen
     return trainer
 
 
@@ -218,7 +220,8 @@ def test_a_training_continues_on_a_stream_of_datasets(kind, workers):
 
 def continue_on_two_ranks():
     """Return what is read by runs of two ranks that continue, and by one that is never stopped."""
-    plugin, found = TorchDDPPlugin(), []
+    plugin = TorchDDPPlugin()
+    results = []
     for shards in (1, 4):  # divided by the runner, and by the stream's method ``shard``
 
         def make(shards=shards):
@@ -234,21 +237,24 @@ def continue_on_two_ranks():
             second.model.unwrap().load_state_dict(weights)
             second.state.load_state_dict(state)
             second.fit()
-            found.append((second.seen, whole.seen[step:], whole.seen))
-    return found
+            results.append((second.seen, whole.seen[step:], whole.seen))
+    return results
 
 
 @pytest.mark.slow
 def test_two_ranks_continue_on_a_stream_with_a_shuffle_buffer():
-    for mine, other in zip(*run_ranks(continue_on_two_ranks, 2), strict=True):
-        for resumed, expected, _ in (mine, other):
+    for mine, theirs in zip(*run_ranks(continue_on_two_ranks, 2), strict=True):
+        for resumed, expected, _ in (mine, theirs):
             assert resumed == expected
-        epochs = [sorted(chain(*mine[2][at : at + 10], *other[2][at : at + 10])) for at in (0, 10)]
+        epochs = [
+            sorted(chain(*mine[2][first : first + 10], *theirs[2][first : first + 10]))
+            for first in (0, 10)
+        ]
         assert epochs == [list(range(80))] * 2
         assert mine[2][:10] != mine[2][10:20]
 
 
-def test_one_stream_for_training_and_held_out_data_is_refused():
+def test_a_stream_that_is_its_own_held_out_data_is_refused():
     stream = Stated()
     loaders = [SinglePlugin().prepare_dataloader(stream, 4) for _ in range(2)]
     with pytest.raises(ValueError, match="make it twice"):
@@ -256,19 +262,19 @@ def test_one_stream_for_training_and_held_out_data_is_refused():
 
 
 def test_an_evaluation_leaves_all_generators_as_they_were():
-    own = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(4)
     loaders = [
         DataLoader(Numbers(), BATCH, shuffle=True),
-        DataLoader(Numbers(), BATCH, shuffle=True, generator=own, num_workers=1),
+        DataLoader(Numbers(), BATCH, shuffle=True, generator=generator, num_workers=1),
         SinglePlugin().prepare_dataloader(Numbers(), BATCH, num_workers=1),
     ]
     for loader in loaders:
         trainer = trainer_on(plain(), loader)
         np.random.normal()  # NumPy keeps the second of a pair
-        before = RandomState.now({"own": own}).state_dict()
+        before = RandomState.now({"own": generator}).state_dict()
         for _ in range(2):
             assert trainer.evaluate()
-            after = RandomState.now({"own": own}).state_dict()
+            after = RandomState.now({"own": generator}).state_dict()
             assert list(map(repr, after.items())) == list(map(repr, before.items()))
             assert torch.equal(after["cpu"], before["cpu"])
             assert torch.equal(after["own.own"], before["own.own"])

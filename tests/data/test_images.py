@@ -13,7 +13,8 @@ from torchvision.transforms import functional as reference
 from runner.data import DataUnavailable
 from runner.data.images import CIFAR_STATISTICS, STATISTICS, cifar10, image_folder
 
-PER_FILE, NAN = 6, float("nan")
+PER_FILE = 6
+NAN = float("nan")
 FOLDER = CIFAR10.base_folder
 
 
@@ -53,28 +54,32 @@ def test_images_are_torchvisions_normalised(root, monkeypatch):
         theirs = CIFAR10(root, train=train)
         assert len(ours) == len(theirs) == PER_FILE * (5 if train else 1)
         for index, (image, target) in enumerate(theirs):
-            wanted = reference.normalize(reference.to_tensor(image), *CIFAR_STATISTICS)
-            torch.testing.assert_close(ours[index][0], wanted)
+            expected = reference.normalize(reference.to_tensor(image), *CIFAR_STATISTICS)
+            torch.testing.assert_close(ours[index][0], expected)
             assert ours[index][1] == target
 
 
-def test_only_training_images_are_cropped_and_flipped(root):
-    plain, augmented = load(root), load(root, augment=True)
+def test_a_training_image_is_a_crop_of_its_padded_image_or_of_its_mirror_image(root):
+    plain = load(root)
+    augmented = load(root, augment=True)
     shown = [augmented.train[index][0] for index in range(8)]
-    assert not torch.equal(torch.stack(shown), torch.stack([plain.train[at][0] for at in range(8)]))
-    padded = torch.nn.functional.pad(plain.train[0][0], [4] * 4, value=NAN)
+    originals = [plain.train[index][0] for index in range(8)]
+    assert not torch.equal(torch.stack(shown), torch.stack(originals))
+    padded = torch.nn.functional.pad(originals[0], [4] * 4, value=NAN)
     crops = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
-    inside = [
-        (one.isnan() | (one == each)).all()
-        for one in crops
-        for each in (shown[0], shown[0].flip(2))
-    ]
-    assert any(inside)
-    assert torch.equal(plain.test[0][0], augmented.test[0][0])
+    assert any(
+        (crop.isnan() | (crop == image)).all()
+        for crop in crops
+        for image in (shown[0], shown[0].flip(2))
+    )
+
+
+def test_a_held_out_image_is_not_augmented(root):
+    assert torch.equal(load(root).test[0][0], load(root, augment=True).test[0][0])
 
 
 @pytest.mark.parametrize("damaged", [None, "data_batch_3", "batches.meta"])
-def test_incomplete_data_names_the_folder_and_the_ways_forward(root, damaged):
+def test_incomplete_data_is_refused_with_the_ways_forward(root, damaged):
     folder = root if damaged else root / "elsewhere"
     if damaged:
         (root / FOLDER / damaged).write_bytes(b"truncated")
@@ -83,6 +88,10 @@ def test_incomplete_data_names_the_folder_and_the_ways_forward(root, damaged):
     for part in (f"data.root={folder}", "$DATA", "cifar-10-batches-py", "data.download=true"):
         assert part in str(caught.value)
     assert folder.exists() == (damaged is not None)
+
+
+@pytest.mark.usefixtures("root")
+def test_a_folder_that_is_not_given_is_asked_for():
     with pytest.raises(DataUnavailable, match=r"data\.root"):
         load(None)
 
@@ -105,28 +114,45 @@ def images(tmp_path):
     return load
 
 
-def test_folders_are_normalised_squares_that_depend_on_seed_epoch_and_sample_alone(images):
-    data = images()
-    assert [int(data.train[index][1]) for index in range(6)] == [0, 0, 0, 1, 1, 1]
-    blue, _ = data.test[0]
+def test_a_folder_is_a_class(images):
+    assert [int(images().train[index][1]) for index in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_images_of_folders_are_normalised_squares(images):
+    blue, _ = images().test[0]
     assert (blue.shape, blue.dtype) == ((3, 8, 8), torch.float32)
-    for at, colour in ((0, (0.0, 0.0, 0.0)), (-1, (0.0, 0.0, 1.0))):
-        mean, std = map(torch.tensor, STATISTICS)
-        wanted = (torch.tensor(colour) - mean) / std
-        torch.testing.assert_close(blue[:, 4, at], wanted)
+    mean, std = map(torch.tensor, STATISTICS)
+    for column, colour in ((0, (0.0, 0.0, 0.0)), (-1, (0.0, 0.0, 1.0))):
+        expected = (torch.tensor(colour) - mean) / std
+        torch.testing.assert_close(blue[:, 4, column], expected)
+
+
+def test_augmentation_draws_no_random_numbers_of_the_training(images):
     state = torch.get_rng_state()
-    before = data.train[1][0]
+    image = images().train[1][0]
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    assert torch.equal(images().train[1][0], before)
-    assert not torch.equal(images(seed=1).train[1][0], before)
-    for epoch in (1, 0):
-        data.train.set_epoch(epoch)
-        assert torch.equal(data.train[1][0], before) == (epoch == 0)
-    plain = images(augment=False).train
-    before = plain[0][0]
-    plain.set_epoch(1)
-    assert torch.equal(plain[0][0], before)
+    assert torch.equal(images().train[1][0], image)
+
+
+def test_another_seed_augments_in_another_way(images):
+    assert not torch.equal(images(seed=1).train[1][0], images().train[1][0])
+
+
+def test_each_epoch_augments_in_a_way_of_its_own(images):
+    train = images().train
+    first = train[1][0]
+    train.set_epoch(1)
+    assert not torch.equal(train[1][0], first)
+    train.set_epoch(0)
+    assert torch.equal(train[1][0], first)
+
+
+def test_an_image_that_is_not_augmented_is_the_same_in_each_epoch(images):
+    train = images(augment=False).train
+    first = train[0][0]
+    train.set_epoch(1)
+    assert torch.equal(train[0][0], first)
 
 
 def test_wrong_folders_are_named(images, tmp_path, monkeypatch):

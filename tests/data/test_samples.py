@@ -50,7 +50,9 @@ class WithGenerators(Noisy):
     """Draws from generators that it and its transform hold."""
 
     def __init__(self):
-        self.python, self.torch, self.transform = random.Random(1), torch.Generator(), Jitter()
+        self.python = random.Random(1)
+        self.torch = torch.Generator()
+        self.transform = Jitter()
 
     def __getitem__(self, index):
         noise = torch.rand(2, generator=self.torch) + self.python.random()
@@ -75,17 +77,17 @@ def samples_of(dataset, batch_size, workers=0, first_epoch=0):
     loader = SinglePlugin().prepare_dataloader(
         dataset, batch_size, shuffle=True, seed=5, num_workers=workers
     )
-    found = {}
+    samples = {}
     for epoch in range(first_epoch, 2):
         loader.batch_sampler.set_epoch(epoch)
         for inputs, indices in loader:
             rows = zip(indices.tolist(), inputs.tolist(), strict=True)
-            found |= {(epoch, index): row for index, row in rows}
-    return found
+            samples |= {(epoch, index): row for index, row in rows}
+    return samples
 
 
 @pytest.mark.parametrize("make", [Noisy, Listed, Collated, WithGenerators, Rarely, part_of_own])
-def test_a_sample_is_the_same_in_any_batch_worker_and_run(make):
+def test_a_sample_is_the_same_however_it_is_read(make):
     expected = samples_of(make(), 4)
     for batch_size, workers in ((3, 0), (5, 1), (2, 2)):
         random.seed(batch_size)
@@ -121,8 +123,8 @@ def test_a_data_set_that_draws_nothing_is_read_a_batch_at_a_time():
     assert len(samples_of(dataset, 4)) == 2 * SAMPLES
     assert dataset.reads == 2 * 4
     in_memory = TensorDataset(torch.zeros(8, 3), torch.arange(8))
-    for known in (in_memory, own(in_memory).train):
-        loader = SinglePlugin().prepare_dataloader(known, 4)
+    for tensors in (in_memory, own(in_memory).train):
+        loader = SinglePlugin().prepare_dataloader(tensors, 4)
         assert not isinstance(loader.dataset, SeededSamples)
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import random
 from collections import Counter
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -35,14 +36,16 @@ class Plain(IterableDataset):
         numbers = list(range(SAMPLES))
         random.shuffle(numbers)
         np.random.shuffle(numbers)
-        yield from (pair(numbers[at]) for at in torch.randperm(SAMPLES).tolist())
+        yield from (pair(numbers[index]) for index in torch.randperm(SAMPLES).tolist())
 
 
 class ByItself(Plain):
     """Divides itself over workers, as PyTorch's documentation shows, and over ``size`` ranks."""
 
     def __init__(self, rank=0, size=1):
-        self.rank, self.size, self.shards_itself = rank, size, size > 1
+        self.rank = rank
+        self.size = size
+        self.shards_itself = size > 1
 
     def __iter__(self):
         info = get_worker_info()
@@ -57,7 +60,7 @@ class Shards(Plain):
         self.numbers = numbers
 
     def shard(self, num_shards, index):
-        first, end = (round(SAMPLES * (at / num_shards) ** 2) for at in (index, index + 1))
+        first, end = (round(SAMPLES * (part / num_shards) ** 2) for part in (index, index + 1))
         return Shards(range(first, end))
 
     def __iter__(self):
@@ -72,11 +75,11 @@ def loader_of(dataset, rank=0, world=1, workers=0, batch=BATCH, drop_last=False)
 def seen(loader):
     """The numbers of each microbatch of a loader; empty where this rank has none."""
     batches = [batch[0][:, 0].int().tolist() for batch in loader]
-    return [[] if loader.weightless(at) else batch for at, batch in enumerate(batches)]
+    return [[] if loader.weightless(number) else batch for number, batch in enumerate(batches)]
 
 
 @pytest.mark.parametrize("kind", [Plain, ByItself])
-def test_step_k_has_the_same_samples_on_any_number_of_ranks_and_workers(kind):
+def test_a_step_has_the_same_samples_however_a_stream_is_divided(kind):
     whole = seen(loader_of(kind(), batch=8))
     assert Counter(chain.from_iterable(whole)) == Counter(range(SAMPLES))
     for world, workers in ((2, 2), (4, 1), (8, 0)):
@@ -86,13 +89,18 @@ def test_step_k_has_the_same_samples_on_any_number_of_ranks_and_workers(kind):
         assert {max(map(len, group)) - min(map(len, group)) for group in groups} <= {0, 1}
 
 
-def test_epochs_differ_and_leave_the_random_numbers_of_the_training_alone():
-    loader, epochs = loader_of(Plain(), 1, 2), []
-    states = (random.getstate(), np.random.get_state()[1].tolist())
+def test_an_epoch_has_an_order_of_its_own():
+    loader = loader_of(Plain(), 1, 2)
+    epochs = []
     for epoch in (0, 1, 0):
         loader.dataset.set_epoch(epoch)
         epochs.append(seen(loader))
     assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_a_stream_leaves_the_random_numbers_of_the_training_alone():
+    states = (random.getstate(), np.random.get_state()[1].tolist())
+    seen(loader_of(Plain(), 1, 2))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
     drawn = []
     for workers in (0, 2):
@@ -100,6 +108,9 @@ def test_epochs_differ_and_leave_the_random_numbers_of_the_training_alone():
         seen(loader_of(Plain(), workers=workers))
         drawn.append(torch.rand(1).item())
     assert drawn[0] == drawn[1]
+
+
+def test_a_batch_of_a_stream_that_is_not_full_can_be_left_out():
     both = [seen(loader_of(Plain(), rank, 2, drop_last=True)) for rank in (0, 1)]
     assert [len(batch) for batch in both[0] + both[1]] == [BATCH] * 2 * (SAMPLES // (2 * BATCH))
 
@@ -118,9 +129,10 @@ def train_on_parts():
     """For each kind of stream: samples, passes, held-out loss and weights."""
     # Ranks of tests are daemons, which may not start workers; those of the command may.
     multiprocessing.current_process()._config["daemon"] = False
-    found = []
+    results = []
     for kind, workers, steps in ((TorchDDPPlugin, 2, 1), (TorchFSDPPlugin, 0, 3)):
-        plugin, model = kind(), Watched(2, 3)
+        plugin = kind()
+        model = Watched(2, 3)
         dataset = ByItself(plugin.data_rank, plugin.data_size) if workers else Shards()
         train = plugin.prepare_dataloader(dataset, BATCH, num_workers=workers)
         held_out = Evaluate(plugin.prepare_dataloader(dataset, BATCH), interval="99ep")
@@ -128,19 +140,31 @@ def train_on_parts():
         trainer = Trainer(model, train, "2ep", (), held_out, **options)
         summary = trainer.fit()
         weights = trainer.booster.state_dict(trainer.model)
-        found.append((summary["samples"], model.passes, summary["final"]["eval/loss"], weights))
-    return found
+        results.append((summary["samples"], model.passes, summary["final"]["eval/loss"], weights))
+    return results
 
 
-def test_parts_of_unequal_length_count_each_sample_once_and_ranks_never_wait_for_ever():
+@cache
+def two_ranks():
+    return run_ranks(train_on_parts, 2)
+
+
+@pytest.mark.xdist_group("parts of a stream")
+def test_parts_of_unequal_length_count_each_sample_once():
     inputs, targets = zip(*map(pair, range(SAMPLES)), strict=True)
-    for mine, other in zip(*run_ranks(train_on_parts, 2), strict=True):
-        assert mine[0] == other[0] == 2 * SAMPLES
-        assert mine[1] == other[1]
+    for mine, theirs in zip(*two_ranks(), strict=True):
+        assert mine[0] == theirs[0] == 2 * SAMPLES
         model = Watched(2, 3)
         model.load_state_dict(mine[3])
         loss = nn.functional.cross_entropy(model(torch.stack(inputs)), torch.tensor(targets))
         assert mine[2] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.xdist_group("parts of a stream")
+def test_ranks_with_parts_of_unequal_length_run_the_same_number_of_passes():
+    """A rank that has none would make the others wait for ever."""
+    for mine, theirs in zip(*two_ranks(), strict=True):
+        assert mine[1] == theirs[1]
 
 
 def test_a_rank_without_any_sample_is_named():
@@ -163,9 +187,10 @@ class Stated(Plain):
         self.at = state["at"]
 
     def __iter__(self):
-        first, self.at = self.at, 0
-        for at, number in enumerate(self.numbers[first:], first + 1):
-            self.at = at
+        first = self.at
+        self.at = 0
+        for position, number in enumerate(self.numbers[first:], first + 1):
+            self.at = position
             inputs, target = pair(number)
             yield inputs + random.random() + torch.rand(2) + np.random.rand(), target
         self.at = 0
@@ -190,7 +215,8 @@ def test_a_run_on_a_stream_continues_with_the_same_bits(kind, workers, tmp_path)
     whole = training(kind, workers, CheckpointSaver(tmp_path, "1ba", keep=20))
     whole.fit()
     for step in (3, 11):
-        path, second = tmp_path / f"step_{step:09d}", training(kind, workers)
+        path = tmp_path / f"step_{step:09d}"
+        second = training(kind, workers)
         second.load(path)
         second.fit()
         assert all(map(torch.equal, second.model.parameters(), whole.model.parameters())), step

@@ -55,7 +55,7 @@ def about_disk(said, disk):
     return [line for line in said.splitlines() if f"the disk {disk} is full" in line]
 
 
-def test_a_run_whose_rows_do_not_fit_fails_and_continues_once_there_is_space(run, disk):
+def test_a_run_that_failed_on_a_full_disk_continues_once_there_is_space(run, disk):
     words = [f"hydra.run.dir={disk}/outputs/runs/one", "tracker=none"]
     words += ["checkpoint.interval=2ba", "checkpoint.keep=1"]
     assert about_disk(run(*words, at=5, code=1), disk)
@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_is_named_by_ranks(disk):
     words = ["plugin=ddp", "plugin.nproc=2", "tracker=none", "checkpoint.interval=2ba"]
     environment = environment_at(disk)
     done = python("-m", "runner", *SMALL, *faulty("fill", 5), *words, code=1, env=environment)
-    [line] = [one for one in done.stderr.splitlines() if one.startswith("failed: ")]
+    [line] = [printed for printed in done.stderr.splitlines() if printed.startswith("failed: ")]
     status = read(only_run(disk / "outputs"))
     assert line.startswith(f"failed: rank {status['rank']}: {status['error']}")
     assert f"the disk {disk} is full" in line or "No space left on device" in line
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_is_named_by_ranks(disk):
         assert unwanted not in done.stdout + done.stderr
 
 
-def test_a_sweep_stops_without_weights_and_the_same_command_finishes_it(run, disk):
+def test_a_sweep_that_stopped_on_a_full_disk_is_finished_by_the_same_command(run, disk):
     sweep = ["-m", "seed=0,1", "sweep.name=full", "tracker=none"]
     said = run(*sweep, at=19, code=1)
     folder = disk / "outputs" / "sweeps" / "full"
@@ -103,14 +103,24 @@ def test_a_run_that_begins_on_a_full_disk_creates_nothing(run, disk):
         assert not list(disk.glob("outputs/*/*"))
 
 
-def test_a_page_and_a_summary_that_do_not_fit_are_named(disk, caplog):
+@pytest.fixture
+def filled(disk):
+    """The record of a run that began before its disk was full."""
     record = Record(disk)
     record.begin({"seed": 0}, None)
     fill(disk)
     record.write({"train/step": 1})
+    return record
+
+
+def test_a_summary_that_does_not_fit_is_named(filled, disk):
     with pytest.raises(OSError, match=f"the disk {disk} is full.*summary.json"):
-        record.summary({"steps": 1})
+        filled.summary({"steps": 1})
     assert {file.name for file in disk.iterdir()} == {"config.yaml", "status.json", "filler"}
+
+
+@pytest.mark.usefixtures("filled")
+def test_a_page_that_does_not_fit_is_named(disk, caplog):
     assert written(disk) is None
     [line] = caplog.messages
     assert "report.html could not be written" in line

@@ -71,7 +71,9 @@ class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(17, 8, padding_idx=0)
-        self.up, self.norm, self.down = nn.Linear(8, 12), nn.RMSNorm(3), nn.Linear(12, 8)
+        self.up = nn.Linear(8, 12)
+        self.norm = nn.RMSNorm(3)
+        self.down = nn.Linear(12, 8)
         self.head = nn.Linear(8, 17)
 
     def forward(self, tokens: Tensor) -> Any:
@@ -202,43 +204,43 @@ def one_step(model: str, plugin: str | None, clip: Clip, exclude: Any = "auto") 
     }
 
 
-def one_step_each(asked: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [one_step(**each) for each in asked]
+def one_step_each(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [one_step(**step) for step in requests]
 
 
 METRICS = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
 EXACT = ("clipped", "fraction", "threshold")
 
 
-def unlike_one_process(ours: Sequence[dict[str, Any]], one: dict[str, Any]) -> list[str]:
+def unlike_one_process(ours: Sequence[dict[str, Any]], single: dict[str, Any]) -> list[str]:
     """Describe the differences between the ranks and one process; empty if there are none."""
-    found = []
+    problems = []
     for rank, result in enumerate(ours):
         bits = [metric.hex() for metric in result["metrics"]]
         if bits != [metric.hex() for metric in ours[0]["metrics"]]:
-            found.append(f"rank {rank} has other metrics than rank 0")
-        if result["taken"] != one["taken"]:
-            found.append(f"rank {rank}: step taken: {result['taken']}")
-        for key, a, b in zip(METRICS, result["metrics"], one["metrics"], strict=True):
+            problems.append(f"rank {rank} has other metrics than rank 0")
+        if result["taken"] != single["taken"]:
+            problems.append(f"rank {rank}: step taken: {result['taken']}")
+        for key, a, b in zip(METRICS, result["metrics"], single["metrics"], strict=True):
             same = a == b or (math.isnan(a) and math.isnan(b))
             close = key not in EXACT and abs(a - b) <= 1e-12 * abs(b)
             if not (same or close):
-                found.append(f"rank {rank}: {key} {a!r} instead of {b!r}")
+                problems.append(f"rank {rank}: {key} {a!r} instead of {b!r}")
     for what in ("gradients", "weights"):
-        found += unlike(what, ours[0][what], one[what], 1e-12)
-    return found
+        problems += unlike(what, ours[0][what], single[what], 1e-12)
+    return problems
 
 
 def assert_one_process(
-    world: int, asked: Sequence[Mapping[str, Any]]
+    world: int, requests: Sequence[Mapping[str, Any]]
 ) -> list[list[dict[str, Any]]]:
     """Assert that ranks take the steps ``asked`` for as one process does; return what each did."""
-    ranks = run_ranks(one_step_each, world, list(asked))
+    ranks = run_ranks(one_step_each, world, list(requests))
     wrong = []
-    for number, each in enumerate(asked):
-        one = one_step(**{**each, "plugin": None})
-        found = unlike_one_process([rank[number] for rank in ranks], one)
-        if found:
-            wrong.append(f"{dict(each)}: {found[:6]}")
+    for number, step in enumerate(requests):
+        single = one_step(**{**step, "plugin": None})
+        problems = unlike_one_process([rank[number] for rank in ranks], single)
+        if problems:
+            wrong.append(f"{dict(step)}: {problems[:6]}")
     assert not wrong, "\n".join(wrong)
     return ranks

@@ -153,8 +153,8 @@ def trainer(
     **options: Any,
 ) -> Trainer:
     """Make a trainer of ``case`` under a plugin or its name, or in one process for None."""
-    made = SinglePlugin() if plugin is None else plugin
-    spread = PLUGINS[made]() if isinstance(made, str) else made
+    chosen = SinglePlugin() if plugin is None else plugin
+    spread = PLUGINS[chosen]() if isinstance(chosen, str) else chosen
 
     def loader(samples: int, **order: Any) -> Any:
         data = images(samples, case.dtype) if case.model == "conv" else tokens(samples)
@@ -166,7 +166,7 @@ def trainer(
     kind, of_mode = MODES[case.mode]
     make = optimizer or make_optimizer(case, fused=case.fused and plugin is not None)
     scale = LossScale(scale=2.0**10) if case.precision == "fp16" else None
-    given = {
+    settings = {
         "eval_interval": f"{case.steps}ba",
         "algorithms": build(kind, **of_mode),
         "eval_dataloader": loader(BATCH + 1),
@@ -178,7 +178,7 @@ def trainer(
     }
     # One sample over whole microbatches, so that the last one of an epoch is short and uneven.
     samples = loader(BATCH * case.accumulation * 2 + 1, shuffle=True, seed=5)
-    return trainer_of(model, samples, f"{case.steps}ba", **given | options)
+    return trainer_of(model, samples, f"{case.steps}ba", **settings | options)
 
 
 def train(case: Case, plugin: str | Plugin | None = None, **options: Any) -> dict[str, Any]:
@@ -188,23 +188,25 @@ def train(case: Case, plugin: str | Plugin | None = None, **options: Any) -> dic
     if case.kept:
         return call_kept_on_device(partial(train, replace(case, kept=False), plugin, **options))
     rows = Rows()
-    made = trainer(case, plugin, sinks=[rows], **options)
-    model, renamed = made.model.unwrap(), made.model.renamed
+    training = trainer(case, plugin, sinks=[rows], **options)
+    model = training.model.unwrap()
+    renamed = training.model.renamed
     gradients: dict[str, torch.Tensor] = {}
-    step, when = made.optimizer.step, 0 if case.half else case.steps - 1  # rounding errors add up
+    step = training.optimizer.step
+    when = 0 if case.half else case.steps - 1  # rounding errors add up
 
     def keep() -> bool:
-        if made.state.progress.step == when and case.optimizer == "sgd":
+        if training.state.progress.step == when and case.optimizer == "sgd":
             gradients.update(gathered(model, renamed, lambda p: p.grad))
         return step()
 
-    made.optimizer.step = keep  # type: ignore[method-assign]
-    made.fit()
+    training.optimizer.step = keep  # type: ignore[method-assign]
+    training.fit()
     return {
         "rows": rows.rows,
-        "weights": made.booster.state_dict(made.model),
+        "weights": training.booster.state_dict(training.model),
         "gradients": gradients,
-        "history": repr(made.state.mode.state_dict()),
+        "history": repr(training.state.mode.state_dict()),
         "parts": [(_part(renamed.get(n, n), p), _bits(p)) for n, p in model.named_parameters()],
     }
 
@@ -216,17 +218,19 @@ def _part(name: str, tensor: torch.Tensor) -> Any:
     where = tensor.device_mesh.get_coordinate()
     assert where is not None
     placed = zip(tensor.placements, tensor.device_mesh.shape, where, strict=True)
-    return name, tuple((size, at) for p, size, at in placed if not p.is_replicate() and size > 1)
+    return name, tuple(
+        (size, position) for p, size, position in placed if not p.is_replicate() and size > 1
+    )
 
 
 def _bits(tensor: torch.Tensor) -> tuple[int, str]:
     """Number of elements on this rank, and what stands for their bits."""
-    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return here.numel(), hashlib.sha256(here.detach().contiguous().numpy().tobytes()).hexdigest()
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.numel(), hashlib.sha256(part.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 @cache
-def alone(case: Case) -> dict[str, Any]:
+def in_one_process(case: Case) -> dict[str, Any]:
     """What one process whose host reads every metric makes of ``case``."""
     return train(replace(case, kept=False))
 
@@ -246,24 +250,26 @@ def differences(ours: Sequence[dict[str, Any]], case: Case, rel: float) -> list[
     ``rel`` is the largest relative error of a metric, and of a tensor by its L2 norm. In float64
     the share that was clipped is equal bit for bit; in half precision a tensor may be off by more.
     """
-    wanted, half = alone(case), case.half
+    reference = in_one_process(case)
+    half = case.half
     exact, close = (EXACT[:-1], CLOSE[:-2]) if half else (EXACT, CLOSE)
     if case.double:
         exact = (*exact, "clip/fraction")
-    found: list[str] = []
+    problems: list[str] = []
     for rank, result in enumerate(ours):
-        for row, expected in zip(result["rows"], wanted["rows"], strict=True):
-            at = f"rank {rank} step {row['train/step']}"
-            found += [f"{at}: {k}" for k in exact if row.get(k) != expected.get(k)]
+        for row, expected in zip(result["rows"], reference["rows"], strict=True):
+            place = f"rank {rank} step {row['train/step']}"
+            problems += [f"{place}: {k}" for k in exact if row.get(k) != expected.get(k)]
             inner = {key for key in row.keys() | expected.keys() if key.startswith(INNER)} - {NOISE}
             for key in (*close, *inner):
-                a, b = row.get(key, 0.0), expected.get(key, 0.0)
+                a = row.get(key, 0.0)
+                b = expected.get(key, 0.0)
                 if not abs(a - b) <= rel * max(abs(b), 1e-30):
-                    found.append(f"{at}: {key} {a!r} instead of {b!r}")
-    found += uneven(ours)
-    pairs = [("weights", ours[0]["weights"], wanted["weights"])]
+                    problems.append(f"{place}: {key} {a!r} instead of {b!r}")
+    problems += uneven(ours)
+    pairs = [("weights", ours[0]["weights"], reference["weights"])]
     if case.optimizer == "sgd":
-        pairs.append(("gradient", ours[0]["gradients"], wanted["gradients"]))
+        pairs.append(("gradient", ours[0]["gradients"], reference["gradients"]))
     for what, got, expected in pairs:
         if half and "moe" in case.model:
             # A token on the edge between two experts may go to the other one, whose gradients are
@@ -272,17 +278,21 @@ def differences(ours: Sequence[dict[str, Any]], case: Case, rel: float) -> list[
                 {"all": torch.cat([t.flatten() for _, t in sorted(tensors.items())])}
                 for tensors in (got, expected)
             )
-        found += unlike(what, got, expected, 8 * rel if half else rel)
-    return found
+        problems += unlike(what, got, expected, 8 * rel if half else rel)
+    return problems
 
 
 def uneven(ours: Sequence[dict[str, Any]]) -> list[str]:
     """Describe metrics, histories and replicas whose bits differ from those of another rank."""
-    held: dict[Any, set[Any]] = {}
+    bits_of_parts: dict[Any, set[Any]] = {}
     for result in ours:
         for part, bits in (*result.get("parts", ()), ("history", result.get("history"))):
-            held.setdefault(part, set()).add(bits)
-    return [f"{part} is another one on another rank" for part in held if len(held[part]) > 1] + [
+            bits_of_parts.setdefault(part, set()).add(bits)
+    return [
+        f"{part} is another one on another rank"
+        for part in bits_of_parts
+        if len(bits_of_parts[part]) > 1
+    ] + [
         f"rank {rank} step {row['train/step']}: {key} is not that of rank 0"
         for rank, result in enumerate(ours)
         for row, first in zip(result["rows"], ours[0]["rows"], strict=True)
@@ -299,12 +309,12 @@ def unlike(
     A tensor that one side does not have is one of zeros.
     """
     largest = max((float(tensor.norm()) for tensor in wanted.values()), default=0.0)
-    found = []
+    problems = []
     for name, tensor in (got | wanted).items():
         # Some gradients are zero but for rounding (that of a key's bias): to the largest, then.
         size = max(float(tensor.norm()) if name in wanted else 0.0, 1e-3 * largest)
         zeros = torch.zeros_like(tensor)
         off = float((got.get(name, zeros) - wanted.get(name, zeros)).norm())
         if not off <= rel * size:
-            found.append(f"{what}: {name} is off by {off}, of {size}")
-    return found
+            problems.append(f"{what}: {name} is off by {off}, of {size}")
+    return problems

@@ -48,8 +48,10 @@ def poisoned(plugin: str | None, model: str, name: str, kept: bool = False) -> d
     if kept:
         return call_kept_on_device(poisoned, plugin, model, name)
     mode, options = POISONED[name]
-    own = dict(options)
-    bad, precision, seen = own.pop("bad"), own.pop("precision", "fp32"), []
+    settings = dict(options)
+    bad = settings.pop("bad")
+    precision = settings.pop("precision", "fp32")
+    seen = []
 
     def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
         loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
@@ -59,23 +61,27 @@ def poisoned(plugin: str | None, model: str, name: str, kept: bool = False) -> d
         seen.append(True)
         return loss + bad * torch.where(marked, outputs, 0.0).sum()
 
-    rows, error = Rows(), None
+    rows = Rows()
+    error = None
     case = Case(model, mode, 2, double=precision == "fp32", steps=4, precision=precision)
     # With a small eps, Adam turns rounding errors of a zero gradient into steps of size lr.
     adamw = partial(torch.optim.AdamW, lr=0.5, eps=1.0, weight_decay=0.1, fused=True)
-    own |= {"sinks": [rows], "criterion": criterion, "eval_dataloader": None}
-    made = trainer(case, plugin, optimizer=adamw, **own)
-    made.state.schedulers = [torch.optim.lr_scheduler.ExponentialLR(made.optimizer.unwrap(), 0.7)]
-    made.train_dataloader.dataset.targets[7] = BAD
+    settings |= {"sinks": [rows], "criterion": criterion, "eval_dataloader": None}
+    training = trainer(case, plugin, optimizer=adamw, **settings)
+    training.state.schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(training.optimizer.unwrap(), 0.7)
+    ]
+    training.train_dataloader.dataset.targets[7] = BAD
     try:
-        made.fit()
+        training.fit()
     except NonFiniteGradient as raised:
         error = str(raised)
-    scale, rate = made.optimizer.loss_scale, made.optimizer.param_groups[0]["lr"]
+    scale = training.optimizer.loss_scale
+    rate = training.optimizer.param_groups[0]["lr"]
     skipped = [row["grad/nonfinite"] for row in rows.rows]
     return {
         "rows": rows.rows,
-        "weights": made.booster.state_dict(made.model),
+        "weights": training.booster.state_dict(training.model),
         "error": error,
         "saw": bool(seen),
         "told": [skipped, scale and scale.scale, rate, error is None],
@@ -84,16 +90,16 @@ def poisoned(plugin: str | None, model: str, name: str, kept: bool = False) -> d
 
 def asked_of(plugins: tuple[str, ...]) -> list[tuple[str, str, str, bool]]:
     """Every case under DDP, and half of them under each other plugin, in turn."""
-    asked = product(enumerate(plugins), enumerate(POISONED))
+    cases = product(enumerate(plugins), enumerate(POISONED))
     return [
         (plugin, model_of(plugin), name, (turn + number) % 4 < 2)  # metrics stay on the device
-        for (turn, plugin), (number, name) in asked
+        for (turn, plugin), (number, name) in cases
         if plugin == "ddp" or (turn + number) % 2 == 0
     ]
 
 
 def poisoned_each(plugins: tuple[str, ...]) -> list[dict[str, Any]]:
-    return [poisoned(*each) for each in asked_of(plugins)]
+    return [poisoned(*case) for case in asked_of(plugins)]
 
 
 @pytest.mark.parametrize(("world", "kind"), KINDS)
@@ -102,28 +108,32 @@ def test_a_step_that_is_not_finite_is_that_of_one_process(world, kind):
     ranks = run_ranks(poisoned_each, world, KINDS[world, kind])
     wrong = []
     for number, (plugin, model, name, kept) in enumerate(asked_of(KINDS[world, kind])):
-        ours, wanted = [rank[number] for rank in ranks], poisoned(None, model, name)
+        ours = [rank[number] for rank in ranks]
+        expected_run = poisoned(None, model, name)
         half = "fp16" in name
-        assert wanted["error"] or sum(wanted["told"][0]), name
-        found = uneven(ours)
+        assert expected_run["error"] or sum(expected_run["told"][0]), name
+        problems = uneven(ours)
         for rank in ours:
-            if rank["told"] != wanted["told"] or rank["error"] != ours[0]["error"]:
-                found.append(f"{rank['told']} instead of {wanted['told']}: {rank['error']}")
+            if rank["told"] != expected_run["told"] or rank["error"] != ours[0]["error"]:
+                problems.append(
+                    f"{rank['told']} instead of {expected_run['told']}: {rank['error']}"
+                )
             # A run that ends with an error leaves out what needs the other ranks.
-            for row, expected in zip(rank["rows"], wanted["rows"], strict=True):
+            for row, expected in zip(rank["rows"], expected_run["rows"], strict=True):
                 for key in ("train/lr",) if rank["error"] else ("train/lr", "grad/norm"):
-                    mine, other = row[key], expected[key]
-                    if mine != pytest.approx(other, rel=1e-3 if half else 1e-6, nan_ok=True):
-                        found.append(f"step {row['train/step']}: {key} {mine}, not {other}")
-        weights = [each["weights"] for each in (ours[0], wanted)]
+                    mine = row[key]
+                    theirs = expected[key]
+                    if mine != pytest.approx(theirs, rel=1e-3 if half else 1e-6, nan_ok=True):
+                        problems.append(f"step {row['train/step']}: {key} {mine}, not {theirs}")
+        weights = [run["weights"] for run in (ours[0], expected_run)]
         if name == "ignored":
-            weights = [{n: t.isnan().double() for n, t in each.items()} for each in weights]
+            weights = [{n: t.isnan().double() for n, t in tensors.items()} for tensors in weights]
             assert any(tensor.any() for tensor in weights[1].values())
-        found += unlike("weights", *weights, 1e-2 if half else 1e-8)
+        problems += unlike("weights", *weights, 1e-2 if half else 1e-8)
         if kind == "data" and name == "an error":
             readers = [f"rank {rank}" for rank, result in enumerate(ours) if result["saw"]]
             assert any(reader in ours[0]["error"] for reader in readers), ours[0]["error"]
-        wrong += [f"{plugin}, {name}, {kept}: {line}" for line in found[:4]]
+        wrong += [f"{plugin}, {name}, {kept}: {line}" for line in problems[:4]]
     assert not wrong, "\n".join(wrong)
 
 
@@ -137,10 +147,12 @@ SPIKED = {2: ("fsdp", "zero1", "1f1b", "moe"), 4: ("hybrid_zero1",)}
 def state_after(plugin, spikes):
     """Which steps were taken; weights and moments of this rank after steps, some with a spike."""
     rule = SkipRule("sigma", k=4.0, window=6, min_steps=3, accept_after=None)
-    adamw, model = partial(torch.optim.AdamW, lr=1e-3), model_of(plugin)
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    model = model_of(plugin)
     loop = Loop(plugin, make(model), None, skip=rule if spikes else None, optimizer=adamw)
     # The spike is in the loss of the last data-parallel rank alone.
-    last, taken = loop.plugin.data_rank == loop.plugin.data_size - 1, []
+    last = loop.plugin.data_rank == loop.plugin.data_size - 1
+    taken = []
     for number in (n for n in STEPS if spikes or n not in SPIKES):
         factor = (1.0 + 0.02 * math.sin(number)) * (spikes.get(number, 1.0) if last else 1.0)
         loop.backward(*batch_for(model), factor)
@@ -162,7 +174,7 @@ def with_and_without(plugins):
 def test_all_ranks_skip_the_spike_of_one(world):
     """Weights and moments are those of a run without the spikes, bit for bit on every rank."""
     for rank in run_ranks(with_and_without, world, SPIKED[world]):
-        for (taken, ours), (_, wanted) in rank:
+        for (taken, ours), (_, expected) in rank:
             assert taken == [number not in SPIKES for number in STEPS]
-            assert len(ours) == len(wanted) > 0
-            assert all(map(torch.equal, ours, wanted))
+            assert len(ours) == len(expected) > 0
+            assert all(map(torch.equal, ours, expected))

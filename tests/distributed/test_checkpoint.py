@@ -1,6 +1,7 @@
 """Ranks save and stop together; a checkpoint continues to the bit, and under any other layout."""
 
 import errno
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ STEPS, STOP = 7, 5
 Run = tuple[Any, Rows]
 
 
-def made(model: str, plugin: str | None, path: Path, **options: Any) -> Run:
-    rows, schedulers = Rows(), []
+def training_of(model: str, plugin: str | None, path: Path, **options: Any) -> Run:
+    rows = Rows()
+    schedulers = []
 
     def adam(parameters: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -50,7 +52,7 @@ def made(model: str, plugin: str | None, path: Path, **options: Any) -> Run:
     return training, rows
 
 
-def held(run: Run) -> dict[str, Any]:
+def held_state(run: Run) -> dict[str, Any]:
     """Weights of the whole model; rows, rate, counts, history and random state of this rank."""
     training, rows = run
     return {
@@ -65,31 +67,31 @@ def held(run: Run) -> dict[str, Any]:
 
 def stopped_and_continued(model: str, plugin: str, path: Path, asynchronous: bool) -> Any:
     """A whole training; one in which the last rank is asked to stop; and what continues it."""
-    whole = made(model, plugin, path / "whole")
+    whole = training_of(model, plugin, path / "whole")
     torch.manual_seed(100 + dist.get_rank())
     whole[0].fit()
-    end = held(whole)
+    end = held_state(whole)
 
-    first = made(model, plugin, path, asynchronous=asynchronous)
+    first = training_of(model, plugin, path, asynchronous=asynchronous)
     torch.manual_seed(100 + dist.get_rank())
     asks = dist.get_rank() == dist.get_world_size() - 1
     first[0].stop = lambda: 10 if asks and first[0].state.progress.step == STOP - 1 else 0
     with pytest.raises(Stopped) as stopped:
         first[0].fit()
-    at = held(first)
+    stopped_state = held_state(first)
 
-    later = made(model, plugin, path)
+    later = training_of(model, plugin, path)
     later[0].load(folder.checkpoints_in(path)[0])
-    loaded = held(later)
+    loaded = held_state(later)
     later[0].fit()
-    last = held(later)
-    other, _ = made(model, plugin, path / "other")
-    content.load_weights(other, path / "final")
+    last = held_state(later)
+    fresh, _ = training_of(model, plugin, path / "other")
+    content.load_weights(fresh, path / "final")
     return {
         "signal": stopped.value.signal,
-        "at": (loaded | {"rows": at["rows"]}, at),
+        "at": (loaded | {"rows": stopped_state["rows"]}, stopped_state),
         "end": (last, end | {"rows": end["rows"][STOP:]}),
-        "final": (other.booster.state_dict(other.model), end["weights"]),
+        "final": (fresh.booster.state_dict(fresh.model), end["weights"]),
     }
 
 
@@ -110,8 +112,9 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 def reference(model: str, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What one process holds when it stops, as torch itself names it, and its final weights."""
-    training, _ = made(model, None, path)
-    step, tensors = training._step, {}
+    training, _ = training_of(model, None, path)
+    step = training._step
+    tensors = {}
     network = training.model.unwrap()
 
     def keeping(*args: Any) -> None:
@@ -134,7 +137,7 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(home):
+def in_one_process(home):
     """What one process makes of each model."""
     models = {model for plugins in FAMILIES.values() for model in plugins.values()}
     return {model: reference(model, home / "alone" / model) for model in models}
@@ -143,34 +146,51 @@ def alone(home):
 @pytest.fixture(scope="module")
 def results(home):
     """By number of ranks and plugin, what each rank found."""
-    found = {}
+    results = {}
     for world, plugins in FAMILIES.items():
         ranks = run_ranks(all_stopped, world, plugins, home / str(world))
         for number, plugin in enumerate(plugins):
-            found[world, plugin] = [rank[number] for rank in ranks]
-    return found
+            results[world, plugin] = [rank[number] for rank in ranks]
+    return results
 
 
 @pytest.mark.xdist_group("checkpoints")
-def test_all_ranks_stop_at_one_step_and_continue_to_the_bit(home, results, alone):
+def test_all_ranks_stop_at_one_step(home, results):
     for (world, plugin), ranks in results.items():
-        path, model = home / str(world) / plugin, FAMILIES[world][plugin]
+        assert [rank["signal"] for rank in ranks] == [10] * world, plugin
+        whole = dict(folder.whole(home / str(world) / plugin))
+        assert home / str(world) / plugin / f"step_{STOP:09d}" in whole, plugin
+        assert {about["world_size"] for about in whole.values()} == {world}, plugin
+
+
+@pytest.mark.xdist_group("checkpoints")
+def test_all_ranks_continue_to_the_bit(results):
+    for (_, plugin), ranks in results.items():
         for rank in ranks:
-            assert rank["signal"] == 10
             for key in ("at", "end", "final"):
                 same(*rank[key], f"{plugin}: {key}")
-        whole = dict(folder.whole(path))
-        checkpoint = path / f"step_{STOP:09d}"
-        assert checkpoint in whole
-        assert {about["world_size"] for about in whole.values()} == {world}
-        # One process without a plugin reads the weights of all ranks, and all that torch holds.
-        exported = whole_model(checkpoint, whole[checkpoint])
+
+
+@pytest.mark.xdist_group("checkpoints")
+def test_one_process_without_a_plugin_reads_the_weights_of_all_ranks(home, results):
+    for (world, plugin), ranks in results.items():
+        checkpoint = home / str(world) / plugin / f"step_{STOP:09d}"
+        exported = whole_model(checkpoint, dict(folder.whole(checkpoint.parent))[checkpoint])
+        model = FAMILIES[world][plugin]
         MODELS[model]().double().load_state_dict(exported, strict=True)
         same(exported, ranks[0]["at"][1]["weights"])
-        wanted, stored = alone[model][0], tensors_of(checkpoint)
-        assert stored.keys() == wanted.keys() - {"head.weight"} or model != "tied"
+
+
+@pytest.mark.xdist_group("checkpoints")
+def test_torch_reads_all_that_ranks_saved(home, results, in_one_process):
+    for world, plugin in results:
+        model = FAMILIES[world][plugin]
+        expected = in_one_process[model][0]
+        stored = tensors_of(home / str(world) / plugin / f"step_{STOP:09d}")
+        assert stored.keys() == expected.keys() - {"head.weight"} or model != "tied", plugin
         for name, tensor in stored.items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-9, msg=name)
+            message = f"{plugin}: {name}"
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9, msg=message)
 
 
 OTHERS: dict[int, list[tuple[int, str, str]]] = {
@@ -189,35 +209,54 @@ OTHERS: dict[int, list[tuple[int, str, str]]] = {
 
 def loaded_under(home: Path, asked: list[tuple[int, str, str]]) -> list[Any]:
     """Save what was loaded; return the new checkpoint, and the weights at the end."""
-    found = []
+    loaded = []
     for world, saved, plugin in asked:
         path = home / f"{world}_{saved}_{plugin}"
         name = None if plugin == "single" else plugin
-        training, _ = made(FAMILIES[world][saved], name, path / "saver")
+        training, _ = training_of(FAMILIES[world][saved], name, path / "saver")
         training.load(home / str(world) / saved / f"step_{STOP:09d}")
         checkpoint = training.save(path)
         training.fit()
-        found.append((checkpoint, training.booster.state_dict(training.model)))
-    return found
+        loaded.append((checkpoint, training.booster.state_dict(training.model)))
+    return loaded
+
+
+@cache
+def loaded_on(ranks, home):
+    """What so many ranks loaded and saved again, and the weights at their end."""
+    cases = OTHERS[ranks]
+    if ranks == 1:
+        return loaded_under(home, cases)
+    return run_ranks(loaded_under, ranks, home, cases)[0]
 
 
 @pytest.mark.xdist_group("checkpoints")
+@pytest.mark.usefixtures("results")
 @pytest.mark.parametrize("ranks", OTHERS)
-def test_another_layout_holds_the_same_bits_and_continues(ranks, home, results, alone):
-    asked = OTHERS[ranks]
-    first = (
-        loaded_under(home, asked) if ranks == 1 else run_ranks(loaded_under, ranks, home, asked)[0]
-    )
-    for (world, saved, plugin), (checkpoint, weights) in zip(asked, first, strict=True):
-        at = f"{saved} to {plugin}"
-        old, new = home / str(world) / saved / f"step_{STOP:09d}", Path(checkpoint)
-        same(tensors_of(old), tensors_of(new), at)
-        states = [torch.load(each / "state.pt", weights_only=True) for each in (old, new)]
+def test_another_layout_holds_the_same_bits(ranks, home):
+    for (world, saved, plugin), (checkpoint, _) in zip(
+        OTHERS[ranks], loaded_on(ranks, home), strict=True
+    ):
+        case = f"{saved} to {plugin}"
+        old = home / str(world) / saved / f"step_{STOP:09d}"
+        new = Path(checkpoint)
+        same(tensors_of(old), tensors_of(new), case)
+        states = [torch.load(path / "state.pt", weights_only=True) for path in (old, new)]
         for key in ("clip", "schedulers", "optimizers"):
-            same(states[0][key], states[1][key], at)
-        wanted = alone[FAMILIES[world][saved]][1]
+            same(states[0][key], states[1][key], case)
+
+
+@pytest.mark.xdist_group("checkpoints")
+@pytest.mark.usefixtures("results")
+@pytest.mark.parametrize("ranks", OTHERS)
+def test_another_layout_continues(ranks, home, in_one_process):
+    for (world, saved, plugin), (_, weights) in zip(
+        OTHERS[ranks], loaded_on(ranks, home), strict=True
+    ):
+        expected = in_one_process[FAMILIES[world][saved]][1]
         for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-9, msg=at)
+            case = f"{saved} to {plugin}: {name}"
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9, msg=case)
 
 
 # -- the saver on several ranks
@@ -230,7 +269,7 @@ def due_by_minutes(path: Path) -> list[int]:
     due = 2 if dist.get_rank() == 0 else 5
     saver.overdue = lambda: training.state.progress.step == due
     training.fit()
-    return [folder.step_of(one) for one in folder.checkpoints_in(path)]
+    return [folder.step_of(saved) for saved in folder.checkpoints_in(path)]
 
 
 def failing(path: Path) -> list[Any]:
@@ -243,15 +282,15 @@ def failing(path: Path) -> list[Any]:
         return complete(part, about)
 
     folder.complete = full
-    found = []
+    left_behind = []
     for asynchronous in (False, True):
         saver = CheckpointSaver(path / str(asynchronous), "2ba", asynchronous=asynchronous)
         training = trainer(Case("gpt", "L2", steps=STEPS), "ddp", saver=saver)
         with pytest.raises(OSError, match="no checkpoint can be written to") as error:
             training.fit()
-        found.append((training.state.progress.step, error.value.errno, str(error.value)))
+        left_behind.append((training.state.progress.step, error.value.errno, str(error.value)))
     folder.complete = complete
-    return found
+    return left_behind
 
 
 def saver_on_ranks(path: Path) -> Any:
@@ -259,12 +298,12 @@ def saver_on_ranks(path: Path) -> Any:
 
 
 def test_the_saver_on_two_ranks(tmp_path):
-    one, other = run_ranks(saver_on_ranks, 2, tmp_path)
-    assert one == other
-    minutes, failed = one
+    first, second = run_ranks(saver_on_ranks, 2, tmp_path)
+    assert first == second
+    minutes, failed = first
     assert minutes == [3]
     for asynchronous, (step, number, _) in zip((False, True), failed, strict=True):
         assert step in ((5, 6) if asynchronous else (4,))
         assert number == errno.ENOSPC
-        left = (tmp_path / "full" / str(asynchronous)).iterdir()
-        assert [at.name for at in left] == ["step_000000002"]
+        written = (tmp_path / "full" / str(asynchronous)).iterdir()
+        assert [path.name for path in written] == ["step_000000002"]

@@ -1,6 +1,7 @@
 """Clipping adds a few collectives to a step, whatever the number of parameters, and no waits."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -81,16 +82,18 @@ def counted(plugin: str, model: str, layers: int) -> tuple[list[int], list[str]]
     """
     turns = iter(TURNS)
     case = Case(model, "none", steps=len(TURNS), double=False, optimizer="adamw")
-    made = trainer(case, plugin, model=network(model, layers), eval_dataloader=None)
-    clip, step, waits = made.optimizer.clip, made.optimizer.step, Waits()
+    training = trainer(case, plugin, model=network(model, layers), eval_dataloader=None)
+    clip = training.optimizer.clip
+    step = training.optimizer.step
+    waits = Waits()
     calls: list[int] = []
 
     def clipped(_: ClipMode, **options: bool) -> Decision:
         kind, of_mode = MODES[next(turns)]
         rule = build(kind, **of_mode)
-        rule.bind(made.optimizer.layout)
+        rule.bind(training.optimizer.layout)
         # Adding up over ranks is what a step without clipping does as well.
-        made.optimizer.unscale()
+        training.optimizer.unscale()
         with Counting() as counter, waits:
             outcome = clip(rule, **options)
         calls.append(counter.calls.total())
@@ -100,8 +103,8 @@ def counted(plugin: str, model: str, layers: int) -> tuple[list[int], list[str]]
         with waits:
             return step()
 
-    made.optimizer.clip, made.optimizer.step = clipped, stepped  # type: ignore[method-assign]
-    made.fit()
+    training.optimizer.clip, training.optimizer.step = clipped, stepped  # type: ignore[method-assign]
+    training.fit()
     return calls, waits.found
 
 
@@ -109,19 +112,39 @@ def count_all(plugins: dict[str, Any], layers: int) -> list[Any]:
     return [counted(plugin, model, layers) for plugin, (model, *_) in plugins.items()]
 
 
-@pytest.mark.parametrize("world", STATED)
-def test_clipping_adds_the_stated_collectives_and_waits_for_no_device(world):
-    # The same on every rank, in every step, and whatever the number of parameters.
-    expected = []
+@cache
+def counted_on_device(world):
+    """What each rank counts while metrics stay on a device: calls, and waits for the device."""
+    return run_ranks(call_kept_on_device, world, count_all, STATED[world], 3)
+
+
+def stated_calls(world):
+    """The same on every rank, in every step, and whatever the number of parameters."""
+    calls = []
     for _, norm, value, adaptive in STATED[world].values():
         stated = {**dict.fromkeys(NORMS, norm), "value": value, "adaptive": adaptive}
-        expected.append([stated[mode] for mode in TURNS])
-    for rank in run_ranks(call_kept_on_device, world, count_all, STATED[world], 3):
-        assert rank == [(calls, []) for calls in expected]
-    if world == 2:  # Coefficients that the host reads take no others.
-        few = dict([*STATED[world].items()][::2])
-        for rank in run_ranks(count_all, world, few, 2):
-            assert [calls for calls, _ in rank] == expected[::2]
+        calls.append([stated[mode] for mode in TURNS])
+    return calls
+
+
+@pytest.mark.xdist_group("collectives")
+@pytest.mark.parametrize("world", STATED)
+def test_clipping_adds_the_stated_collectives(world):
+    for rank in counted_on_device(world):
+        assert [calls for calls, _ in rank] == stated_calls(world)
+
+
+@pytest.mark.xdist_group("collectives")
+@pytest.mark.parametrize("world", STATED)
+def test_clipping_over_ranks_waits_for_no_device(world):
+    for rank in counted_on_device(world):
+        assert [waits for _, waits in rank] == [[]] * len(STATED[world])
+
+
+def test_coefficients_that_the_host_reads_take_no_further_collectives():
+    few = dict([*STATED[2].items()][::2])
+    for rank in run_ranks(count_all, 2, few, 2):
+        assert [calls for calls, _ in rank] == stated_calls(2)[::2]
 
 
 # -- query, key and value share one reduction of their gradients

@@ -62,36 +62,41 @@ def on_meshes() -> list[tuple[list[float], list[float], list[str]]]:
             return tensor
         return distribute_tensor(tensor, meshes[where[0]], where[1], src_data_rank=None)
 
-    found = []
+    results = []
     for silent, clip in product(SILENT, MODES):
-        whole, model = nn.ParameterDict(), nn.ParameterDict()
+        whole = nn.ParameterDict()
+        model = nn.ParameterDict()
         generator = torch.Generator().manual_seed(5)
         for name, (shape, _) in PLACED.items():
             weight, gradient = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-            whole[name], model[name] = nn.Parameter(weight), nn.Parameter(part(name, weight))
-            whole[name].grad, model[name].grad = gradient, part(name, gradient.clone())
+            whole[name] = nn.Parameter(weight)
+            model[name] = nn.Parameter(part(name, weight))
+            whole[name].grad = gradient
+            model[name].grad = part(name, gradient.clone())
             if name == silent:  # for one process it is a gradient of zeros
                 local(model[name].grad).mul_(0.0 if last else 1.0)
                 whole[name].grad = model[name].grad.full_tensor().clone()
                 model[name].grad = None if last else model[name].grad
         model["frozen"] = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
         ours = metrics_of(Layout.of_sharded(model, dist.group.WORLD), clip)
-        wanted = metrics_of(Layout.of_model(whole), clip)
+        expected = metrics_of(Layout.of_model(whole), clip)
         pairs = [(n, model[n].grad, part(n, whole[n].grad)) for n in PLACED]
         pairs = [(n, local(a), local(b)) for n, a, b in pairs if a is not None]
-        found.append((ours, wanted, [n for n, a, b in pairs if not torch.allclose(a, b, 1e-12, 0)]))
-    return found
+        results.append(
+            (ours, expected, [n for n, a, b in pairs if not torch.allclose(a, b, 1e-12, 0)])
+        )
+    return results
 
 
-def test_several_meshes_plain_tensors_and_absent_gradients_in_one_layout():
+def test_a_layout_of_several_meshes_beside_plain_tensors_is_one_process():
     ranks = run_ranks(on_meshes, 4)
     for rank in ranks:
-        each = zip(rank, ranks[0], product(SILENT, MODES), strict=True)
-        for (ours, wanted, unlike), first, (silent, clip) in each:
-            assert wanted[3] == (clip[0] != "none"), "the mode clips"
+        compared = zip(rank, ranks[0], product(SILENT, MODES), strict=True)
+        for (ours, expected, unlike), first, (silent, clip) in compared:
+            assert expected[3] == (clip[0] != "none"), "the mode clips"
             assert [metric.hex() for metric in ours] == [metric.hex() for metric in first[0]]
             # Elements of an absent gradient are no part of what a fraction is a share of.
-            at = [0, 1, 2, 3, 5] if silent else range(len(ours))
-            close = pytest.approx([wanted[i] for i in at], rel=1e-12, nan_ok=True)
-            assert [ours[i] for i in at] == close, (silent, clip)
+            indices = [0, 1, 2, 3, 5] if silent else range(len(ours))
+            close = pytest.approx([expected[i] for i in indices], rel=1e-12, nan_ok=True)
+            assert [ours[i] for i in indices] == close, (silent, clip)
             assert unlike == [], (silent, clip)

@@ -15,8 +15,8 @@ from tests.distributed.cases import (
     OF_ADAMW,
     PLUGINS,
     Case,
-    alone,
     differences,
+    in_one_process,
     train,
 )
 from tests.ranks import run_ranks
@@ -48,7 +48,8 @@ MORE += [(plugin, 8) for plugin in EIGHT]
 ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 """Largest relative error of rounding a number once."""
 
-PROVED, BASE = ("none", "L2", "value", "adaptive"), ["L1", "L3", "inf"]
+PROVED = ("none", "L2", "value", "adaptive")
+BASE = ["L1", "L3", "inf"]
 """Each plugin has one of the first: ``test_same_step`` has them under all."""
 FURTHER = [mode for mode in MODES if mode not in (*PROVED, *BASE)]
 WITHOUT_BIAS = {"gpt": "tied", "conv": "tied", "moe": "moe_no_bias"}
@@ -60,27 +61,28 @@ def cases_of(turn: int, model: str, modes: Sequence[str]) -> list[Case]:
 
     With all modes each pair of mode, optimizer, accumulation and where metrics are is met.
     """
-    found = []
-    for at, mode in enumerate(modes, turn):
+    cases = []
+    for number, mode in enumerate(modes, turn):
         follows = mode in ("percentile", "zscore", "schedule")
-        microbatches = (1, 3 if follows else 2)[(at // 2 + turn) % 2]
-        chosen: dict[str, Any] = {"accumulation": microbatches, "kept": at % 3 == 0}
-        chosen["optimizer"] = ("sgd", "momentum", "sgd", "adamw")[0 if follows else at % 4]
+        microbatches = (1, 3 if follows else 2)[(number // 2 + turn) % 2]
+        chosen: dict[str, Any] = {"accumulation": microbatches, "kept": number % 3 == 0}
+        chosen["optimizer"] = ("sgd", "momentum", "sgd", "adamw")[0 if follows else number % 4]
         chosen["steps"] = 8 if follows else 5 if "spike" in mode else 3
         net = "tied" if mode == "groups" and model == "conv" else model  # by names of blocks
         if mode in OF_ADAMW:
-            net, chosen["optimizer"] = WITHOUT_BIAS.get(model, model), "adamw"
-        found.append(Case(net, mode, **chosen))
+            net = WITHOUT_BIAS.get(model, model)
+            chosen["optimizer"] = "adamw"
+        cases.append(Case(net, mode, **chosen))
     single = [*MODES][turn % 7]
     few: dict[str, Any] = {"double": False, "steps": 3}
     kept = turn % 3 == 0
-    found += [Case(model, single, 1 + turn % 2, optimizer="adamw", kept=kept, **few)]
+    cases += [Case(model, single, 1 + turn % 2, optimizer="adamw", kept=kept, **few)]
     if turn % 2 and len(modes) < len(MODES):
-        return found  # every other plugin has a half precision
+        return cases  # every other plugin has a half precision
     half = {"accumulation": 2, "rate": 0.5, **few}
     net = "tied" if model == "conv" else model  # the gradient of its bias cancels out
     precision = [*ROUNDOFF][turn // 2 % 2]
-    return [*found, Case(net, "L2", precision=precision, **half)]
+    return [*cases, Case(net, "L2", precision=precision, **half)]
 
 
 def limit(case: Case) -> float:
@@ -96,20 +98,20 @@ def limit(case: Case) -> float:
     return 1e-9 if case.optimizer == "adamw" else 1e-12
 
 
-def train_each(asked: dict[str, Sequence[Case]]) -> dict[str, list[dict[str, Any]]]:
-    return {plugin: [train(case, plugin) for case in cases] for plugin, cases in asked.items()}
+def train_each(requests: dict[str, Sequence[Case]]) -> dict[str, list[dict[str, Any]]]:
+    return {plugin: [train(case, plugin) for case in cases] for plugin, cases in requests.items()}
 
 
-def assert_agree(asked: dict[str, Sequence[Case]], world: int) -> None:
+def assert_agree(requests: dict[str, Sequence[Case]], world: int) -> None:
     """Assert that on the same ranks each plugin takes the steps of one process."""
-    ranks = run_ranks(train_each, world, asked)
+    ranks = run_ranks(train_each, world, requests)
     wrong = []
-    for plugin, cases in asked.items():
+    for plugin, cases in requests.items():
         for number, case in enumerate(cases):
-            clipped = [row["clip/clipped"] for row in alone(case)["rows"]]
+            clipped = [row["clip/clipped"] for row in in_one_process(case)["rows"]]
             assert any(clipped) == (case.mode != "none"), case
-            found = differences([rank[plugin][number] for rank in ranks], case, limit(case))
-            wrong += [f"{plugin}, {case}: {line}" for line in found[:4]]
+            problems = differences([rank[plugin][number] for rank in ranks], case, limit(case))
+            wrong += [f"{plugin}, {case}: {line}" for line in problems[:4]]
     assert not wrong, "\n".join(wrong)
 
 
@@ -124,13 +126,15 @@ GROUPS = [
 @pytest.mark.parametrize("plugins", GROUPS, ids=" ".join)
 def test_float64_agrees_to_1e_12(plugins):
     """And float32 to 1e-5, half precision to its rounding; replicas have the same bits."""
-    asked, [world] = {}, {fewest(plugin) for plugin in plugins}
+    cases = {}
+    [world] = {fewest(plugin) for plugin in plugins}
     for plugin in plugins:
-        turn, models = DAILY.index(plugin), models_of(plugin)
+        turn = DAILY.index(plugin)
+        models = models_of(plugin)
         every = 4 if plugin in FAMILIES[2] else len(FURTHER)
         modes = [PROVED[turn % 4], BASE[turn % 3], *FURTHER[turn % every :: every]]
-        asked[plugin] = cases_of(turn, models[turn % len(models)], modes)
-    assert_agree(asked, world)
+        cases[plugin] = cases_of(turn, models[turn % len(models)], modes)
+    assert_agree(cases, world)
 
 
 @pytest.mark.slow

@@ -23,19 +23,22 @@ ASKED = {
 
 def trained(plugin: str | None, case: Case, options: Measurements) -> dict[str, Any]:
     """Rows, summary, number of collectives, and the microbatches of each step on this rank."""
-    rows, read = Rows(), []
+    rows = Rows()
+    read = []
     settings = {"per_layer": True, "measurements": options, "sinks": [rows], "log_flush": 4}
-    made = trainer(case, plugin, **settings)
-    accumulate = made.passes.accumulate
+    training = trainer(case, plugin, **settings)
+    accumulate = training.passes.accumulate
 
     def noted(batches: Any, counts: Any, *others: Any) -> Any:
-        own = zip(batches, counts, strict=True)
-        read.append([tuple(map(torch.clone, batch)) for batch, count in own if count is not None])
+        counted = zip(batches, counts, strict=True)
+        read.append(
+            [tuple(map(torch.clone, batch)) for batch, count in counted if count is not None]
+        )
         return accumulate(batches, counts, *others)
 
-    made.passes.accumulate = noted  # type: ignore[method-assign]
+    training.passes.accumulate = noted  # type: ignore[method-assign]
     with Counting() as counter:
-        summary = made.fit()
+        summary = training.fit()
     return {"rows": rows.rows, "summary": summary, "read": read, "calls": counter.calls.total()}
 
 
@@ -48,8 +51,8 @@ def assert_by_hand(ranks: list[dict[str, Any]], case: Case, clip: Any, whole: bo
     model = MODELS[case.model]().to(case.dtype)
     together = zip(*(rank["read"] for rank in ranks), strict=True)
     steps = [[batches for batches in step if batches] for step in together]
-    wanted = by_hand.train(model, steps, clip, case.rate)
-    for row, expected in zip(ranks[0]["rows"], wanted, strict=True):
+    by_torch = by_hand.train(model, steps, clip, case.rate)
+    for row, expected in zip(ranks[0]["rows"], by_torch, strict=True):
         measured = {key: value for key, value in row.items() if key.startswith(MEASURED)}
         if not whole:
             expected.pop("noise/scale", None)
@@ -59,11 +62,11 @@ def assert_by_hand(ranks: list[dict[str, Any]], case: Case, clip: Any, whole: bo
 
 def measure() -> list[list[dict[str, Any]]]:
     """Of each, a training with measurements, and one without."""
-    found = []
+    measured = []
     for plugin, case in ASKED:
         every = Measurements(update_ratio=True, noise_scale=plugin == "ddp")
-        found.append([trained(plugin, case, each) for each in (every, Measurements())])
-    return found
+        measured.append([trained(plugin, case, options) for options in (every, Measurements())])
+    return measured
 
 
 def test_two_ranks_measure_what_plain_pytorch_does():
@@ -71,7 +74,7 @@ def test_two_ranks_measure_what_plain_pytorch_does():
     for number, ((plugin, case), clip) in enumerate(ASKED.items()):
         wholes = [rank[number][0] for rank in ranks]
         assert_by_hand(wholes, case, clip, plugin == "ddp")
-        assert not uneven(wholes)
+        assert not uneven(wholes), (plugin, case)
         for whole, plain in (rank[number] for rank in ranks):
             # Everything travels with the loss and with the norms of layers.
             assert whole["calls"] == plain["calls"]

@@ -4,6 +4,7 @@ Each step is compared with one process. Steps with ranks of one kind share a sta
 """
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ ODD = (NORM, ("norm", 0.02, math.inf), ("value", 0.05, 2.0), ("adaptive", 0.05, 
 LINES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 
 
-def asked(model, plugins, clips=(NORM,), exclude="auto"):
+def requests_of(model, plugins, clips=(NORM,), exclude="auto"):
     return [
         {"model": model, "plugin": plugin, "clip": clip, "exclude": exclude}
         for plugin in plugins
@@ -50,13 +51,13 @@ def only(model, chosen):
 
 CUT = {
     "fsdp": [
-        *asked("gpt", ("fsdp",), (ADAPTIVE,), only("gpt", lambda n, p: p.ndim == 1)),
+        *requests_of("gpt", ("fsdp",), (ADAPTIVE,), only("gpt", lambda n, p: p.ndim == 1)),
         # A transposed convolution.
-        *asked("conv", ("fsdp",), (ADAPTIVE,), only("conv", lambda n, p: n == "2.weight")),
+        *requests_of("conv", ("fsdp",), (ADAPTIVE,), only("conv", lambda n, p: n == "2.weight")),
     ],
     "tensor": [
-        *asked("gpt", ("tensor",), (ADAPTIVE,), only("gpt", lambda n, p: "down.weight" in n)),
-        *asked("gpt", ("tensor",), (ADAPTIVE,), only("gpt", lambda n, p: "up.bias" in n)),
+        *requests_of("gpt", ("tensor",), (ADAPTIVE,), only("gpt", lambda n, p: "down.weight" in n)),
+        *requests_of("gpt", ("tensor",), (ADAPTIVE,), only("gpt", lambda n, p: "up.bias" in n)),
     ],
 }
 """By plugin, steps that clip parameters alone whose units a shard boundary cuts."""
@@ -64,37 +65,37 @@ CUT = {
 HEADS = {"gpt": "head.weight", "tied": "embed.weight"}
 STARTS = {
     "data parallelism": [
-        *asked("tied", ("fsdp", "zero1"), SOME, ("norm.weight",)),
-        *asked("tied", ("fsdp",), (ALL_UNITS,)),
-        *asked("unrouted", ("moe", "zero3"), SOME),
-        *asked("odd", ("fsdp",), ODD, ("head.bias",)),
+        *requests_of("tied", ("fsdp", "zero1"), SOME, ("norm.weight",)),
+        *requests_of("tied", ("fsdp",), (ALL_UNITS,)),
+        *requests_of("unrouted", ("moe", "zero3"), SOME),
+        *requests_of("odd", ("fsdp",), ODD, ("head.bias",)),
         *CUT["fsdp"],
     ],
     "split layers": [
-        *asked("gpt", ("some_split",), (NORM, ADAPTIVE)),
-        *asked("gpt", ("sequence",), (VALUE,)),
-        *asked("tied", ("tensor", "sequence"), SOME, ("norm.weight",)),
-        *asked("tied", ("tensor",), (ALL_UNITS,)),
-        *asked("odd", ("tensor",), ODD, ("head.bias",)),
-        *asked("heads", ("planned", "gathered"), (BY_PLAN,), ()),
+        *requests_of("gpt", ("some_split",), (NORM, ADAPTIVE)),
+        *requests_of("gpt", ("sequence",), (VALUE,)),
+        *requests_of("tied", ("tensor", "sequence"), SOME, ("norm.weight",)),
+        *requests_of("tied", ("tensor",), (ALL_UNITS,)),
+        *requests_of("odd", ("tensor",), ODD, ("head.bias",)),
+        *requests_of("heads", ("planned", "gathered"), (BY_PLAN,), ()),
         *CUT["tensor"],
     ],
     "stages": [
-        *asked("tied", LINES[2:], SOME, ("norm.weight",)),
-        *(step for model in HEADS for step in asked(model, LINES[::3], (ALL_UNITS,))),
+        *requests_of("tied", LINES[2:], SOME, ("norm.weight",)),
+        *(step for model in HEADS for step in requests_of(model, LINES[::3], (ALL_UNITS,))),
         # Each stage has some of these names; each of them matches on every rank.
-        *asked("gpt", ("1f1b",), (ADAPTIVE,), ("blocks.3.*", "head.weight")),
-        *asked("gpt", ("interleaved",), (ADAPTIVE,), ("embed.*", "blocks.0.attention.*")),
+        *requests_of("gpt", ("1f1b",), (ADAPTIVE,), ("blocks.3.*", "head.weight")),
+        *requests_of("gpt", ("interleaved",), (ADAPTIVE,), ("embed.*", "blocks.0.attention.*")),
     ],
     "four ranks": [
-        *asked("tied", ("hybrid_fsdp_tp",), SOME, ("norm.weight",)),
-        *asked("odd", ("fsdp", "tensor"), ODD[1::2], ("head.bias",)),
-        *asked("heads", ("planned", "gathered", "planned_zero3"), (BY_PLAN,), ()),
+        *requests_of("tied", ("hybrid_fsdp_tp",), SOME, ("norm.weight",)),
+        *requests_of("odd", ("fsdp", "tensor"), ODD[1::2], ("head.bias",)),
+        *requests_of("heads", ("planned", "gathered", "planned_zero3"), (BY_PLAN,), ()),
         # A vocabulary smaller than the ranks.
         *(
             step
             for model in ("few_words", "few_words_tied")
-            for step in asked(model, ("tensor",), SOME)
+            for step in requests_of(model, ("tensor",), SOME)
         ),
     ],
 }
@@ -106,7 +107,8 @@ def test_steps_are_those_of_one_process(start):
     ranks = assert_one_process(world, STARTS[start])
     # What the comparison needs in order to say something.
     for step, results in zip(STARTS[start], zip(*ranks, strict=True), strict=True):
-        model, plugin = step["model"], step["plugin"]
+        model = step["model"]
+        plugin = step["plugin"]
         names = [name for name, _ in MODELS[model]().named_parameters()]
         assert all(result["names"] == sorted(names) for result in results)
         if model in ("odd", "heads"):
@@ -126,13 +128,15 @@ def test_steps_are_those_of_one_process(start):
 
 def partial_sums(loop):
     """Names of gradients that are not added up over ranks."""
-    held = [(n, p.grad) for n, p in loop.raw.named_parameters() if isinstance(p.grad, DTensor)]
-    return {name for name, grad in held if any(each.is_partial() for each in grad.placements)}
+    gradients = [(n, p.grad) for n, p in loop.raw.named_parameters() if isinstance(p.grad, DTensor)]
+    return {
+        name
+        for name, grad in gradients
+        if any(placement.is_partial() for placement in grad.placements)
+    }
 
 
-def refused_and_met_twice():
-    """Wrong replicas and plans, partial sums, and globs without a match on any rank, are errors."""
-    norms = []
+def partial_sums_are_refused():
     loop = Loop("sequence", make("gpt"))
     loop.backward(*batch_for("gpt"))
     # What works on a part of the sequence: norms, and the biases of row-wise layers.
@@ -141,6 +145,9 @@ def refused_and_met_twice():
         total_norm(loop.layout)
     loop.optimizer.clip_grad_by_norm(0.1)
     assert not partial_sums(loop)
+
+
+def wrong_plans_are_refused():
     loop = Loop(cases.Tensors(tp_plan=PLAN), make("heads"))
     for token in (17, -1):
         with pytest.raises(IndexError, match="index out of range"):
@@ -148,11 +155,17 @@ def refused_and_met_twice():
     loop.backward(*batch_for("heads"))
     with pytest.raises(PlanError, match=r"norm.weight: .* replicated_with_grad_allreduce"):
         loop.stepped()
+
+
+def globs_without_a_match_on_any_rank_are_refused():
     loop = Loop("1f1b", make("gpt"))
     with pytest.raises(ValueError, match=r"clip\.exclude=blocks\.9\.\*"):
         build("adaptive", threshold=0.1, exclude=("blocks.9.*",)).bind(loop.layout)
-    loop, model = Loop("tensor", make("gpt")), make("gpt")
-    whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def wrong_numbers_of_replicas_are_refused():
+    loop = Loop("tensor", make("gpt"))
+    whole = {name: parameter.numel() for name, parameter in make("gpt").named_parameters()}
     ranks = dist.get_world_size()
     for name in ("norm.weight", "blocks.1.mlp.down.bias", "head.weight"):
         for wrong in (1, 2 * ranks):
@@ -160,6 +173,42 @@ def refused_and_met_twice():
             with pytest.raises(LayoutError, match=name):
                 Layout.of_sharded(loop.raw, dist.group.WORLD, whole, copies.__getitem__)
     Layout.of_sharded(loop.raw, dist.group.WORLD, whole, lambda name: ranks)
+
+
+REFUSALS = [
+    partial_sums_are_refused,
+    wrong_plans_are_refused,
+    globs_without_a_match_on_any_rank_are_refused,
+    wrong_numbers_of_replicas_are_refused,
+]
+
+
+def all_refusals():
+    """The errors of refusals that are wrong or missing, by their names."""
+    errors = {}
+    for refusal in REFUSALS:
+        try:
+            refusal()
+        except BaseException as error:
+            errors[refusal.__name__] = repr(error)
+    return errors
+
+
+@cache
+def refusals_on_two_ranks():
+    return run_ranks(all_refusals, 2)
+
+
+@pytest.mark.xdist_group("refusals of norms")  # the ranks run once
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.__name__)
+def test_what_would_make_a_norm_over_ranks_wrong_is_refused(refusal):
+    for errors in refusals_on_two_ranks():
+        assert errors.get(refusal.__name__) is None
+
+
+def norms_met_twice():
+    """Norms of models with a module under two names, and of layouts with each shard twice."""
+    norms = []
     for plugin in ("fsdp", "tensor", "zero1"):
         model = make("gpt")
         model.again = model.blocks[0]
@@ -171,8 +220,8 @@ def refused_and_met_twice():
     return norms
 
 
-def test_wrong_replicas_and_plans_are_named_and_a_module_under_two_names_counts_once():
-    first, second = run_ranks(refused_and_met_twice, 2)
+def test_a_module_under_two_names_counts_once():
+    first, second = run_ranks(norms_met_twice, 2)
     assert first == second
     loop = Loop(None, make("gpt"))
     loop.backward(*batch_for("gpt"))

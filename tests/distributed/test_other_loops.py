@@ -69,11 +69,11 @@ def sharded(model):
 
 def whole(model):
     """Whole weights by their own names, on every rank."""
-    found = {}
+    weights = {}
     for name, parameter in model.named_parameters():
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name] = full.detach().clone()
-    return found
+        weights[name] = full.detach().clone()
+    return weights
 
 
 def clip_and_step(model, optimizer, monitor, mode, **measured):
@@ -130,7 +130,8 @@ def accelerate(kind, mode, *to):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
-    world, plugin = 1 if kind == "single" else _as_torchrun(), None
+    world = 1 if kind == "single" else _as_torchrun()
+    plugin = None
     if kind == "fsdp":
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
@@ -154,7 +155,8 @@ def accelerate(kind, mode, *to):
 
 def _as_torchrun():
     """Describe this rank by the variables of torchrun, which other libraries read."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world)),
@@ -171,12 +173,12 @@ LOOPS = {"bare": bare, "fabric": fabric, "accelerate": accelerate}
 
 def run_all(name, kinds):
     """Weights and rows of every mode, by kind and mode."""
-    found = {}
+    results = {}
     for kind in kinds:
         for mode in CLIPS:
             rows = []
-            found[kind, mode] = LOOPS[name](kind, mode, rows.append), rows
-    return found
+            results[kind, mode] = LOOPS[name](kind, mode, rows.append), rows
+    return results
 
 
 @cache
@@ -194,30 +196,37 @@ def by_trainer(mode):
     return whole(net)
 
 
-def far(one, other):
-    return max(float((one[name] - other[name]).abs().max()) for name in other)
+def far(first, second):
+    return max(float((first[name] - second[name]).abs().max()) for name in second)
 
 
 def require_same(weights, rows, mode):
-    assert weights.keys() == by_trainer(mode).keys()
-    assert far(weights, by_trainer(mode)) < 1e-6
-    assert far(weights, by_trainer(None)) > 0.1  # without clipping they are others
+    assert weights.keys() == by_trainer(mode).keys(), mode
+    assert far(weights, by_trainer(mode)) < 1e-6, mode
+    assert far(weights, by_trainer(None)) > 0.1, f"{mode}: without clipping they are others"
     if mode == "norm":
         for key in ("train/step", "grad/norm", "grad/norm_clipped"):
-            wanted = [step[key] for step in by_numpy()[0]]
-            assert [row[key] for row in rows] == pytest.approx(wanted, rel=1e-5)
+            expected = [step[key] for step in by_numpy()[0]]
+            assert [row[key] for row in rows] == pytest.approx(expected, rel=1e-5), key
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_alone_and_under_ddp_and_fsdp2(name):
+def test_a_loop_in_one_process_takes_the_steps_of_our_trainer(name):
     for (_, mode), (weights, rows) in run_all(name, ["single"]).items():
         require_same(weights, rows, mode)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_under_ddp_or_fsdp2_takes_the_steps_of_our_trainer(name):
     first, second = run_ranks(run_all, 2, name, ["ddp", "fsdp"])
     for (kind, mode), (weights, rows) in first.items():
         require_same(weights, rows, mode)
-        others, no_rows = second[kind, mode]
-        assert all(torch.equal(weights[key], others[key]) for key in weights)
-        assert not no_rows
+        weights_of_second, no_rows = second[kind, mode]
+        assert all(torch.equal(weights[key], weights_of_second[key]) for key in weights), (
+            kind,
+            mode,
+        )
+        assert not no_rows, (kind, mode)
 
 
 def steps_of_another_optimizer():
@@ -227,29 +236,29 @@ def steps_of_another_optimizer():
     plugins = [TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin(stage=3)]
     plan = {"0": "colwise", "2": "rowwise"}
     plugins.append(HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan=plan))
-    found = []
+    results = []
     for plugin in plugins:
         net = make_net()
-        other = torch.optim.AdamW(net[2].parameters(), lr=0.1)
+        another = torch.optim.AdamW(net[2].parameters(), lr=0.1)
         booster = Booster(plugin=plugin)
         model, optimizer, *_ = booster.boost(net, make_optimizer(net))
         booster.backward(model(torch.ones(4, 6)).square().sum(), optimizer)
         optimizer.clip_grad_by_norm(1.0)
         before = whole(net)
         try:
-            other.step()
+            another.step()
         except RuntimeError as error:
-            found.append(str(error))
+            results.append(str(error))
         else:
-            found.append(far(whole(net), before))
+            results.append(far(whole(net), before))
         optimizer.step()
-    return found
+    return results
 
 
 def test_an_optimizer_that_was_not_boosted_moves_parameters_or_is_refused():
-    for ddp, *others in run_ranks(steps_of_another_optimizer, 2):
+    for ddp, *refusals in run_ranks(steps_of_another_optimizer, 2):
         assert ddp > 0.01
-        for refusal in others:
+        for refusal in refusals:
             assert "2.weight was replaced when the model was boosted" in refusal
             assert "booster.boost(model, [first, second])" in refusal
 
@@ -318,53 +327,70 @@ HISTORIES = {
 """Modes with a history that clip some of six steps: a threshold and options."""
 
 
-@pytest.mark.parametrize("restores", [False, True])
-@pytest.mark.parametrize("mode", HISTORIES)
-def test_a_training_of_transformers_resumes_with_the_history_and_writes_each_step_once(
-    mode, restores, tmp_path
-):
+@pytest.fixture(
+    scope="module",
+    params=[(mode, restores) for mode in HISTORIES for restores in (False, True)],
+    ids=str,
+)
+def resumed(request, tmp_path_factory):
+    """Weights and rows of a whole training of transformers, and of one that resumes in it."""
+    mode, restores = request.param
     threshold, options = HISTORIES[mode]
     saves = {"save_strategy": "steps", "save_steps": 4, "logging_strategy": "steps"}
-    file = tmp_path / "metrics.jsonl"
+    folder = tmp_path_factory.mktemp("transformers")
+    file = folder / "metrics.jsonl"
 
     def run(**more):
         callback = ClippingCallback(mode, threshold, to=file, **options)
-        return by_transformers(tmp_path, callback, **saves, **more)
-
-    def rows():
+        weights = by_transformers(folder, callback, **saves, **more)
         timed = ("time/step_s", "throughput/samples_per_s")
-        return [{k: v for k, v in row.items() if k not in timed} for row in read_rows(file)]
+        rows = [{k: v for k, v in row.items() if k not in timed} for row in read_rows(file)]
+        return weights, rows
 
-    weights, whole_run = run(), rows()
-    assert 0 < whole_run[-2]["clip/ratio_total"] < 1
-    again = run(resume=tmp_path / "checkpoint-4", restore_callback_states_from_checkpoint=restores)
+    whole_run = run()
+    again = run(resume=folder / "checkpoint-4", restore_callback_states_from_checkpoint=restores)
+    return whole_run, again
+
+
+def test_a_training_of_transformers_resumes_with_the_history(resumed):
+    (weights, rows), (again, _) = resumed
+    assert 0 < rows[-2]["clip/ratio_total"] < 1
     assert all(torch.equal(again[name], weights[name]) for name in weights)
-    assert rows() == whole_run
+
+
+def test_a_training_of_transformers_that_resumes_writes_each_step_once(resumed):
+    (_, rows), (_, rows_again) = resumed
+    assert rows_again == rows
 
 
 def by_numpy():
     """Each step's metrics, and the losses of its microbatches, by NumPy in float64."""
-    weights = [each.detach().numpy().copy() for each in make_net().parameters()]
-    speeds = [np.zeros_like(each) for each in weights]
-    every, labels = (each.numpy() for each in make_data().tensors)
-    steps, losses = [], []
+    weights = [parameter.detach().numpy().copy() for parameter in make_net().parameters()]
+    speeds = [np.zeros_like(weight) for weight in weights]
+    every, labels = (tensor.numpy() for tensor in make_data().tensors)
+    steps = []
+    losses = []
     for first in range(0, len(every), BATCH * MICROBATCHES):
-        gradients = [np.zeros_like(each) for each in weights]
+        gradients = [np.zeros_like(weight) for weight in weights]
         losses.append([])
-        for at in (slice(i, i + BATCH) for i in (first, first + BATCH)):
-            inputs, targets = every[at], np.eye(3)[labels[at]]
-            one = np.tanh(inputs @ weights[0].T + weights[1])
-            two = np.tanh(one @ weights[2].T + weights[3])
+        for batch in (slice(i, i + BATCH) for i in (first, first + BATCH)):
+            inputs = every[batch]
+            targets = np.eye(3)[labels[batch]]
+            first_outputs = np.tanh(inputs @ weights[0].T + weights[1])
+            two = np.tanh(first_outputs @ weights[2].T + weights[3])
             shares = np.exp(two @ weights[4].T + weights[5])
             shares /= shares.sum(1, keepdims=True)
             losses[-1].append(-np.log((shares * targets).sum(1)).mean())
             outer = (shares - targets) / (BATCH * MICROBATCHES)
             middle = outer @ weights[4] * (1 - two**2)
-            inner = middle @ weights[2] * (1 - one**2)
-            for place, (back, to) in enumerate(((inner, inputs), (middle, one), (outer, two))):
+            inner = middle @ weights[2] * (1 - first_outputs**2)
+            for place, (back, to) in enumerate(
+                ((inner, inputs), (middle, first_outputs), (outer, two))
+            ):
                 gradients[2 * place] += back.T @ to
                 gradients[2 * place + 1] += back.sum(0)
-        norm, limit = np.sqrt(sum((each**2).sum() for each in gradients)), CLIPS["norm"]
+        norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
+        limit = CLIPS["norm"]
         steps.append({"grad/norm": norm, "grad/norm_clipped": min(norm, limit)})
         steps[-1] |= {"clip/coef": min(1, limit / norm), "clip/clipped": int(norm > limit)}
         steps[-1] |= {"clip/threshold": limit, "train/step": len(steps)}
@@ -375,26 +401,37 @@ def by_numpy():
     return steps, losses
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "transformers"])
-def test_every_library_has_the_rows_of_float64_by_hand_and_the_page_of_our_runs(name, tmp_path):
-    file = tmp_path / "run" / "metrics.jsonl"
+@pytest.fixture(scope="module", params=[*LOOPS, "transformers"])
+def in_float64(request, tmp_path_factory):
+    """The library, the file that it recorded, and steps and losses of the same by NumPy."""
+    folder = tmp_path_factory.mktemp("library")
+    file = folder / "run" / "metrics.jsonl"
     torch.set_default_dtype(torch.float64)
     try:
-        if name == "transformers":
+        if request.param == "transformers":
             callback = ClippingCallback("norm", CLIPS["norm"], to=file)
-            by_transformers(tmp_path / "theirs", callback, logging_strategy="steps")
+            by_transformers(folder / "theirs", callback, logging_strategy="steps")
         else:
-            LOOPS[name]("single", "norm", file)
-        steps, losses = by_numpy()
+            LOOPS[request.param]("single", "norm", file)
+        return request.param, file, *by_numpy()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_every_library_has_the_rows_of_float64_by_hand(in_float64):
+    name, file, steps, losses = in_float64
     series = read_run(file.parent).series
     for key in steps[0]:
         assert series[key].values == pytest.approx([step[key] for step in steps], rel=1e-9), key
     # The loss of the last microbatch is what these loops give; transformers logs the step's own.
-    whole = [np.mean(each) if name == "transformers" else each[-1] for each in losses]
-    assert series["train/loss"].values == pytest.approx(whole, rel=1e-6)
-    page, charts = write(file.parent).read_text(), figures(file.parent)
+    expected = [np.mean(step) if name == "transformers" else step[-1] for step in losses]
+    assert series["train/loss"].values == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_library_has_the_page_of_our_runs(in_float64):
+    _, file, steps, _ = in_float64
+    page = write(file.parent).read_text()
+    charts = figures(file.parent)
     assert set(charts) == {"loss", "norm", "clipped", "coef", "histogram"}
     assert "python -m runner" not in page  # no command of ours made this run
     assert f"clipped {100 * np.mean([step['clip/clipped'] for step in steps]):.3g}" in page

@@ -4,7 +4,7 @@ import copy
 import gc
 import math
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import ClassVar
 
@@ -26,7 +26,9 @@ class Forked(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.enter, self.left, self.right = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.enter = nn.Linear(5, 6)
+        self.left = nn.Linear(6, 6)
+        self.right = nn.Linear(6, 6)
         self.head = nn.Linear(6, 10)
 
     def forward(self, inputs):
@@ -67,24 +69,28 @@ WAYS = {
 }
 
 
-def unlike_the_mean(model, alone):
+def unlike_the_mean(model, reference):
     """Names of gradients that are not the mean over ranks of those of ``alone``."""
-    found = []
-    for (name, got), own in zip(model.named_parameters(), alone.parameters(), strict=True):
-        mean = torch.zeros_like(own) if own.grad is None else own.grad.clone()
+    names = []
+    for (name, got), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        mean = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
         mine = torch.zeros_like(got) if got.grad is None else got.grad
         if not torch.allclose(mine, mean, 1e-12, 1e-15, True):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def trained(way, make):
     """What is wrong with gradients, and how many buckets each step sent early and in all."""
     torch.manual_seed(1)
-    model, sent, wrong, early = Forked().double(), [], [], []
-    alone, send = copy.deepcopy(model), dist.all_reduce
+    model = Forked().double()
+    sent = []
+    wrong = []
+    early = []
+    reference = copy.deepcopy(model)
+    send = dist.all_reduce
     booster = Booster(plugin=make(), nonfinite="ignore")
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -97,7 +103,8 @@ def trained(way, make):
 
         return net, backward
 
-    ours, theirs = side(model, boosted), side(alone, alone)
+    ours = side(model, boosted)
+    theirs = side(reference, reference)
     for step in range(4):
         dist.all_reduce = lambda *args, **options: (sent.append(1), send(*args, **options))[1]
         way(*ours, lambda: booster.no_sync(boosted, optimizer), step)
@@ -107,9 +114,9 @@ def trained(way, make):
         dist.all_reduce = send
         sent.clear()
         way(*theirs, nullcontext, step)
-        wrong += [f"step {step}: {name}" for name in unlike_the_mean(model, alone)]
+        wrong += [f"step {step}: {name}" for name in unlike_the_mean(model, reference)]
         optimizer.zero_grad()
-        alone.zero_grad()
+        reference.zero_grad()
     return wrong, early
 
 
@@ -123,7 +130,7 @@ def test_gradients_are_the_average_in_whatever_way_they_came_about(make, world):
     for rank in run_ranks(trained_each, world, make):
         assert {name: wrong for name, (wrong, _) in rank.items() if wrong} == {}
         for name in ("once", "accumulated", "not finite"):
-            assert all(0 < sent < of for sent, of in rank[name][1]), name
+            assert all(0 < sent < total for sent, total in rank[name][1]), name
         assert rank["once"][1][0][1] < rank["dropped"][1][0][1], "nothing is sent again"
 
 
@@ -131,21 +138,26 @@ def both_in_one_pass():
     """Steps of wrong gradients of two models, of which ranks use other branches."""
     collectives.BUCKET = 300
     torch.manual_seed(1)
-    models, wrong = [Forked().double(), Forked().double()], []
-    alone = copy.deepcopy(models)
+    models = [Forked().double(), Forked().double()]
+    wrong = []
+    references = copy.deepcopy(models)
     booster = Booster(plugin=Hybrid())
-    made = [booster.boost(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in models]
+    boosted_models = [
+        booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models
+    ]
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(6):
         inputs = [torch.randn(4, 5, generator=draw, dtype=torch.float64) for _ in models]
-        for nets in ([boosted for boosted, *_ in made], alone):
+        for nets in ([boosted for boosted, *_ in boosted_models], references):
             pairs = zip(nets, inputs, strict=True)
-            sum(net(each).square().sum() for net, each in pairs).backward()
-        for (_, optimizer, *_), net, own in zip(made, models, alone, strict=True):
+            sum(net(batch).square().sum() for net, batch in pairs).backward()
+        for (_, optimizer, *_), net, reference in zip(
+            boosted_models, models, references, strict=True
+        ):
             optimizer.unscale()
-            wrong += [step for each in unlike_the_mean(net, own)]
+            wrong += [step for name in unlike_the_mean(net, reference)]
             optimizer.zero_grad()
-            own.zero_grad()
+            reference.zero_grad()
     return wrong
 
 
@@ -153,24 +165,30 @@ def after_a_dropped_window(make, inside):
     """What is wrong with gradients after windows of another branch were dropped."""
     torch.manual_seed(1)
     model = Forked()
-    alone, booster = copy.deepcopy(model), Booster(plugin=make())
+    reference = copy.deepcopy(model)
+    booster = Booster(plugin=make())
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for sign, none in ((1.0, True), (-1.0, False), (-1.0, True)):
         with booster.no_sync(boosted, optimizer) if inside else nullcontext():
             boosted(torch.full((4, 5), sign)).sum().backward()
         optimizer.zero_grad(set_to_none=none)
-    for net in (boosted, alone):
+    for net in (boosted, reference):
         net(torch.full((4, 5), -1.0)).sum().backward()
     optimizer.unscale()
-    pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
-    got = [(name, p.grad, own.grad) for (name, p), own in pairs]
-    assert not [name for name, mine, own in got if (mine is None) != (own is None)]
-    return [n for n, g, own in got if own is not None and not torch.allclose(full(g), own, 0.02)]
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    got = [(name, p.grad, theirs.grad) for (name, p), theirs in pairs]
+    assert not [name for name, mine, theirs in got if (mine is None) != (theirs is None)]
+    return [
+        n
+        for n, g, theirs in got
+        if theirs is not None and not torch.allclose(full(g), theirs, 0.02)
+    ]
 
 
 def groups_in_turn():
     """Groups in which models send that are trained one after the other; one is left unfinished."""
-    used, send = [], dist.all_reduce
+    used = []
+    send = dist.all_reduce
     for ends in (True, True, False, True):
         gc.collect()
         used.append(set())
@@ -178,7 +196,8 @@ def groups_in_turn():
             used[-1].add(group),
             send(*args, group=group, **more),
         )[1]
-        model, booster = Forked(), Booster(plugin=Ddp())
+        model = Forked()
+        booster = Booster(plugin=Ddp())
         boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         boosted(torch.ones(4, 5)).sum().backward()
         dist.barrier()
@@ -197,7 +216,8 @@ def one_rank_keeps_a_model():
     """A group is made by all ranks or by none: another mesh would wait for ever otherwise."""
     kept = []
     for plugin in (Hybrid(tp_size=2), Hybrid(tp_size=2), Ddp()):
-        model, booster = Split(nn.Linear(4, 4)), Booster(plugin=plugin)
+        model = Split(nn.Linear(4, 4))
+        booster = Booster(plugin=plugin)
         boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         booster.backward(boosted(torch.ones(2, 4)).sum(), optimizer)
         optimizer.step()
@@ -211,15 +231,31 @@ def test_models_in_turn_when_one_rank_keeps_them():
     assert run_ranks(one_rank_keeps_a_model, 4, timeout=120) == [3, 0, 0, 0]
 
 
-def several():
+def several_models():
     kinds = [Ddp, Fsdp, partial(Fsdp, param_dtype="bf16")]
-    asked = product(kinds, (False, True))
+    cases = product(kinds, (False, True))
     together = both_in_one_pass()
-    return together, groups_in_turn(), [after_a_dropped_window(*each) for each in asked]
+    return together, groups_in_turn(), [after_a_dropped_window(*case) for case in cases]
 
 
-def test_two_models_send_apart_and_a_dropped_window_leaves_nothing():
-    assert run_ranks(several, 2) == [([], (True, True, True, 2), [[]] * 6)] * 2
+@cache
+def several_on_two_ranks():
+    return run_ranks(several_models, 2)
+
+
+@pytest.mark.xdist_group("several models")  # the ranks run once
+def test_two_models_in_one_backward_pass_send_apart():
+    assert [wrong for wrong, _, _ in several_on_two_ranks()] == [[], []]
+
+
+@pytest.mark.xdist_group("several models")
+def test_models_that_are_trained_in_turn_send_in_the_same_groups():
+    assert [groups for _, groups, _ in several_on_two_ranks()] == [(True, True, True, 2)] * 2
+
+
+@pytest.mark.xdist_group("several models")
+def test_a_window_that_is_dropped_leaves_nothing():
+    assert [wrong for _, _, wrong in several_on_two_ranks()] == [[[]] * 6] * 2
 
 
 def gradients_that_are_held():
@@ -229,15 +265,16 @@ def gradients_that_are_held():
     booster = Booster(plugin=Hybrid())
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     draw = torch.Generator().manual_seed(dist.get_rank())
-    held, copies = [], []
+    parts = []
+    copies = []
     for none in (True, False, True):
         boosted(torch.randn(4, 5, generator=draw, dtype=torch.float64)).square().sum().backward()
         optimizer.unscale()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        held += [gradient[:1] for gradient in gradients] if none else []
+        parts += [gradient[:1] for gradient in gradients] if none else []
         copies += [gradient[:1].clone() for gradient in gradients] if none else []
         optimizer.zero_grad(set_to_none=none)
-    return [torch.equal(part, copy) for part, copy in zip(held, copies, strict=True)]
+    return [torch.equal(part, copy) for part, copy in zip(parts, copies, strict=True)]
 
 
 def test_gradients_that_somebody_holds_are_not_written_by_later_steps():

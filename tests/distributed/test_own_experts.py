@@ -73,14 +73,16 @@ def set_gradients(model, number, step):
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for name, parameter in model.named_parameters():
-        of = -1 if name.startswith("gate") else number
+        expert = -1 if name.startswith("gate") else number
         base = name
-        if of is None:
-            _, of, base = name.split(".", 2)
-            of, base = int(of), f"experts.{base}"
-        whole = gradient(base, of, step, parameter.shape)
+        if expert is None:
+            _, expert, base = name.split(".", 2)
+            expert = int(expert)
+            base = f"experts.{base}"
+        whole = gradient(base, expert, step, parameter.shape)
         if isinstance(parameter, DTensor):
-            mesh, places = parameter.device_mesh, parameter.placements
+            mesh = parameter.device_mesh
+            places = parameter.placements
             parameter.grad = distribute_tensor(whole, mesh, places, src_data_rank=None)
         else:
             parameter.grad = whole
@@ -107,12 +109,12 @@ def rank_model(kind, number, meshes):
 def clips(model, number, meshes, name, world_of_expert):
     threshold, options = MODES[name]
     groups = {"experts.*": meshes["experts"].get_group()}
-    found = []
+    results = []
     for step in range(STEPS):
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         set_gradients(inner, number, step)
         decision = apply_gradient_clipping(model, name, threshold, process_groups=groups, **options)
-        found.append([float(metric) for metric in decision.metrics])
+        results.append([float(metric) for metric in decision.metrics])
     squares = Counter()
     for base, parameter in inner.named_parameters():
         copies = dist.get_world_size() if base.startswith("gate") else world_of_expert
@@ -121,13 +123,13 @@ def clips(model, number, meshes, name, world_of_expert):
             copies = copies // parameter.device_mesh.size()
         owner = "gate" if base.startswith("gate") else number
         squares[owner] += float(shard.square().sum()) / copies
-    return found, dict(squares)
+    return results, dict(squares)
 
 
 def on_ranks(kinds):
     """Clip by each mode, by a rank's own experts: what is clipped by kind and mode."""
     world = dist.get_world_size()
-    found = {}
+    results = {}
     for kind, experts in kinds:
         # Ranks 0, 1 hold experts 0 and 1, ranks 2, 3 the same again, where there are two experts.
         sizes = (world // experts, experts)
@@ -135,22 +137,23 @@ def on_ranks(kinds):
         number = dist.get_rank() % experts
         for name in MODES:
             model = rank_model(kind, number, meshes)
-            found[kind, name] = clips(model, number, meshes, name, world // experts)
-    return found
+            results[kind, name] = clips(model, number, meshes, name, world // experts)
+    return results
 
 
 def one_process(experts, name):
     threshold, options = MODES[name]
-    model, found = full_model(range(experts)), []
+    model = full_model(range(experts))
+    results = []
     for step in range(STEPS):
         set_gradients(model, None, step)
         decision = apply_gradient_clipping(model, name, threshold, **options)
-        found.append([float(metric) for metric in decision.metrics])
+        results.append([float(metric) for metric in decision.metrics])
     squares = Counter()
     for base, parameter in model.named_parameters():
         owner = "gate" if base.startswith("gate") else int(base.split(".")[1])
         squares[owner] += float(parameter.grad.square().sum())
-    return found, squares
+    return results, squares
 
 
 def by_hand(experts, step):
@@ -162,14 +165,14 @@ def by_hand(experts, step):
 
 def require_one_process(kind, ranks, experts):
     for name in MODES:
-        wanted, squares = one_process(experts, name)
-        assert any(metrics[3] for metrics in wanted), (name, "clips")
+        expected, squares = one_process(experts, name)
+        assert any(metrics[3] for metrics in expected), (name, "clips")
         together = Counter()
-        for found, shares in (rank[kind, name] for rank in ranks):
-            for step, first in zip(found, ranks[0][kind, name][0], strict=True):
+        for results, shares in (rank[kind, name] for rank in ranks):
+            for step, first in zip(results, ranks[0][kind, name][0], strict=True):
                 assert [metric.hex() for metric in step] == [metric.hex() for metric in first]
             together.update(shares)
-            for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+            for step, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
                 assert ours[0] == pytest.approx(by_hand(experts, step), rel=1e-12)
                 assert ours == pytest.approx(theirs, rel=1e-12, nan_ok=True), (kind, name)
         assert dict(together) == pytest.approx(dict(squares), rel=1e-12), (kind, name)
@@ -187,8 +190,9 @@ def test_experts_of_each_rank_count_once_by_every_mode(world):
 
 
 def refusals():
-    """What is refused on every rank, and rows of monitors."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Experts that differ, and wrong groups, are refused on every rank."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     meshes = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicas", "experts"))
     groups = {"experts.*": meshes["experts"]}
     for kind in ("ignored", "ddp"):
@@ -205,35 +209,51 @@ def refusals():
         set_gradients(inner, 0, 0)
         assert apply_gradient_clipping(equal, "norm", 1.0).norm > 0  # replicas
     plain = rank_model("plain", rank, meshes)
-    call, stage = apply_gradient_clipping, nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
-    for words, given, option in (
+    call = apply_gradient_clipping
+    stage = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+    for words, target, option in (
         ("matches no parameter", plain, {"*.bias.*": meshes["experts"]}),
         ("give the model", list(plain.parameters()), groups),
         ("has no option groups", plain, {"experts.*": {"mode": "none"}}),
         ("'world' for 'experts.*'|is a str|process group", plain, {"experts.*": "world"}),
         ("some ranks hold no such", stage, {"*0.weight": meshes["experts"]}),
     ):
-        refused(ValueError, words, call, given, "norm", 1.0, groups=option)
+        refused(ValueError, words, call, target, "norm", 1.0, groups=option)
     set_gradients(plain, rank, 0)
     marked = rank_model("plain", rank, meshes)
     marked.experts[0].weight.allreduce = False  # as libraries mark an expert
     refused(LayoutError, "experts.0.weight: marked", call, marked, "norm", 1.0)
     refused(ValueError, "head of the model", call, plain, "adaptive", 1.0, groups=groups)
+
+
+def test_experts_whose_groups_are_not_given_right_are_refused():
+    run_ranks(refusals, 2)  # asserts on each rank
+
+
+def monitored():
+    """The rows of a monitor of a model with experts, on each rank."""
+    rank = dist.get_rank()
+    sizes = (1, dist.get_world_size())
+    meshes = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "experts"))
+    model = rank_model("plain", rank, meshes)
+    set_gradients(model, rank, 0)
     rows = []
-    with GradientMonitor(plain, rows.append, groups=groups) as monitor:
+    groups = {"experts.*": meshes["experts"]}
+    with GradientMonitor(model, rows.append, groups=groups) as monitor:
         monitor.step()
     return rows
 
 
-def test_experts_that_differ_are_refused_and_a_monitor_takes_groups():
-    [row], no_rows = run_ranks(refusals, 2)
+def test_a_monitor_takes_groups_of_experts():
+    [row], no_rows = run_ranks(monitored, 2)
     assert row["grad/norm"] == pytest.approx(by_hand(2, 0), rel=1e-12)
     assert no_rows == []
 
 
 def later():
     """Experts of a sharded model that have a gradient, or are trained, after the first call."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     meshes = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicas", "experts"))
     for is_frozen in (False, True):
         for number in (0, rank) if is_frozen else (0,):  # equal weights, or those of each rank
@@ -256,7 +276,8 @@ def test_experts_are_compared_again_when_they_have_gradients_for_the_first_time(
 def stages():
     """The norm of a model whose stages lie on a rank each, beside replicas of all stages."""
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stages"))
-    stage, found = dist.get_rank() % 2, []
+    stage = dist.get_rank() % 2
+    results = []
     for name in ("layer", f"layer{stage}"):
         layer = nn.Linear(3, 3, dtype=torch.float64)
         for number, parameter in enumerate(layer.parameters()):
@@ -265,16 +286,16 @@ def stages():
         model = nn.ModuleDict({name: layer})
         decision = apply_gradient_clipping(model, "norm", 1.0, groups={"*": meshes["stages"]})
         squares = [float(parameter.grad.square().sum()) for parameter in layer.parameters()]
-        found.append((decision.norm, sum(squares)))
-    return found
+        results.append((decision.norm, sum(squares)))
+    return results
 
 
 def test_stages_of_ones_own_are_one_model_whether_or_not_their_names_are_the_same():
     ranks = run_ranks(stages, 4)
     shapes = [(number, stage) for number in (0, 1) for stage in (0, 1)]
     every = [gradient(str(n), stage, 0, (3, 3) if n == 0 else (3,)) for n, stage in shapes]
-    norm = math.sqrt(sum(float(each.square().sum()) for each in every))
-    for first, second, *others in zip(*ranks, strict=True):
-        assert {rank[0].hex() for rank in (first, second, *others)} == {first[0].hex()}
+    norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in every))
+    for first, second, *further in zip(*ranks, strict=True):
+        assert {rank[0].hex() for rank in (first, second, *further)} == {first[0].hex()}
         assert first[0] == pytest.approx(norm, rel=1e-12)
         assert first[1] + second[1] == pytest.approx(1.0, rel=1e-12)

@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 
 def layers():
     torch.manual_seed(0)
-    made = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 10)]
-    return nn.Sequential(*made).double()
+    modules = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 10)]
+    return nn.Sequential(*modules).double()
 
 
 def gpt():
@@ -73,14 +73,15 @@ def all_by_stages():
     for options in ({"schedule": "zigzag"}, {"num_microbatches": 1}, {"pp_size": 3}):
         with pytest.raises(ValueError, match=next(iter(options))):
             PipelineParallelPlugin(**options)
-    return [by_stages(*each) for each in RUNS]
+    return [by_stages(*run) for run in RUNS]
 
 
-def test_any_schedule_and_any_batch_is_one_process():
+def test_a_pipeline_of_any_schedule_with_any_batch_is_one_process():
     ranks = run_ranks(all_by_stages, 2)
     for number, (make_model, options, samples) in enumerate(RUNS):
-        at = f"{options} {samples}"
-        model, (inputs, targets) = make_model(), batch_of(make_model, samples)
+        case = f"{options} {samples}"
+        model = make_model()
+        (inputs, targets) = batch_of(make_model, samples)
         outputs = model(inputs)
         cross_entropy(outputs, targets).backward()
         outcome = apply_gradient_clipping(model, "norm", 0.05)
@@ -88,8 +89,8 @@ def test_any_schedule_and_any_batch_is_one_process():
             for parameter in model.parameters():
                 parameter -= parameter.grad
             after = model(inputs)
-        wanted = {name: p.grad for name, p in model.named_parameters()}
-        assert unlike(at, ranks[0][number][2], wanted, 1e-9) == []
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        assert unlike(case, ranks[0][number][2], gradients, 1e-9) == []
         # In the V of zero bubble the last stage is on the first rank.
         last = 0 if options.get("schedule") == "zero_bubble" else 1
         for rank, results in enumerate(ranks):
@@ -101,7 +102,7 @@ def test_any_schedule_and_any_batch_is_one_process():
             for told, expected in ((trained, outputs.detach()), (seen, after)):
                 torch.testing.assert_close(told["outputs"], expected, rtol=1e-9, atol=1e-12)
                 loss = float(cross_entropy(expected, targets))
-                assert float(told["loss"]) == pytest.approx(loss, rel=1e-9), at
+                assert float(told["loss"]) == pytest.approx(loss, rel=1e-9), case
 
 
 # -- data parts that wait for each other
@@ -116,16 +117,17 @@ WINDOWS = [
 
 def reads(part, samples, tokens):
     """What a data part reads: the first one from the front, the second one from the end."""
-    at = slice(12 - samples, None) if part else slice(samples)
+    chosen = slice(12 - samples, None) if part else slice(samples)
     inputs, targets = batch_for("gpt")
-    return inputs[at, :tokens], targets[at, :tokens]
+    return inputs[chosen, :tokens], targets[chosen, :tokens]
 
 
 def windows(name, options):
     """Norms of each window, outputs of each batch by data part, weights of the whole."""
     torch.manual_seed(0)
     loop = Loop(options and HybridParallelPlugin(**options), MODELS[name]().double())
-    norms, outputs = [], ([], [])
+    norms = []
+    outputs = ([], [])
     for window in WINDOWS:
         for sizes in window:
             for part in (0, 1) if options is None else (loop.plugin.data_rank,):
@@ -145,7 +147,7 @@ def windows(name, options):
 
 
 def on_four_ranks():
-    return [windows(*each) for each in WAITING]
+    return [windows(*case) for case in WAITING]
 
 
 def test_data_parts_that_wait_for_each_other():
@@ -155,10 +157,10 @@ def test_data_parts_that_wait_for_each_other():
         assert unlike(name, ranks[0][number][2], weights, 1e-9) == [], options
         spoke = 0
         for rank in ranks:
-            found, seen, _ = rank[number]
-            assert found == pytest.approx(norms, rel=1e-9), options
-            for got, wanted in zip(seen, outputs, strict=True):
+            measured, seen, _ = rank[number]
+            assert measured == pytest.approx(norms, rel=1e-9), options
+            for got, expected in zip(seen, outputs, strict=True):
                 if got and got[0] is not None:
-                    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+                    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
                     spoke += 1
         assert spoke == 2, "one rank of each pipeline"

@@ -1,12 +1,14 @@
 """The whole model from its parts, the same weights on every rank, and how a model is computed."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from runner.booster.plugin import TorchFSDPPlugin
 from runner.clip import total_norm
 from tests.distributed.by_hand import Loop, batch_for, make
-from tests.distributed.cases import FAMILIES, MODELS, Case, alone, train, trainer
+from tests.distributed.cases import FAMILIES, MODELS, Case, in_one_process, train, trainer
 from tests.ranks import run_ranks
 
 
@@ -24,11 +26,12 @@ def states_and_norms(plugins):
     """Of each plugin, the state of a model that every rank drew from a seed of its own, before any
     step; and ‖G‖ of bfloat16 gradients as measured, and that of the whole gradient in float64.
     """
-    states, norms = [], []
+    states = []
+    norms = []
     for plugin, model in plugins.items():
         net = drawn(model, torch.distributed.get_rank())
-        made = trainer(Case(model, "L2"), plugin, model=net)
-        states.append(made.booster.state_dict(made.model))
+        training = trainer(Case(model, "L2"), plugin, model=net)
+        states.append(training.booster.state_dict(training.model))
         loop = Loop(plugin, make(model, torch.bfloat16))
         loop.backward(*batch_for(model, torch.bfloat16))
         loop.optimizer.unscale()
@@ -39,17 +42,35 @@ def states_and_norms(plugins):
     return states, norms
 
 
+@cache
+def on_ranks(world):
+    return run_ranks(states_and_norms, world, FAMILIES[world])
+
+
+@pytest.mark.xdist_group("states")  # the ranks run once
 @pytest.mark.parametrize("world", FAMILIES)
-def test_the_first_ranks_weights_are_everybodys_and_whole_again(world):
-    (first, norms), *others = run_ranks(states_and_norms, world, FAMILIES[world])
-    for state, model in zip(first, FAMILIES[world].values(), strict=True):
-        wanted = drawn(model, 0).state_dict()
-        # Tied parameters under both of their names, as one process has them.
-        assert list(state) == list(wanted)
-        assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+def test_a_state_has_the_whole_weights_of_the_first_rank(world):
+    """Also under both names of tied parameters, as one process has them."""
+    states, _ = on_ranks(world)[0]
+    for state, model in zip(states, FAMILIES[world].values(), strict=True):
+        expected = drawn(model, 0).state_dict()
+        assert list(state) == list(expected)
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
         drawn(model, 1).load_state_dict(state)
-    assert not any(state for states, _ in others for state in states)
-    # In float32 or better: sums of bfloat16 would be off by a hundredth.
+
+
+@pytest.mark.xdist_group("states")
+@pytest.mark.parametrize("world", FAMILIES)
+def test_the_first_rank_alone_holds_a_state(world):
+    _, *further = on_ranks(world)
+    assert not any(state for states, _ in further for state in states)
+
+
+@pytest.mark.xdist_group("states")
+@pytest.mark.parametrize("world", FAMILIES)
+def test_norms_of_bfloat16_are_summed_in_float32_or_better(world):
+    """Sums of bfloat16 would be off by a hundredth."""
+    _, norms = on_ranks(world)[0]
     for measured, reference in norms:
         assert measured == pytest.approx(reference, rel=1e-5)
 
@@ -65,19 +86,19 @@ def gathered_in_half_precision():
 def test_parameters_gathered_in_half_precision_are_off_by_its_rounding():
     for halves in run_ranks(gathered_in_half_precision, 2):
         for result, roundoff in zip(halves, HALF.values(), strict=True):
-            for row, wanted in zip(result["rows"], alone(SINGLE)["rows"], strict=True):
+            for row, expected in zip(result["rows"], in_one_process(SINGLE)["rows"], strict=True):
                 # All of forward and backward is rounded, parameters and residual stream too.
-                assert row["grad/norm"] == pytest.approx(wanted["grad/norm"], rel=4 * roundoff)
-                assert row["grad/norm"] != wanted["grad/norm"]
+                assert row["grad/norm"] == pytest.approx(expected["grad/norm"], rel=4 * roundoff)
+                assert row["grad/norm"] != expected["grad/norm"]
                 # The loss is taken in float32: a sum in half precision would be off by 5 in 1000.
-                assert row["train/loss"] == pytest.approx(wanted["train/loss"], rel=roundoff / 4)
+                assert row["train/loss"] == pytest.approx(expected["train/loss"], rel=roundoff / 4)
             assert all(weight.dtype == torch.float32 for weight in result["weights"].values())
 
 
 def looked_at_before_the_step(plugins):
     """Outputs after a step, of a model that was also looked at between backward pass and step."""
     inputs, targets = batch_for("gpt")
-    found = []
+    outputs = []
     for plugin in plugins:
         loop = Loop(plugin, make("gpt"))
         loop.backward(inputs, targets)
@@ -85,14 +106,16 @@ def looked_at_before_the_step(plugins):
             loop.model(loop.part(inputs))
             loop.optimizer.step()
             loop.model(loop.part(inputs))
-            found.append(loop.model(inputs))
-    return found
+            outputs.append(loop.model(inputs))
+    return outputs
 
 
-def test_a_forward_pass_between_backward_pass_and_step_leaves_no_old_weights_behind():
+def test_a_forward_pass_before_the_step_leaves_no_old_weights_behind():
     plugins = ["fsdp", "fsdp_gathered", "zero2", "zero3"]
-    [wanted] = looked_at_before_the_step([None])
+    [expected] = looked_at_before_the_step([None])
     for outputs in (
-        each for rank in run_ranks(looked_at_before_the_step, 2, plugins) for each in rank
+        outputs_of_plugin
+        for rank in run_ranks(looked_at_before_the_step, 2, plugins)
+        for outputs_of_plugin in rank
     ):
-        torch.testing.assert_close(outputs, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)

@@ -45,7 +45,8 @@ ODD = [
     *("tag(log,interval(0.1,1))", "sort(b,a,3)"),
 ]
 """Values that Hydra, OmegaConf or YAML read in a way of their own."""
-KNOWN, GROUP = st.sampled_from(sorted(owned_keys())), st.sampled_from(GROUPS)
+KNOWN = st.sampled_from(sorted(owned_keys()))
+GROUP = st.sampled_from(GROUPS)
 KEY = st.one_of(
     *(KNOWN, KNOWN, GROUP, st.sampled_from(HYDRA), TEXT, st.sampled_from(LONG)),
     st.builds(lambda key, at: key[:at] + key[at + 1 :], KNOWN, st.integers(0, 9)),
@@ -62,12 +63,12 @@ FUNCTIONS = ["choice", "range", "interval", "glob", "sort", "shuffle", "tag", "i
 
 
 def _inside(parts):
-    several = st.lists(parts, max_size=3).map(",".join)
+    items = st.lists(parts, max_size=3).map(",".join)
     pairs = st.lists(st.builds("{}:{}".format, PLAIN, parts), max_size=3).map(",".join)
     return st.one_of(
-        *(several, several.map("[{}]".format), several.map("[{}".format)),
-        *(pairs.map("{{{}}}".format), several.map("range({},step=0.5)".format)),
-        st.builds("{}({})".format, st.sampled_from(FUNCTIONS), several),
+        *(items, items.map("[{}]".format), items.map("[{}".format)),
+        *(pairs.map("{{{}}}".format), items.map("range({},step=0.5)".format)),
+        st.builds("{}({})".format, st.sampled_from(FUNCTIONS), items),
     )
 
 

@@ -36,11 +36,11 @@ def test_a_whole_boosted_model_is_clipped_by_its_optimizer(ask):
     """Unscaled first, once a step; parameters that do not train need not be given."""
     raw, model, optimizer = boosted()
     scaled = length(raw)
-    given = {"boosted": model, "raw": raw, "parameters": raw.parameters()}.get(ask)
+    target = {"boosted": model, "raw": raw, "parameters": raw.parameters()}.get(ask)
     if ask == "trained":
         raw[0].bias.requires_grad_(False)
-        given = [p for p in raw.parameters() if p.requires_grad]
-    outcome = apply_gradient_clipping(given, "norm", 0.5)
+        target = [p for p in raw.parameters() if p.requires_grad]
+    outcome = apply_gradient_clipping(target, "norm", 0.5)
     assert outcome.norm == pytest.approx(scaled / 64.0, rel=1e-5)
     assert length(raw) == pytest.approx(0.5, rel=1e-5)
     assert optimizer.stage is StepState.CLIPPED
@@ -69,7 +69,7 @@ def clip(model, seed):
     assert length(model) == pytest.approx(norm / 2, rel=1e-6)
 
 
-def test_what_is_kept_of_a_model_changes_with_its_parameters_and_goes_with_it():
+def test_what_is_kept_of_a_model_changes_with_its_parameters():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     for seed in range(12):  # with a threshold of its own each
         clip(model, seed)
@@ -80,23 +80,32 @@ def test_what_is_kept_of_a_model_changes_with_its_parameters_and_goes_with_it():
     with torch.no_grad():
         model[2].weight.set_(torch.randn(7, 5))  # the same parameter in another shape
     clip(model, 6)
+
+
+def test_what_is_kept_of_a_model_goes_with_it():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for seed in range(12):
+        clip(model, seed)
     weight = weakref.ref(model[0].weight)
     del model
     gc.collect()
     assert weight() is None
 
 
-def test_wrapped_models_have_the_names_of_the_users_model_and_fsdp_1_is_refused():
+def test_a_wrapped_model_has_the_names_of_the_users_model():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     graded(model, 0)
     apply_gradient_clipping(torch.compile(model), "adaptive", 0.1, exclude=["1.weight"])
+
+
+def test_fsdp_1_is_refused():
     first = nn.Sequential(type("FullyShardedDataParallel", (nn.Module,), {})(), nn.Linear(2, 2))
     refused(TypeError, "fully_shard", apply_gradient_clipping, first, "norm", 1.0)
 
 
 def test_values_of_devices():
     for kind in ("cuda", "mps", "xpu", "meta"):
-        assert not transfer.can_read(torch.device(kind))
+        assert not transfer.can_read(torch.device(kind)), kind
     assert transfer.widest(torch.device("mps")) == torch.float32
     assert transfer.widest(torch.device("cuda")) == torch.float64
     away = torch.empty((), device="meta")
@@ -104,7 +113,10 @@ def test_values_of_devices():
     assert transfer.read_later(torch.tensor(2.5))() == 2.5
     for values in ([1.5, 1e-300], [torch.tensor(1.5), 2**53 - 1.0], [torch.tensor(1.5)] * 2):
         vector = transfer.on_device(values, torch.device("cpu"))
-        assert (vector.dtype, vector.tolist()) == (torch.float64, [float(one) for one in values])
+        assert (vector.dtype, vector.tolist()) == (
+            torch.float64,
+            [float(value) for value in values],
+        )
         assert transfer.on_device(values, torch.device("meta")).device.type == "meta"
 
 
@@ -129,34 +141,37 @@ class OneWeight(nn.Module):
 def called(model, give_to, name, norms, threshold, **options):
     """The norm after each call, and λ."""
     direction = torch.tensor([2.0, -1.0, 2.0], dtype=torch.float64) / 3
-    found = []
+    steps = []
     for norm in norms:
         model.weight.grad = direction * norm
         decision = apply_gradient_clipping(give_to(model), name, threshold, **options)
-        found.append((length(model), decision.threshold))
-    return found
+        steps.append((length(model), decision.threshold))
+    return steps
 
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", HISTORIES)
-def test_calls_remember_a_model_and_go_on_from_a_saved_state(name, given, tmp_path):
-    norms, give_to = SEQUENCES["usual"][:120], GIVEN[given]
-    first, second = OneWeight(), OneWeight()
-    found = called(first, give_to, name, norms[:50], **HISTORIES[name])
+def test_calls_go_on_from_the_saved_state_of_a_model(name, given, tmp_path):
+    norms = SEQUENCES["usual"][:120]
+    give_to = GIVEN[given]
+    first = OneWeight()
+    second = OneWeight()
+    results = called(first, give_to, name, norms[:50], **HISTORIES[name])
     state = clipping_state_dict(give_to(first))
     torch.save(state, tmp_path / "state")
     load_clipping_state_dict(give_to(second), torch.load(tmp_path / "state", weights_only=True))
-    found += called(second, give_to, name, norms[50:], **HISTORIES[name])
-    wanted = list(REFERENCE[name](norms, **HISTORIES[name]))
-    for step, right in zip(found, wanted, strict=True):
+    results += called(second, give_to, name, norms[50:], **HISTORIES[name])
+    expected = list(REFERENCE[name](norms, **HISTORIES[name]))
+    for step, right in zip(results, expected, strict=True):
         assert step == pytest.approx(right, rel=1e-9, nan_ok=True)
-    assert any(after < norm for (after, _), norm in zip(found, norms, strict=True))
+    assert any(after < norm for (after, _), norm in zip(results, norms, strict=True))
 
 
 @pytest.mark.parametrize("name", ["percentile", "zscore"])
 def test_a_state_that_was_saved_before_the_memory_had_its_name_goes_on(name):
     norms = SEQUENCES["usual"][:120]
-    first, second = OneWeight(), OneWeight()
+    first = OneWeight()
+    second = OneWeight()
     called(first, GIVEN["module"], name, norms[:50], **HISTORIES[name])
     [(key, state)] = clipping_state_dict(first).items()
     is_clipped = HISTORIES[name].get("history") == "clipped"
@@ -167,8 +182,8 @@ def test_a_state_that_was_saved_before_the_memory_had_its_name_goes_on(name):
     state["history"] = state.pop("memory")
     load_clipping_state_dict(second, {earlier_key: state})
     steps = called(second, GIVEN["module"], name, norms[50:], **HISTORIES[name])
-    wanted = list(REFERENCE[name](norms, **HISTORIES[name]))[50:]
-    for step, right in zip(steps, wanted, strict=True):
+    expected = list(REFERENCE[name](norms, **HISTORIES[name]))[50:]
+    for step, right in zip(steps, expected, strict=True):
         assert step == pytest.approx(right, rel=1e-9, nan_ok=True)
 
 
@@ -181,46 +196,61 @@ def test_the_optimizer_of_a_boosted_model_saves_the_history_of_calls():
     assert decision.clipped == 1.0
     [state] = optimizer.state_dict()["calls"].values()
     assert len(state["memory"]["norms"]) == 3
-    other, _, second = boosted()
+    fresh, _, second = boosted()
     second.load_state_dict(optimizer.state_dict())
-    second.backward(other(torch.ones(3, 4)).square().sum())
-    apply_gradient_clipping(other, "percentile", 50.0, min_steps=2)
-    [state] = clipping_state_dict(other).values()
+    second.backward(fresh(torch.ones(3, 4)).square().sum())
+    apply_gradient_clipping(fresh, "percentile", 50.0, min_steps=2)
+    [state] = clipping_state_dict(fresh).values()
     assert len(state["memory"]["norms"]) == 4
 
 
 def test_calls_by_adagc_are_the_reference_for_a_list_of_parameters():
     options = {"absolute": 8.0, "beta": 0.9, "warmup_steps": 60}
-    rule, made, clips = AdaGC(1.5, 8.0, 0.9, 60, 2.0, "clipped"), parameters(), set()
-    for each in recorded(120):
-        if any(math.isnan(x) for values in each.values() for x in values or ()):
+    rule = AdaGC(1.5, 8.0, 0.9, 60, 2.0, "clipped")
+    weights = parameters()
+    clips = set()
+    for gradients in recorded(120):
+        if any(math.isnan(x) for values in gradients.values() for x in values or ()):
             continue
-        give(made, each)
-        decision = apply_gradient_clipping(made.values(), "adagc", 1.5, **options)
-        wanted = rule(each)
-        clips.add(wanted != each)
-        assert decision.clipped == float(wanted != each)
-        for name, values in wanted.items():
+        give(weights, gradients)
+        decision = apply_gradient_clipping(weights.values(), "adagc", 1.5, **options)
+        expected = rule(gradients)
+        clips.add(expected != gradients)
+        assert decision.clipped == float(expected != gradients)
+        for name, values in expected.items():
             if values is not None:
-                assert made[name].grad.tolist() == pytest.approx(values, rel=1e-10)
+                assert weights[name].grad.tolist() == pytest.approx(values, rel=1e-10)
     assert clips == {True, False}
 
 
-def test_another_threshold_keeps_the_history_and_other_options_begin_another_one():
+@pytest.fixture
+def remembered():
+    """A model whose norms 1 to 20 are remembered."""
     model = OneWeight()
     called(model, GIVEN["module"], "percentile", range(1, 21), 100.0)
-    [(_, limit)] = called(model, GIVEN["module"], "percentile", [21.0], 50.0)
+    return model
+
+
+def test_another_threshold_keeps_the_history(remembered):
+    [(_, limit)] = called(remembered, GIVEN["module"], "percentile", [21.0], 50.0)
     assert limit == 11.0  # the median of 1 to 21
-    assert len(clipping_state_dict(model)) == 1
-    [(_, limit)] = called(model, GIVEN["module"], "percentile", [21.0], 50.0, window=50)
+    assert len(clipping_state_dict(remembered)) == 1
+
+
+def test_other_options_begin_another_history(remembered):
+    [(_, limit)] = called(remembered, GIVEN["module"], "percentile", [21.0], 50.0, window=50)
     assert math.isnan(limit)
-    assert len(clipping_state_dict(model)) == 2
-    load_clipping_state_dict(model, {})
-    assert clipping_state_dict(model) == {}
+    assert len(clipping_state_dict(remembered)) == 2
+
+
+def test_an_empty_state_forgets_all_histories(remembered):
+    load_clipping_state_dict(remembered, {})
+    assert clipping_state_dict(remembered) == {}
 
 
 def test_thresholds_of_links_may_change_without_losing_a_history():
-    model, norms = OneWeight(), [1.0, 2.0, 3.0, 4.0]
+    model = OneWeight()
+    norms = [1.0, 2.0, 3.0, 4.0]
     for step, norm in enumerate(norms, 1):
         links = [{"mode": "percentile", "threshold": 50.0, "min_steps": 2}]
         links.append({"mode": "norm", "threshold": 100.0 / step})
@@ -228,7 +258,7 @@ def test_thresholds_of_links_may_change_without_losing_a_history():
     assert after == pytest.approx(2.5)
 
 
-def test_a_history_of_a_list_ends_with_it_and_a_part_of_the_list_is_refused():
+def test_a_part_of_a_list_with_a_history_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     graded(model, 0)
     part = list(model[0].parameters())
@@ -236,9 +266,17 @@ def test_a_history_of_a_list_ends_with_it_and_a_part_of_the_list_is_refused():
         apply_gradient_clipping(model.parameters(), mode, 50.0)
         refused(ValueError, "same list", apply_gradient_clipping, part, mode, 90.0)
     assert len(clipping_state_dict(model.parameters())) == 2
+    apply_gradient_clipping(part, "norm", 1.0)  # a mode without memory takes it
+
+
+def test_a_history_of_a_list_ends_with_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    graded(model, 0)
+    for mode in ("percentile", "zscore"):
+        apply_gradient_clipping(model.parameters(), mode, 50.0)
     apply_gradient_clipping(model[0].parameters(), "norm", 1.0)
     weight = weakref.ref(model[0].weight)
-    del model, part
+    del model
     gc.collect()
     assert weight() is None
 

@@ -65,14 +65,19 @@ def plain_of(name, plugin, *more):
     """The configuration of a run on two ranks, to hand to ranks; batch norm sees whole batches."""
     data, words = MODELS[name]
     target, *arguments = words.split()
-    parts, microbatches = 2 if plugin in ("ddp", "fsdp", "zero") else 1, 1
+    parts = 2 if plugin in ("ddp", "fsdp", "zero") else 1
+    microbatches = 1
     if data != "images":
-        target, microbatches = f"transformers.{target}", 2
+        target = f"transformers.{target}"
+        microbatches = 2
         arguments = [f"+model.config={{_target_:transformers.{arguments[0]}}}"]
-    asked = [f"plugin={plugin}", "plugin.nproc=2", f"accumulation.steps={microbatches}"]
-    asked += [f"data.batch_size={8 // parts // microbatches}", f"data._target_={__name__}.{data}"]
-    asked += [f"model._target_={target}", *arguments]
-    [job] = request(overriding([*COMMON, *asked], more)).jobs
+    overrides = [f"plugin={plugin}", "plugin.nproc=2", f"accumulation.steps={microbatches}"]
+    overrides += [
+        f"data.batch_size={8 // parts // microbatches}",
+        f"data._target_={__name__}.{data}",
+    ]
+    overrides += [f"model._target_={target}", *arguments]
+    [job] = request(overriding([*COMMON, *overrides], more)).jobs
     return job.plain
 
 
@@ -80,7 +85,8 @@ class Recorded(Dataset):
     """Samples in memory (``tensors``, by name or in a tuple) that records which were read."""
 
     def __init__(self, tensors):
-        self.tensors, self.read = tensors, []
+        self.tensors = tensors
+        self.read = []
 
     def __len__(self):
         return len(next(iter(tree_leaves(self.tensors))))
@@ -107,7 +113,8 @@ def images():
 
 def tokens():
     """Dictionaries of random tokens [8], what a model attends to, and labels, some ignored."""
-    inputs, mask = _integers(32, 40, 8), torch.ones(40, 8, dtype=torch.int64)
+    inputs = _integers(32, 40, 8)
+    mask = torch.ones(40, 8, dtype=torch.int64)
     mask[::3, 5:] = 0
     labels = inputs.masked_fill(_integers(10, 40, 8) < 3, -100)
     return _data({"input_ids": inputs, "attention_mask": mask, "labels": labels}, "tokens")
@@ -133,7 +140,7 @@ def trained(cases):
     transformers also loss and accuracy of the held-out samples, as logged and by plain PyTorch.
     """
     torch.set_default_dtype(torch.float64)
-    found = []
+    results = []
     for name, plugin in cases:
         config = parse(plain_of(name, plugin))
         data = build.make_data(config.data).train
@@ -149,22 +156,24 @@ def trained(cases):
         model = build.maker(config.model)()
         start = {key: tensor.clone() for key, tensor in model.named_parameters()}
         plainly(model, data, read[: trainer.plugin.data_size])
-        wanted = dict(model.named_parameters())
-        assert max((wanted[key] - start[key]).abs().max() for key in start) > 1e-4
-        off = {key: float((weights[key] - wanted[key]).abs().max()) for key in wanted}
-        found.append((off, [], []))
+        expected = dict(model.named_parameters())
+        assert max((expected[key] - start[key]).abs().max() for key in start) > 1e-4, (name, plugin)
+        off = {key: float((weights[key] - expected[key]).abs().max()) for key in expected}
+        results.append((off, [], []))
         if isinstance(data.tensors, dict):
             judged = [final[key] for key in ("eval/loss", "eval/accuracy")]
-            found[-1] = off, judged, judge(model, data.tensors)
-    return found
+            results[-1] = off, judged, judge(model, data.tensors)
+    return results
 
 
 @torch.no_grad()
 def judge(model, batch):
     """The loss and the accuracy of a batch."""
-    logits, labels = model.eval()(**batch).logits, batch["labels"]
+    logits = model.eval()(**batch).logits
+    labels = batch["labels"]
     if labels.ndim == 2:  # a position tells the next token
-        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        logits = logits[:, :-1].flatten(0, 1)
+        labels = labels[:, 1:].flatten()
     right = (logits.argmax(-1) == labels)[labels >= 0]
     return [float(F.cross_entropy(logits, labels)), float(right.double().mean())]
 
@@ -178,7 +187,7 @@ def plainly(model, data, read):
     optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
     size = 8 // len(read)
     for step in range(STEPS):
-        parts = [each[step * size : (step + 1) * size] for each in read]
+        parts = [indices[step * size : (step + 1) * size] for indices in read]
         assert sum(map(len, parts)) == 8
         optimizer.zero_grad()
         if isinstance(data.tensors, dict):
@@ -186,7 +195,9 @@ def plainly(model, data, read):
         else:
             for inputs, targets in map(data.batch, parts):
                 (F.cross_entropy(model(inputs), targets, reduction="sum") / 8).backward()
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         for gradient in gradients:
             gradient.mul_((LIMIT / norm).clamp(max=1))
@@ -194,11 +205,11 @@ def plainly(model, data, read):
 
 
 def test_five_steps_are_those_of_plain_pytorch():
-    found = run_ranks(trained, 2, CASES)[0]
-    for (name, plugin), (off, judged, wanted) in zip(CASES, found, strict=True):
-        assert judged == pytest.approx(wanted, rel=1e-6), (name, plugin)
-        assert len(off) > 10
-        assert {key: each for key, each in off.items() if not each <= 1e-9} == {}, (name, plugin)
+    results = run_ranks(trained, 2, CASES)[0]
+    for (name, plugin), (off, judged, expected) in zip(CASES, results, strict=True):
+        assert judged == pytest.approx(expected, rel=1e-6), (name, plugin)
+        assert len(off) > 10, (name, plugin)
+        assert {key: error for key, error in off.items() if not error <= 1e-9} == {}, (name, plugin)
 
 
 @pytest.mark.parametrize(

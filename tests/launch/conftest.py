@@ -17,7 +17,8 @@ DDP = [*WORDS, "plugin=ddp", "accumulation=x2", "data.batch_size=8", "tracker=no
 @pytest.fixture(scope="session")
 def single(tmp_path_factory):
     """One process, with secrets, recorded by wandb: its folder, its output and the secrets."""
-    home, planted = tmp_path_factory.mktemp("single"), Planted()
+    home = tmp_path_factory.mktemp("single")
+    planted = Planted()
     words = [*WORDS, *planted.words, "data.batch_size=32", "tracker.mode=offline"]
     out, err = run_here(*words, env=environment_at(home) | planted.variables)
     wandb.teardown()  # other tests have another home

@@ -28,7 +28,7 @@ def rows_of(folder):
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
     timed = ("time/", "throughput/")
     return [
-        {key: one for key, one in json.loads(line).items() if not key.startswith(timed)}
+        {key: value for key, value in json.loads(line).items() if not key.startswith(timed)}
         for line in lines
     ]
 
@@ -81,13 +81,13 @@ class Started:
     def processes(self):
         """Return the processes that the command started, and itself; zombies do not count."""
         mark = f"RUNNER_OUTPUTS={self.home / 'outputs'}".encode()
-        found = []
+        ids = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 state = (process / "stat").read_text().rpartition(")")[2].split()[0]
                 if mark in (process / "environ").read_bytes().split(b"\0") and state not in "ZX":
-                    found.append(int(process.name))
-        return found
+                    ids.append(int(process.name))
+        return ids
 
     def leaves_nothing(self):
         """Wait until no process is left of the command."""

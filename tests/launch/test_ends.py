@@ -34,7 +34,7 @@ def failed(tmp_path_factory):
     words += [f"plugin=single{',ddp' * 5},single", f"plugin.nproc=unset{',2' * 5},unset"]
     words += [f"clip={'norm,' * 5}value,norm", f"optimizer.lr={'0.05,' * 5}1e6,0.05"]
     words += ["-m", *LONG, *faulty(",".join(FAULTS), *[8] * len(FAULTS), rank=-1)]
-    words += [f"launch.timeout={','.join('20' if one == 'hang' else '600' for one in FAULTS)}"]
+    words += [f"launch.timeout={','.join('20' if fault == 'hang' else '600' for fault in FAULTS)}"]
     with started(environment_at(tmp_path_factory.mktemp("failed")), words) as run:
         struck = run.home / "outputs" / "struck"
         for count in range(1, len(FAULTS)):  # one after the other, so that each may take its time
@@ -42,8 +42,8 @@ def failed(tmp_path_factory):
         run.process.terminate()
         run.ends(143)
         [sweep] = (run.home / "outputs" / "sweeps").iterdir()
-        found = {fault: sweep / str(number) for number, fault in enumerate(FAULTS)}
-        yield SimpleNamespace(folders=found, printed=(run.home / "printed").read_text())
+        folders = {fault: sweep / str(number) for number, fault in enumerate(FAULTS)}
+        yield SimpleNamespace(folders=folders, printed=(run.home / "printed").read_text())
 
 
 @swept
@@ -58,14 +58,15 @@ def failed(tmp_path_factory):
         ("late", 0, "RuntimeError: planted fault"),  # after a signal: it is no stop
     ],
 )
-def test_a_rank_that_fails_ends_the_run_and_is_named(failed, fault, rank, cause):
+def test_a_failed_run_names_the_rank_that_failed(failed, fault, rank, cause):
     folder = failed.folders[fault]
-    status, log = read(folder), (folder / "runner.log").read_text()
+    status = read(folder)
+    log = (folder / "runner.log").read_text()
     assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 1, rank)
     assert cause in status["error"]
     assert "failed with exit code 1" in log
     for key in ("data.batch_size", "accumulation.steps", "plugin="):
-        assert (key in status["error"]) == (fault in ("memory", "kill"))
+        assert (key in status["error"]) == (fault in ("memory", "kill")), key
     if fault == "hang":
         assert LOST in status["error"].splitlines()[-1]
         before, _, after = status["error"].partition("where rank 1 is (most recent call first)")
@@ -76,7 +77,8 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(failed, fault, rank, cause)
 @swept
 def test_a_run_that_only_skips_steps_fails(failed):
     folder = failed.folders["none"]
-    status, log = read(folder), (folder / "runner.log").read_text()
+    status = read(folder)
+    log = (folder / "runner.log").read_text()
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert rows_of(folder)[-1]["grad/nonfinite"] == 12
     assert "12 steps in" in log
@@ -86,15 +88,21 @@ def test_a_run_that_only_skips_steps_fails(failed):
             assert part in text
 
 
-def test_a_run_that_fails_keeps_its_rows_and_tells_wandb(own_home, outputs, capsys):
-    asked = ["device=cpu", "plugin=single", "tracker.mode=offline", *LONG, *faulty("raise", rank=0)]
-    assert main(asked) == 1
-    folder, printed = only_run(outputs), capsys.readouterr()
+FAILS = ["device=cpu", "plugin=single", *LONG, *faulty("raise", rank=0)]
+
+
+def test_a_run_that_fails_keeps_its_rows(outputs, capsys):
+    """Also those that were not due yet."""
+    assert main(["tracker=none", *FAILS]) == 1
+    folder = only_run(outputs)
     assert read(folder)["error"].endswith("RuntimeError: planted fault")
-    assert "RuntimeError: planted fault" in printed.err
-    # The rows before the fault are not lost, though they were not due yet.
+    assert "RuntimeError: planted fault" in capsys.readouterr().err
     assert [row["train/step"] for row in rows_of(folder)] == [*range(1, 8)]
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+
+
+def test_wandb_is_told_that_a_run_failed(own_home, outputs):
+    assert main(["tracker.mode=offline", *FAILS]) == 1
+    (file,) = only_run(outputs).glob("wandb/offline-run-*/*.wandb")
     assert inspected(file)["exit"][0]["exit_code"] == 1
 
 
@@ -124,7 +132,8 @@ def test_sigkill_of_the_command_ends_its_ranks(environment):
 )
 def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, number, to, job, again):
     """With a checkpoint; after SIGUSR1 or a pre-emption Slurm is asked to start the job again."""
-    program, told = tmp_path / "bin" / "scontrol", tmp_path / "told"
+    program = tmp_path / "bin" / "scontrol"
+    told = tmp_path / "told"
     program.parent.mkdir()
     text = f'#!/bin/sh\nif [ "$1" = --oneliner ]; then echo "{job}"; exit; fi\n'
     text += f'echo "$@" > {told}\ncat $RUNNER_OUTPUTS/runs/*/status.json >> {told}\n'
@@ -140,7 +149,8 @@ def test_a_signal_ends_the_run_after_its_step(environment, tmp_path, ranks, numb
         else:
             run.process.send_signal(number)
         run.ends(CODES[number])
-        status, rows = run.status, rows_of(run.folder)
+        status = run.status
+        rows = rows_of(run.folder)
         assert (status["state"], status["exit_code"]) == ("interrupted", CODES[number])
         assert [row["train/step"] for row in rows] == [*range(1, len(rows) + 1)]
         [saved] = (run.folder / "checkpoints").glob("step_*")

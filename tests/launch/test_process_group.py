@@ -3,6 +3,7 @@
 import os
 import socket
 from contextlib import nullcontext, redirect_stdout
+from functools import cache
 from io import StringIO
 from unittest.mock import DEFAULT, patch
 
@@ -51,8 +52,8 @@ def test_a_rank_that_cannot_find_the_others(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert told.count("Traceback") == 1
     assert "(MASTER_ADDR, MASTER_PORT not set)" in told
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         told = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for name, value in told.items():
             monkeypatch.setenv(name, value)
@@ -78,7 +79,8 @@ def test_the_groups_of_a_mesh_have_the_time_limit_of_the_ranks(tmp_path):
 
 
 def asked(folder):
-    coordinator, first = DistCoordinator(), dist.get_rank() == 0
+    coordinator = DistCoordinator()
+    first = dist.get_rank() == 0
     file = folder / "file"
     with coordinator.priority_execution():
         seen = file.exists()
@@ -93,8 +95,8 @@ def asked(folder):
 
 
 def test_the_master_of_a_coordinator_goes_first(tmp_path):
-    wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    assert get_current_device().type == wanted
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    assert get_current_device().type == kind
     first, second = run_ranks(asked, 2, tmp_path)
     assert first == (2, True, False, "of the first rank\n")
     assert second == (2, False, True, "")
@@ -167,11 +169,23 @@ def compare_requests():
             return str(differing.value), str(agreement.refused_on_all_ranks(wrong))
 
 
-def test_ranks_refuse_different_requests_and_that_of_one_rank_by_one_message():
-    texts = run_ranks(compare_requests, 3)
-    [(differing, refused)] = {*texts}
+@cache
+def compared_requests():
+    """The messages, which are the same on all ranks."""
+    [(differing, refused)] = {*run_ranks(compare_requests, 3)}
+    return differing, refused
+
+
+@pytest.mark.xdist_group("requests of ranks")
+def test_ranks_refuse_different_requests_by_one_message():
+    differing, _ = compared_requests()
     assert "(1 problem)" in differing
     assert "seed=0  on rank 0, and 1 on rank 1" in differing
+
+
+@pytest.mark.xdist_group("requests of ranks")
+def test_all_ranks_refuse_a_wrong_request_of_one_rank():
+    _, refused = compared_requests()
     assert "(2 problems)" in refused
     assert "sed=1" in refused
     assert "unknown key (on rank 2 of 3)" in refused
@@ -210,6 +224,6 @@ assert len(os.listdir("/proc/self/task")) == 1
 """
 
 
-def test_the_fork_server_asks_for_no_gpu_and_has_no_threads(environment):
+def test_the_fork_server_holds_nothing_that_its_forks_lose(environment):
     """A driver that was asked, and threads, do not exist in the processes that it forks."""
     python("-c", WITHOUT_A_GPU, env=environment, cwd=ROOT)

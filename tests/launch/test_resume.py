@@ -21,8 +21,8 @@ SMALL = ["tracker=none", "data.batch_size=8", "train.max_duration=60ba"]
 
 @cache
 def job(*words):
-    [made] = request(overriding(SMALL, words)).jobs
-    return made
+    [planned] = request(overriding(SMALL, words)).jobs
+    return planned
 
 
 def save(run, step, made=None, world_size=1, state=STATE_KEYS, **about):
@@ -39,8 +39,8 @@ def record(run, made=None, state="running", **more):
 
 
 def start(run, *words):
-    made = job(*words)
-    return decide(made.config, made.plain, run)
+    planned = job(*words)
+    return decide(planned.config, planned.plain, run)
 
 
 def refused(run, *words):
@@ -62,9 +62,12 @@ def old(tmp_path):
     return save(tmp_path / "old", 30).parents[1]
 
 
-def test_a_new_folder_and_a_run_without_a_checkpoint_start_anew(run):
+def test_a_run_in_a_new_folder_starts_anew(run):
     assert start(run) == start(run, "resume=never") == ANEW
     assert not run.exists()
+
+
+def test_a_run_without_a_checkpoint_starts_anew(run):
     record(run)
     assert start(run) == ANEW
     assert "another configuration" in refused(run, "seed=1")
@@ -75,11 +78,11 @@ def test_an_unfinished_run_is_continued_from_its_newest_checkpoint(run):
     record(run, None, "failed", wandb_run_id="abc", wall_s=3.5, resumed=[10])
     save(run, 20)
     newest = save(run, 30)
-    found = start(run)
-    assert (found.checkpoint, found.step, found.warnings) == (newest, 30, ())
-    assert found.former["wandb_run_id"] == "abc"
+    decision = start(run)
+    assert (decision.checkpoint, decision.step, decision.warnings) == (newest, 30, ())
+    assert decision.former["wandb_run_id"] == "abc"
     entries = {"started": "before", "step": 30, "resumed": [10, 30]}
-    assert found.status() == {**entries, "wall_s": 3.5}
+    assert decision.status() == {**entries, "wall_s": 3.5}
     assert earlier_run(run) is None
 
 
@@ -90,15 +93,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, run):
         bad = save(run, 30, state=state)
         with (bad / "state.pt").open("a") as file:
             file.write(content)
-        found = start(run)
-        assert (found.checkpoint, found.step) == (good, 20)
-        [warning] = found.warnings
+        decision = start(run)
+        assert (decision.checkpoint, decision.step) == (good, 20)
+        [warning] = decision.warnings
         assert str(bad / "state.pt") in warning
         assert "state.pt is" in refused(tmp_path / "new", f"resume={bad}")
     (good / "state.pt").write_bytes(b"y")
-    found = start(run)
-    assert (found.checkpoint, found.former) == (None, {})
-    assert str(good) in found.warnings[-1]
+    decision = start(run)
+    assert (decision.checkpoint, decision.former) == (None, {})
+    assert str(good) in decision.warnings[-1]
 
 
 def test_a_run_is_finished_once_its_summary_is_there(run):
@@ -123,9 +126,9 @@ def test_a_path_is_a_run_or_its_checkpoints_or_one_of_them(run, old):
     save(old, 20)
     newest = old / "checkpoints" / "step_000000030"
     for path in (old, old / "checkpoints", newest):
-        found = start(run, f"resume={path}")
-        assert (found.checkpoint, found.step, found.former) == (newest, 30, {})
-        assert found.status() == {"resumed_from": str(newest), "step": 30}
+        decision = start(run, f"resume={path}")
+        assert (decision.checkpoint, decision.step, decision.former) == (newest, 30, {})
+        assert decision.status() == {"resumed_from": str(newest), "step": 30}
     assert start(run, f"resume={old}/checkpoints/step_000000020").step == 20
 
 
@@ -144,12 +147,12 @@ def test_a_path_that_holds_nothing_is_refused(tmp_path, run, old):
 def test_another_configuration_is_refused_with_both_values(run, old):
     words = ["optimizer.lr=0.2", "clip=value", "train.max_duration=40ba"]
     said = refused(run, f"resume={old}", *words)
-    for now, before in [
+    for word, before in [
         ("optimizer.lr=0.2", "is 0.05 in the checkpoint old/step_000000030"),
         ("clip.mode=value", "is norm in"),
         ("train.max_duration=40ba", "is 60ba in"),
     ]:
-        assert re.search(rf"^ *{now} .*{before}.*resume\.force=true", said, re.M)
+        assert re.search(rf"^ *{word} .*{before}.*resume\.force=true", said, re.M)
     assert start(run, f"resume={old}", *words, "resume.force=true").step == 30
     said = refused(run, f"resume={old}", "resume.force=true", "optimizer=adamw", "optimizer.lr=0.2")
     assert "its state cannot be used" in said
@@ -183,11 +186,12 @@ def test_another_number_of_samples_in_a_step_counts(tmp_path, run, old):
 
 def test_a_path_beside_own_checkpoints(tmp_path, run, old):
     record(run, resumed_from="there")
-    found = start(run, f"resume={old}")
-    assert found.status()["resumed_from"].endswith("old/checkpoints/step_000000030")
-    older, newer = save(run, 40), save(run, 50)
-    found = start(run, f"resume={old}")  # the run has come further since
-    assert (found.checkpoint, found.status()["resumed_from"]) == (newer, "there")
+    decision = start(run, f"resume={old}")
+    assert decision.status()["resumed_from"].endswith("old/checkpoints/step_000000030")
+    older = save(run, 40)
+    newer = save(run, 50)
+    decision = start(run, f"resume={old}")  # the run has come further since
+    assert (decision.checkpoint, decision.status()["resumed_from"]) == (newer, "there")
     (tmp_path / "link").symlink_to(older.parent)
     for path in (older, tmp_path / "link" / older.name):
         assert "step_000000050 is newer" in refused(run, f"resume={path}")

@@ -25,7 +25,8 @@ def slurm(tmp_path, environment):
 @pytest.fixture
 def job(slurm, tmp_path):
     """Start a job on two nodes; return its number, and a function that waits for its status."""
-    outputs, printed = Path(slurm.environment["RUNNER_OUTPUTS"]), tmp_path / "printed"
+    outputs = Path(slurm.environment["RUNNER_OUTPUTS"])
+    printed = tmp_path / "printed"
 
     def status(wanted):
         def found():
@@ -50,7 +51,8 @@ def tasks(slurm, tmp_path):
     """Start a command as two tasks of srun; return the number of its job, and where it prints."""
 
     def start(command):
-        script, printed = tmp_path / "tasks.sh", tmp_path / "printed"
+        script = tmp_path / "tasks.sh"
+        printed = tmp_path / "printed"
         script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=1 bash -c '{command}'\n")
         options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
         number = slurm("sbatch", "--parsable", f"--output={printed}", *options, str(script))
@@ -109,7 +111,7 @@ def test_a_job_on_two_nodes_that_is_pre_empted_goes_on(slurm, job, environment, 
 
 
 @pytest.mark.slow
-def test_a_node_that_hangs_ends_the_run_and_is_named(job):
+def test_a_run_names_the_node_that_hangs(job):
     _, status = job(*WORDS, "checkpoint.interval=5ba", "launch.timeout=20", *faulty("halt"))
     ended = status(lambda now: now["state"] != "running")
     assert (ended["state"], ended["exit_code"]) == ("failed", 1)

@@ -8,7 +8,7 @@ class Mute(Exception):
         raise RuntimeError("no text")
 
 
-def test_a_line_has_the_members_of_a_group_its_notes_and_its_cause():
+def test_a_summary_is_one_line_of_all_that_an_error_holds():
     error = ExceptionGroup("two loaders", [ValueError("one"), KeyError("two")])
     error.add_note("in\nepoch 3")
     error.__cause__ = OSError("disk")

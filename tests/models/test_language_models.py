@@ -65,7 +65,8 @@ def changed(model, position):
 
 
 def test_logits_depend_on_their_own_sequence_up_to_their_position(make):
-    model, batch = make(), tokens()
+    model = make()
+    batch = tokens()
     for length in (1, 2, T):
         logits = model(batch[:, :length])
         assert (logits.shape, logits.dtype) == ((3, length, V), torch.float32)
@@ -111,7 +112,8 @@ def test_sizes_that_do_not_fit_are_refused():
 def test_attention_is_softmax_over_the_past():
     torch.manual_seed(0)
     attention = gpt(bias=False).blocks[0].attention.double()
-    hidden, expected = torch.randn(2, 5, 8, dtype=torch.float64), []
+    hidden = torch.randn(2, 5, 8, dtype=torch.float64)
+    expected = []
     for head in (slice(0, 4), slice(4, 8)):
         query, key, value = (
             layer(hidden)[..., head] for layer in (attention.query, attention.key, attention.value)
@@ -125,8 +127,10 @@ def test_attention_is_softmax_over_the_past():
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_layer_is_torchs_lstm_whose_recurrent_weights_are_dropped_once(share):
     torch.manual_seed(0)
-    layer, twin = WeightDroppedLSTM(5, 7, share), nn.LSTM(5, 7, batch_first=True)
-    before, sequence = layer.recurrent_weight.detach().clone(), torch.randn(3, 11, 5)
+    layer = WeightDroppedLSTM(5, 7, share)
+    twin = nn.LSTM(5, 7, batch_first=True)
+    before = layer.recurrent_weight.detach().clone()
+    sequence = torch.randn(3, 11, 5)
     torch.manual_seed(1)
     dropped = F.dropout(layer.recurrent_weight, share)
     with torch.no_grad():
@@ -135,8 +139,8 @@ def test_a_layer_is_torchs_lstm_whose_recurrent_weights_are_dropped_once(share):
         twin.bias_ih_l0.copy_(layer.bias)
         twin.bias_hh_l0.zero_()
     torch.manual_seed(1)
-    found = layer(sequence)
-    torch.testing.assert_close(found, twin(sequence)[0])
-    found.sum().backward()
+    outputs = layer(sequence)
+    torch.testing.assert_close(outputs, twin(sequence)[0])
+    outputs.sum().backward()
     assert torch.equal(layer.recurrent_weight.grad == 0, dropped == 0)
     assert torch.equal(layer.recurrent_weight, before)

@@ -42,15 +42,16 @@ def test_every_token_gets_the_weighted_sum_of_its_best_experts(experts, top_k, c
     reference = copy.deepcopy(layer)
     hidden = torch.rand(4, 7, WIDTH, dtype=torch.float64, requires_grad=True)
     same = hidden.detach().clone().requires_grad_()
-    result, expected = layer(hidden), token_by_token(reference, same)
+    result = layer(hidden)
+    expected = token_by_token(reference, same)
     torch.testing.assert_close(result, expected, **CLOSE)
     result.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(hidden.grad, same.grad, **CLOSE)
     for name, parameter in reference.named_parameters():
         ours = layer.get_parameter(name).grad  # zero, not None, where nobody chose an expert
-        wanted = torch.zeros_like(ours) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(ours, wanted, **CLOSE)
+        theirs = torch.zeros_like(ours) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 # -- over ranks, each of which also computes what one process makes of all tokens
@@ -62,31 +63,34 @@ def spread_copy(layer):
     kept = ours.spread(dist.group.WORLD)
     assert list(ours.state_dict()) == ["router.weight", *kept]
     for name, value in ours.named_parameters():
-        assert torch.equal(value, layer.get_parameter(name))
+        assert torch.equal(value, layer.get_parameter(name)), name
     return ours
 
 
 def assert_same(layer, ours, whole, sizes, input_gradient=True):
     """Assert outputs and gradients; those of what is not an expert are summed over ranks."""
-    own, first = sizes[dist.get_rank()], sum(sizes[: dist.get_rank()])
-    share = slice(first, first + own)
+    count = sizes[dist.get_rank()]
+    first = sum(sizes[: dist.get_rank()])
+    share = slice(first, first + count)
     part = whole[share].clone()
     for hidden in (whole, part):
         hidden.requires_grad_(input_gradient)
-    expected, result = layer(whole), ours(part)
+    expected = layer(whole)
+    result = ours(part)
     torch.testing.assert_close(result, expected[share], **CLOSE)
     expected.square().sum().backward()
     result.square().sum().backward()
     if part.requires_grad:
         torch.testing.assert_close(part.grad, whole.grad[share], **CLOSE)
     for name, parameter in ours.named_parameters():
-        gradient, wanted = parameter.grad, layer.get_parameter(name).grad
-        assert (gradient is None) == (wanted is None), name
+        gradient = parameter.grad
+        reference = layer.get_parameter(name).grad
+        assert (gradient is None) == (reference is None), name
         if gradient is None:
             continue
         if ".experts." not in f".{name}":
             dist.all_reduce(gradient)
-        torch.testing.assert_close(gradient, wanted, **CLOSE, msg=name)
+        torch.testing.assert_close(gradient, reference, **CLOSE, msg=name)
     with torch.no_grad():
         assert torch.equal(ours(part), result)
 

@@ -22,8 +22,8 @@ PARAMETERS = {"resnet18": 11_181_642, "resnet34": 21_289_802}
 
 def chosen(group, name):
     section = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-    made = OmegaConf.create({"seed": 0, group: section})[group]
-    return instantiate({key: value for key, value in made.items() if key != "batch_size"})
+    resolved = OmegaConf.create({"seed": 0, group: section})[group]
+    return instantiate({key: value for key, value in resolved.items() if key != "batch_size"})
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in CONF.glob("model/*")))
@@ -37,7 +37,8 @@ def test_a_model_takes_one_step_on_the_data_it_is_shown_with(name):
         inputs, targets = collate_pairs(data.train.__getitems__([0, 1]))
     else:
         pixels = LEAST_PIXELS.get(name, 32)
-        inputs, targets = torch.rand(2, 3, pixels, pixels), torch.tensor([3, 9])
+        inputs = torch.rand(2, 3, pixels, pixels)
+        targets = torch.tensor([3, 9])
     logits = model(inputs)
     logits = getattr(logits, "logits", logits)
     assert logits.shape == (*targets.shape, 256 if targets.ndim > 1 else 10)

@@ -46,11 +46,12 @@ def test_hidden_matrices_are_those_of_inner_layers():
         assert set(hidden_matrices(model, head_weights(model))) == HIDDEN
     model = Mixed()
     heads = head_weights(model)
-    found = set(hidden_matrices(model, heads))
-    assert found == {"recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "router.weight"}
+    matrices = set(hidden_matrices(model, heads))
+    assert matrices == {"recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "router.weight"}
     assert "classifier.weight" in set(hidden_matrices(model))  # without heads it is a matrix
-    assert set(hidden_matrices(model, heads, ["router.*"])) == found - {"router.weight"}
-    words, last = "exclude: ruoter.* matches no parameter", nn.Sequential(nn.Linear(4, 2))
+    assert set(hidden_matrices(model, heads, ["router.*"])) == matrices - {"router.weight"}
+    words = "exclude: ruoter.* matches no parameter"
+    last = nn.Sequential(nn.Linear(4, 2))
     refused(ValueError, words, lambda: list(hidden_matrices(model, (), ["ruoter.*"])))
     words = "Sequential has no hidden matrix"
     refused(ValueError, words, muon_with_adamw, last, heads=["0.weight"])
@@ -59,20 +60,21 @@ def test_hidden_matrices_are_those_of_inner_layers():
 
 
 def test_steps_are_those_of_torch_with_these_settings():
-    model, other = gpt(), gpt()
+    model = gpt()
+    twin = gpt()
     muon = {"lr": 0.03, "momentum": 0.8, "nesterov": False, "weight_decay": 0.2, "eps": 1e-6}
     muon |= {"ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
     adamw = {"lr": 0.004, "betas": (0.7, 0.8), "eps": 1e-5, "weight_decay": 0.3}
     settings = muon | {f"adamw_{name}": value for name, value in adamw.items()}
     ours = muon_with_adamw(model, heads=head_weights(model), **settings, fused=False)
-    named = dict(other.named_parameters())
+    named = dict(twin.named_parameters())
     theirs = [
         Muon([p for name, p in named.items() if name in HIDDEN], **muon),
         AdamW([p for name, p in named.items() if name not in HIDDEN], **adamw, fused=False),
     ]
     tokens = torch.arange(32).reshape(4, 8) % 17
     for _ in range(4):
-        for net, optimizers in ((model, ours), (other, theirs)):
+        for net, optimizers in ((model, ours), (twin, theirs)):
             net(tokens).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
@@ -106,13 +108,14 @@ def require_exact_resume(given, folder):
     for plugin, name in given:
         ranks = "data.batch_size=8" if plugin == "single" else "data.batch_size=4 plugin.nproc=2"
         [job] = request([*RUN, f"optimizer={name}", f"plugin={plugin}", *ranks.split()]).jobs
-        made = job.config
-        whole, second = (make_trainer(made, [], evaluates=False) for _ in range(2))
-        first = make_trainer(made, [], evaluates=False, max_duration=Duration(2, "ba"))
+        config = job.config
+        whole, second = (make_trainer(config, [], evaluates=False) for _ in range(2))
+        first = make_trainer(config, [], evaluates=False, max_duration=Duration(2, "ba"))
         path = fitted(first).save(folder / f"{plugin}_{name}")
-        wanted, found = local_tensors(fitted(whole)), local_tensors(fitted(second, path))
-        assert found.keys() == wanted.keys()
-        differing = [key for key in wanted if not torch.equal(found[key], wanted[key])]
+        expected = local_tensors(fitted(whole))
+        continued = local_tensors(fitted(second, path))
+        assert continued.keys() == expected.keys(), (plugin, name)
+        differing = [key for key in expected if not torch.equal(continued[key], expected[key])]
         assert differing == [], (plugin, name)
 
 

@@ -20,14 +20,14 @@ RATE = 0.5
 LINE = {"warmup_fraction": 0.1, "power": 1.0}
 
 
-def made(kind, steps, **options):
+def optimizer_and_schedule(kind, steps, **options):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
     return optimizer, kind(optimizer, steps, **options)
 
 
 def rates(kind, steps, taken=None, **options):
     """Return the share of the rate in each step, and after step ``taken`` also both objects."""
-    optimizer, schedule = made(kind, steps, **options)
+    optimizer, schedule = optimizer_and_schedule(kind, steps, **options)
     shares = []
     for _ in range(taken or steps):
         shares.append(optimizer.param_groups[0]["lr"] / RATE)
@@ -82,7 +82,7 @@ def test_a_staircase_ends_on_its_last_stair_however_short_the_run(steps):
 def test_numbers_out_of_range_are_refused(kind, name, values):
     right = LINE if kind is LinearWarmupPolynomialLR else {"stairs": 2, "factor": 0.9}
     for value in values:
-        refused(ValueError, name, made, kind, 10, **right | {name: value})
+        refused(ValueError, name, optimizer_and_schedule, kind, 10, **right | {name: value})
 
 
 @pytest.mark.parametrize("longer", [100, 200])
@@ -97,11 +97,11 @@ def test_numbers_out_of_range_are_refused(kind, name, values):
 )
 def test_a_schedule_that_continues_over_more_steps_has_its_rate_at_once(kind, options, longer):
     _, before, schedule = rates(kind, 100, 60, **options)
-    later, continued = made(kind, longer, **options)
+    later, continued = optimizer_and_schedule(kind, longer, **options)
     later.load_state_dict(before.state_dict())
     continued.load_state_dict(schedule.state_dict())
-    for wanted in rates(kind, longer, **options)[60:]:
-        assert later.param_groups[0]["lr"] == pytest.approx(wanted * RATE, rel=1e-9)
+    for factor in rates(kind, longer, **options)[60:]:
+        assert later.param_groups[0]["lr"] == pytest.approx(factor * RATE, rel=1e-9)
         assert continued.get_last_lr() == [later.param_groups[0]["lr"]]
         later.step()
         continued.step()

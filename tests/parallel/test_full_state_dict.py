@@ -122,7 +122,8 @@ def test_a_state_dict_is_loaded_over_four_ranks():
 def test_what_does_not_fit_is_listed():
     state = make("tied").state_dict()
     names = list(state)
-    first, shape = names[1], list(state[names[1]].shape)
+    first = names[1]
+    shape = list(state[names[1]].shape)
     said = refused({name: tensor for name, tensor in state.items() if name not in names[1:8]})
     assert said.startswith(f"missing: {first}, ")
     assert said.endswith(" and 2 more")

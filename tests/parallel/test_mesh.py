@@ -34,15 +34,15 @@ NEUTRAL = {"dp_size": None, "tp_size": 1, "pp_size": 1, "ep_size": 1}
     ],
 )
 def test_a_plugin_lays_ranks_out_as_the_request_was_checked(name, ranks, given, sizes):
-    kind, own = KINDS[name]
-    asked = SimpleNamespace(name=name, **(NEUTRAL | own | given))
+    kind, defaults = KINDS[name]
+    section = SimpleNamespace(name=name, **(NEUTRAL | defaults | given))
     if isinstance(sizes, tuple):  # What is not given is the constructor's default.
-        for options in (vars(asked), given):
-            assert kind.sizes_of(ranks, options) == mesh_of(asked, ranks) == sizes
+        for options in (vars(section), given):
+            assert kind.sizes_of(ranks, options) == mesh_of(section, ranks) == sizes
         return
-    for call, given in ((mesh_of, (asked, ranks)), (kind.sizes_of, (ranks, vars(asked)))):
+    for call, arguments in ((mesh_of, (section, ranks)), (kind.sizes_of, (ranks, vars(section)))):
         with pytest.raises(SizeError, match=sizes):
-            call(*given)
+            call(*arguments)
 
 
 def test_neighbours_share_weights():

@@ -51,8 +51,9 @@ def header(name):
     for line in (find("recipes") / f"{name}.yaml").read_text().splitlines():
         if not line.startswith("#"):
             return fields
-        if found := re.match(r"# (\w+): (.+)", line):
-            field, fields[found[1]] = found[1], found[2]
+        if match := re.match(r"# (\w+): (.+)", line):
+            field = match[1]
+            fields[match[1]] = match[2]
         elif line.startswith("#   "):
             fields[field] += line.removeprefix("#  ")
     return fields
@@ -67,59 +68,89 @@ def jobs(*words):
     return [job.config for job in request(words).jobs]
 
 
-def test_headers_say_what_a_recipe_is_where_it_is_from_and_how_to_run_it():
+def test_help_lists_each_recipe_with_its_purpose():
     text = help_text(request([]), [])
     for name, file in FILES.items():
-        fields, purpose = header(name), recipes.purpose(file)
-        assert next(iter(fields)) == name
-        assert set(fields) >= {"source", "command", "small"}
-        assert name in FIRST or set(fields) >= {"clipped", "differs"}, name
+        purpose = recipes.purpose(file)
+        assert purpose, name
+        assert re.search(rf"^  {name} +{re.escape(purpose)}$", text, re.MULTILINE), name
+
+
+def test_the_header_of_a_recipe_begins_with_its_name():
+    for name in FILES:
+        assert next(iter(header(name))) == name
+
+
+def test_a_header_says_where_a_recipe_is_from():
+    for name in FILES:
+        fields = header(name)
+        assert "source" in fields, name
+        if name in PUBLISHED:
+            assert re.search(r"20[012]\d|docs/", fields["source"]), f"no year: {name}"
+
+
+def test_a_header_says_what_differs_from_the_source():
+    for name in FILES:
+        assert name in FIRST or header(name).keys() >= {"clipped", "differs"}, name
+    assert "hidden units" in header("rnn_value")["clipped"]
+
+
+def test_a_header_says_how_to_run_a_recipe():
+    for name in FILES:
+        fields = header(name)
+        assert fields.keys() >= {"command", "small"}, name
         for field in fields.keys() & {"command", "small", "paper"}:
             assert f"recipe={name}" in words_of(fields[field])
-        assert {one.recipe for one in jobs(*words_of(fields["small"]))} == {name}
-        if name in PUBLISHED:
-            assert re.search(r"20[012]\d|docs/", fields["source"]), "no year"
-        assert purpose
-        assert re.search(rf"^  {name} +{re.escape(purpose)}$", text, re.MULTILINE)
-    assert "hidden units" in header("rnn_value")["clipped"]
+        assert {config.recipe for config in jobs(*words_of(fields["small"]))} == {name}, name
+
+
+def test_each_recipe_of_one_run_has_its_published_values_here():
     assert sorted(set(RUNS) - {"accumulate_4"}) == sorted(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_is_what_was_published(name):
-    [found] = jobs(f"recipe={name}")
-    if name == "accumulate_4":
-        probed = (found.accumulation.steps, found.telemetry.probe, found.data.batch_size)
-        assert probed == (4, 10, 8)
-        return
+    [config] = jobs(f"recipe={name}")
     mode, threshold, optimizer, arguments = PUBLISHED[name]
-    assert (found.clip.mode, found.clip.threshold, found.clip.norm_type) == (mode, threshold, 2)
-    assert found.optimizer.target == f"torch.optim.{optimizer}"
-    assert arguments.items() <= found.optimizer.arguments.items()
-    assert SCHEDULES.get(name, {}).items() <= found.scheduler.arguments.items()
-    batch = found.data.batch_size * found.accumulation.steps
+    assert (config.clip.mode, config.clip.threshold, config.clip.norm_type) == (mode, threshold, 2)
+    assert config.optimizer.target == f"torch.optim.{optimizer}"
+    assert arguments.items() <= config.optimizer.arguments.items()
+    assert SCHEDULES.get(name, {}).items() <= config.scheduler.arguments.items()
+    batch = config.data.batch_size * config.accumulation.steps
     assert batch == BATCHES.get(name, batch)  # that which the threshold was studied at
     # What a published command trains at full size is clipped alike.
     if paper := header(name).get("paper"):
-        assert jobs(*words_of(paper))[0].clip == found.clip
-    if name == "gpt":
-        rate = found.optimizer.arguments["lr"]
-        assert found.scheduler.arguments["eta_min"] == pytest.approx(0.1 * rate)
-    if name == "cifar10_resnet34":
-        assert (found.model.target, found.data.batch_size) == ("torchvision.models.resnet34", 128)
-        assert (str(found.train.max_duration), found.precision.name) == ("200ep", "fp32")
-        assert found.data.arguments["augment"] is True
+        assert jobs(*words_of(paper))[0].clip == config.clip
+
+
+def test_the_schedule_of_gpt_ends_at_a_tenth_of_its_rate():
+    [config] = jobs("recipe=gpt")
+    rate = config.optimizer.arguments["lr"]
+    assert config.scheduler.arguments["eta_min"] == pytest.approx(0.1 * rate)
+
+
+def test_cifar10_is_trained_as_published():
+    [config] = jobs("recipe=cifar10_resnet34")
+    assert (config.model.target, config.data.batch_size) == ("torchvision.models.resnet34", 128)
+    assert (str(config.train.max_duration), config.precision.name) == ("200ep", "fp32")
+    assert config.data.arguments["augment"] is True
+
+
+def test_accumulate_4_measures_microbatches():
+    [config] = jobs("recipe=accumulate_4")
+    assert config.accumulation.steps == 4
+    assert (config.telemetry.probe, config.data.batch_size) == (10, 8)
 
 
 def test_methods_are_compared_with_equal_budgets():
-    found = jobs("recipe=sweep_methods", "seed=0")
-    settings = Counter((one.clip.mode, one.optimizer.arguments["lr"]) for one in found)
+    configs = jobs("recipe=sweep_methods", "seed=0")
+    settings = Counter((config.clip.mode, config.optimizer.arguments["lr"]) for config in configs)
     assert {mode for mode, _ in settings} == set(NAMES) - {"chain", "groups"}
     rates = sorted({rate for _, rate in settings})
     assert rates[1] == 2 * rates[0]
     assert set(settings.values()) == {1}
     assert RECIPES["sweep_methods"].content["hydra"]["sweeper"]["params"]["seed"] == "0,1,2"
-    assert len({one.train.max_duration for one in found}) == 1
+    assert len({config.train.max_duration for config in configs}) == 1
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -95,7 +95,7 @@ class Page:
         return self.browser.send(method, self._session, **parameters)
 
     def _seen(self, method):
-        events = [one for one in self.browser.events if one.get("sessionId") == self._session]
+        events = [event for event in self.browser.events if event.get("sessionId") == self._session]
         return [event["params"] for event in events if event.get("method") == method]
 
     @property
@@ -105,9 +105,9 @@ class Page:
 
     @property
     def requests(self):
-        asked = [event["request"]["url"] for event in self._seen("Network.requestWillBeSent")]
-        own = self._file.as_uri()
-        return [url for url in asked if url != own and not url.startswith(("data:", "blob:"))]
+        urls = [event["request"]["url"] for event in self._seen("Network.requestWillBeSent")]
+        page = self._file.as_uri()
+        return [url for url in urls if url != page and not url.startswith(("data:", "blob:"))]
 
     def ask(self, expression):
         answer = self.send(

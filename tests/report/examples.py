@@ -30,14 +30,14 @@ def rows(mode="norm", threshold=1.0, steps=400, seed=0, diverges_at=None, **opti
     usual = {"evaluations": 10, "layers": (), "what_if": ()}
     evaluations, layers, what_if = (usual | options).values()
     random = np.random.default_rng(seed)
-    at = np.arange(1, steps + 1)
-    norm = (0.35 + 1.8 * np.exp(-at / (0.25 * steps))) * np.exp(random.normal(0, 0.35, steps))
+    numbers = np.arange(1, steps + 1)
+    norm = (0.35 + 1.8 * np.exp(-numbers / (0.25 * steps))) * np.exp(random.normal(0, 0.35, steps))
     norm[random.integers(0, steps, max(1, steps // 90))] *= 12
     limit = threshold or math.inf
     after = np.minimum(norm, limit)
     after = after if mode == "norm" else 0.9 * norm + 0.1 * after  # of elements and units, less
     floor = 0.1 + 0.12 * abs(math.log10((threshold or 30) / 0.6)) * (0.3 if mode != "norm" else 1)
-    loss = floor + 2.2 * np.exp(-at / (0.18 * steps))
+    loss = floor + 2.2 * np.exp(-numbers / (0.18 * steps))
     loss = loss * np.exp(random.normal(0, 0.09, steps))
     if diverges_at is not None:
         grow = np.arange(steps - diverges_at)
@@ -45,23 +45,28 @@ def rows(mode="norm", threshold=1.0, steps=400, seed=0, diverges_at=None, **opti
         norm[diverges_at:] = np.where(grow < 12, norm[diverges_at - 1] * 3.0**grow, np.nan)
         after[diverges_at:] = np.where(grow < 12, after[diverges_at:], np.nan)
     clipped = (norm > after).astype(int)
-    columns = {"train/step": at, "train/loss": loss, "grad/norm": norm, "grad/norm_clipped": after}
-    columns |= {"clip/ratio_total": np.cumsum(clipped) / at, "clip/coef": after / norm}
+    columns = {
+        "train/step": numbers,
+        "train/loss": loss,
+        "grad/norm": norm,
+        "grad/norm_clipped": after,
+    }
+    columns |= {"clip/ratio_total": np.cumsum(clipped) / numbers, "clip/coef": after / norm}
     columns |= dict.fromkeys(("clip/fraction", "clip/ratio"), clipped / 1)
     columns |= {"grad/nonfinite": np.cumsum(~np.isfinite(norm))}
     columns |= {} if threshold is None else {"clip/threshold": np.full(steps, threshold)}
     times = 1 if mode == "norm" else 4
-    columns |= {f"clip/what_if/{x}": np.cumsum(norm > x * times) / at for x in what_if}
+    columns |= {f"clip/what_if/{x}": np.cumsum(norm > x * times) / numbers for x in what_if}
     of_layer = random.dirichlet(np.ones(max(len(layers), 1)), steps) ** 0.5 * norm[:, None]
     columns |= {f"grad/norm/{name}": of_layer[:, j] for j, name in enumerate(layers)}
-    each = zip(*(column.tolist() for column in columns.values()), strict=True)
-    made = [dict(zip(columns, values, strict=True)) for values in each]
+    by_step = zip(*(column.tolist() for column in columns.values()), strict=True)
+    records = [dict(zip(columns, values, strict=True)) for values in by_step]
     every = max(1, steps // evaluations) if evaluations else steps + 1
-    for row in made[every - 1 :: every]:
+    for row in records[every - 1 :: every]:
         lost = not math.isfinite(row["train/loss"])
         row["eval/loss"] = row["train/loss"] * 1.1
         row["eval/accuracy"] = 0.1 if lost else 1 / (1 + row["train/loss"])
-    return made
+    return records
 
 
 def summary(made):
@@ -72,8 +77,8 @@ def summary(made):
     final = {key: value for row in made for key, value in row.items() if key != "train/step"}
     best = {}
     for key, better in (("train/loss", min), ("eval/loss", min), ("eval/accuracy", max)):
-        known = [row[key] for row in made if not math.isnan(row.get(key, math.nan))]
-        best |= {key: better(known)} if known else {}
+        logged = [row[key] for row in made if not math.isnan(row.get(key, math.nan))]
+        best |= {key: better(logged)} if logged else {}
     norm = {name: float(point) for name, point in points} | {"max": float(finite.max())}
     whole = {"final": final, "best": best, "grad/norm": norm, "steps": len(made)}
     whole |= {key: made[-1][key] for key in ("clip/ratio_total", "grad/nonfinite")}
@@ -107,10 +112,10 @@ def sweep(folder, settings, seeds=(0,), steps=400, **options):
             words = [f"clip={mode}"]
             words += [] if threshold is None else [f"clip.threshold={threshold}"]
             words += [f"seed={seed}"] if len(seeds) > 1 else []
-            made = rows(mode, threshold, steps, seed=100 * seed + number, **options)
-            of = config(clip__mode=mode, clip__threshold=threshold, seed=seed)
-            write_run(folder / str(number), made, of, overrides=tuple(words))
-            best = min(row.get("eval/loss", math.inf) for row in made)
+            lines = rows(mode, threshold, steps, seed=100 * seed + number, **options)
+            settings_of_run = config(clip__mode=mode, clip__threshold=threshold, seed=seed)
+            write_run(folder / str(number), lines, settings_of_run, overrides=tuple(words))
+            best = min(row.get("eval/loss", math.inf) for row in lines)
             finished = {"state": "finished", "exit_code": 0, "objective": best, "seconds": 12.5}
             entries.append(Entry(number, str(number), words, words, "0123abcd", **finished))
     about = {"request": "fedcba98", "objective": "eval/loss", "maximizes": False}
@@ -129,14 +134,14 @@ def trained(folder, losses, state="finished", steps=40, layers=(), **changes):
         for seed, loss in enumerate(of_seeds):
             seed, loss = loss if isinstance(loss, tuple) else (seed, loss)
             options = {"diverges_at": 20 if loss != loss else None, "layers": layers}
-            made = rows(mode, threshold, steps, seed=number, evaluations=0, **options)
+            lines = rows(mode, threshold, steps, seed=number, evaluations=0, **options)
             if loss == loss:
-                made[steps // 2 - 1]["eval/loss"] = loss + 0.1
-            made[-1] |= {"eval/loss": loss if loss == loss else 0.01, "eval/accuracy": loss}
+                lines[steps // 2 - 1]["eval/loss"] = loss + 0.1
+            lines[-1] |= {"eval/loss": loss if loss == loss else 0.01, "eval/accuracy": loss}
             keys = {"clip__mode": mode, "clip__threshold": threshold, "optimizer__lr": rate}
             words = (f"clip={mode}", f"clip.threshold={threshold}", f"seed={seed}")
-            of = config(**keys, seed=seed, **changes)
-            write_run(folder / str(number), made, of, overrides=words, state=state)
+            settings_of_run = config(**keys, seed=seed, **changes)
+            write_run(folder / str(number), lines, settings_of_run, overrides=words, state=state)
             number += 1
     return folder
 

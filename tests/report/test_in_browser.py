@@ -84,7 +84,7 @@ def test_a_sweep_fits_on_a_phone(browser, swept):
     assert_quiet(page)
 
 
-def test_a_run_is_drawn_by_day_and_night_and_on_paper(browser, swept):
+def test_a_run_is_drawn_in_the_colors_of_the_hour(browser, swept):
     page = Page(browser, write(swept.parent / "0"))
     assert_fits(page, 1280)
     bright = "(color => color.match(/\\d+/g).slice(0, 3).map(Number).reduce((a, b) => a + b))"
@@ -95,7 +95,16 @@ def test_a_run_is_drawn_by_day_and_night_and_on_paper(browser, swept):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         page.send("Emulation.setEmulatedMedia", features=features)
         page.until(f"({back} - {text}) * {1 if scheme == 'light' else -1} > 400")
+    assert_quiet(page)
+
+
+def test_a_run_is_printed_on_white_paper_with_all_folds_open(browser, swept):
+    page = Page(browser, write(swept.parent / "0"))
+    assert_fits(page, 1280)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    page.send("Emulation.setEmulatedMedia", features=features)
     paper = f"{PLOT.format('loss')}._fullLayout.paper_bgcolor"
+    page.until(f"{paper} !== '#ffffff'")
     closed = "details:not([open])"
     for event in ("beforeprint", "afterprint"):
         page.ask(f"dispatchEvent(new Event('{event}'))")
@@ -105,18 +114,28 @@ def test_a_run_is_drawn_by_day_and_night_and_on_paper(browser, swept):
     assert_quiet(page)
 
 
-def test_a_heading_sorts_and_a_row_folds_its_seeds_out(browser, swept):
+def test_a_heading_sorts_the_table(browser, swept):
     page = Page(browser, swept)
     assert page.ask(SETTINGS) == ["0", "1", "2"]
     for order in (["0", "1", "2"], ["2", "1", "0"]):
         press(page, '#runs th[data-key="best/eval/loss"] button')
         assert page.ask(SETTINGS) == order
+    assert_quiet(page)
+
+
+def test_a_row_folds_its_seeds_out(browser, swept):
+    page = Page(browser, swept)
     seeds = "[...document.querySelectorAll('#runs tr.seed:not([hidden])')]"
     assert page.ask(f"{seeds}.length") == 0
     press(page, '#runs tbody[data-setting="1"] .fold')
     cell = "row.cells[document.querySelector('#runs th[data-key=difference]').cellIndex]"
     differences = page.ask(f"{seeds}.map(row => Number({cell}.dataset.value))")
     assert differences == pytest.approx(LOSSES[1] - LOSSES[0])
+    assert_quiet(page)
+
+
+def test_a_button_shows_more_columns(browser, swept):
+    page = Page(browser, swept)
     page.ask("document.querySelector('#more').click()")
     assert page.ask("document.querySelector('#runs th[data-key=steps]').offsetWidth") > 0
     assert_quiet(page)
@@ -142,7 +161,7 @@ def test_a_setting_is_lifted_out_in_all_charts(browser, swept):
     assert_quiet(page)
 
 
-def test_zoom_and_axis_are_those_of_all_charts_over_steps(browser, swept):
+def test_a_zoom_is_that_of_all_charts_over_steps(browser, swept):
     page = Page(browser, swept)
     assert_fits(page, 1280)
     page.ask(f"void Plotly.relayout({PLOT.format('loss')}, {{'xaxis.range': [20, 60]}})")
@@ -150,6 +169,12 @@ def test_zoom_and_axis_are_those_of_all_charts_over_steps(browser, swept):
     page.ask(f"{PLOT.format('norm')}.focus()")
     page.press("0", 48)
     page.until(f"{PLOT.format('loss')}._fullLayout.xaxis.range[0] <= 0")
+    assert_quiet(page)
+
+
+def test_a_button_shows_the_curves_of_seeds(browser, swept):
+    page = Page(browser, swept)
+    page.draw()
     page.ask("document.querySelector('#seeds').click()")
     seeds = f"{PLOT.format('loss')}.data.filter(t => t.meta?.seed && t.visible).length"
     page.until(f"{seeds} === 9")

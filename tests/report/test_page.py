@@ -108,10 +108,10 @@ def test_the_command_prints_where_the_page_is(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for name in ("missing", "empty", "file"):  # no runs: one message and exit code 2
-        assert main(["report", str(tmp_path / name)]) == 2
+        assert main(["report", str(tmp_path / name)]) == 2, name
         printed = capsys.readouterr()
-        assert (printed.out, len(printed.err.splitlines())) == ("", 2)
-        assert name in printed.err
+        assert (printed.out, len(printed.err.splitlines())) == ("", 2), name
+        assert name in printed.err, name
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +160,22 @@ def test_json_has_the_differences_to_the_baseline(folder):
     assert differences["none"] is None
 
 
-def test_json_has_the_verdict_and_the_commands(folder):
-    whole = json.loads((folder / "report.json").read_text())
-    assert whole["verdict"].startswith("Which threshold? ")
-    assert whole["verdict"] in (folder / "report.html").read_text()
-    assert whole["commands"]["sweep"].startswith("python -m runner -m clip=norm")
-    means = [setting["mean"] for setting in whole["settings"]]
+def test_json_has_the_verdict_of_the_page(folder):
+    verdict = json.loads((folder / "report.json").read_text())["verdict"]
+    assert verdict.startswith("Which threshold? ")
+    assert verdict in (folder / "report.html").read_text()
+
+
+def test_json_has_the_command_of_the_sweep(folder):
+    commands = json.loads((folder / "report.json").read_text())["commands"]
+    assert commands["sweep"].startswith("python -m runner -m clip=norm")
+
+
+def test_json_has_the_settings_by_their_means(folder):
+    settings = json.loads((folder / "report.json").read_text())["settings"]
+    means = [setting["mean"] for setting in settings]
     assert means == sorted(means)
-    worths = {setting["setting"]: setting["worth"] for setting in whole["settings"]}
-    assert "clearly better" in worths.values()
+    assert "clearly better" in {setting["worth"] for setting in settings}
 
 
 def test_latex_has_one_row_a_setting(folder):

@@ -17,7 +17,8 @@ def path(tmp_path):
 
 
 def test_numbers_read_back_bit_for_bit_as_soon_as_they_are_written(path):
-    draw, sink = random.Random(0), JsonlSink(path)
+    draw = random.Random(0)
+    sink = JsonlSink(path)
     drawn = (struct.unpack("<d", draw.randbytes(8))[0] for _ in range(500))
     values = [value for value in drawn if not math.isnan(value)]
     rows = [{"a": value} for value in [*values, -0.0, 5e-324, math.inf, -math.inf, 2**53 + 1]]
@@ -30,37 +31,61 @@ def test_numbers_read_back_bit_for_bit_as_soon_as_they_are_written(path):
     sink.close(None, 0)
     *back, last = read_rows(path)
     assert back == rows
-    for one, row in zip(back[:-1], rows, strict=False):
-        assert struct.pack("<d", one["a"]) == struct.pack("<d", row["a"])
+    for read_back, row in zip(back[:-1], rows, strict=False):
+        assert struct.pack("<d", read_back["a"]) == struct.pack("<d", row["a"])
     assert isinstance(back[-1]["a"], int)
     assert math.isnan(last["a"])
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
-def test_rows_after_a_step_are_cut_and_torn_ones(path):
+def test_a_file_that_is_not_there_has_no_rows(path):
     cut(path, 3)
     assert not path.exists()
     assert [*read_rows(path)] == []
+
+
+@pytest.fixture
+def torn(path):
+    """The lines of five rows in a file that ends with a part of a sixth one."""
     sink = JsonlSink(path)
     for step in range(1, 6):
         sink.write({"train/step": step, "grad/norm": math.inf if step == 2 else 0.1 * step})
     sink.close(None, 0)
-    kept = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     with path.open("a") as file:
         file.write('{"train/step": 6, "grad/no')
+    return lines
+
+
+@pytest.mark.usefixtures("torn")
+def test_a_row_that_is_torn_is_not_read(path):
     assert [row["train/step"] for row in read_rows(path)] == [1, 2, 3, 4, 5]
+
+
+def test_rows_after_a_step_are_cut(path, torn):
     for step in (5, 3, 0):
         cut(path, step)
-        assert path.read_bytes().splitlines(keepends=True) == kept[:step]
+        assert path.read_bytes().splitlines(keepends=True) == torn[:step]
 
 
-def test_a_follower_yields_what_was_written_before_the_end_and_names_a_wrong_line(path):
-    stopped = threading.Event()
-    stopped.set()
+@pytest.fixture
+def stopped():
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def test_a_follower_yields_what_was_written_before_the_end(path, stopped):
     assert list(follow(path, stopped)) == []
-    path.write_text('{"train/step": 1}\n{"train/step": 2}\n{"train/ste\n')
-    rows = follow(path, stopped, start=18)  # without the first one
+    path.write_text('{"train/step": 1}\n{"train/step": 2}\n')
+    [row] = follow(path, stopped, start=18)  # without the first one
+    assert row == {"train/step": 2}
+
+
+def test_a_follower_names_a_wrong_line(path, stopped):
+    path.write_text('{"train/step": 2}\n{"train/ste\n')
+    rows = follow(path, stopped)
     assert next(rows) == {"train/step": 2}
     with pytest.raises(ValueError, match="line 1 column"):
         next(rows)
@@ -81,12 +106,12 @@ class Writer(threading.Event):
         return self.is_set()
 
 
-def test_following_yields_rows_as_they_come_and_keeps_half_lines(path):
+def test_following_yields_a_row_as_soon_as_it_is_whole(path):
     chunks = ['{"train/step": 1}\n{"train/st', "", 'ep": 2}\n', '{"train/step": 3}\n{"train/ste']
     rows = follow(path, Writer(path, chunks))
-    for step, left in ((1, 3), (2, 1), (3, 0)):
+    for step, pending in ((1, 3), (2, 1), (3, 0)):
         assert next(rows) == {"train/step": step}
-        assert len(chunks) == left
+        assert len(chunks) == pending
     assert list(rows) == []
 
 

@@ -25,7 +25,9 @@ class Net(DigitsCNN):
     def __init__(self, marks, number, **options):
         super().__init__(**{"num_classes": 10, "width": 32} | options)
         mark = Path(marks, str(number))
-        self.passes, self.here, self.fault = 0, mark, mark.read_text() if mark.exists() else ""
+        self.passes = 0
+        self.here = mark
+        self.fault = mark.read_text() if mark.exists() else ""
 
     def forward(self, images):
         if not images.is_meta:
@@ -40,8 +42,8 @@ class Net(DigitsCNN):
                     time.sleep(0.02)
             if self.fault == "meet":
                 self.here.with_suffix(".here").touch()
-                others = [one for one in self.here.parent.iterdir() if not one.suffix]
-                while not all(one.with_suffix(".here").exists() for one in others):
+                marks = [path for path in self.here.parent.iterdir() if not path.suffix]
+                while not all(path.with_suffix(".here").exists() for path in marks):
                     time.sleep(0.02)
         outputs = super().forward(images)
         return outputs * float("nan") if self.fault == "nan" else outputs
@@ -58,8 +60,8 @@ class Command:
 
     def net(self, number, **faults):
         """Overrides for networks with numbers of their own, and faults by number."""
-        for one, fault in faults.items():
-            (self.marks / one.strip("n")).write_text(fault)
+        for name, fault in faults.items():
+            (self.marks / name.strip("n")).write_text(fault)
         return ["model._target_=tests.sweep.conftest.Net", f"+model.marks={self.marks}", number]
 
     def start(self, *words):

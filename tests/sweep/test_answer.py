@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from runner.report import read, write
 from runner.report.findings import find
 from runner.run_folder.status import Entry, SweepRecord
@@ -9,11 +11,19 @@ from runner.sweep import live
 from tests.report.examples import NORM, sweep
 
 
-def test_a_sweep_ends_with_the_title_of_its_page_and_a_row_a_setting(tmp_path):
-    folder = sweep(tmp_path / "s", NORM, seeds=(0, 1, 2), steps=60)
-    findings = find(read(folder))
-    title, _, *table = live.answer(findings).splitlines()
+@pytest.fixture
+def folder(tmp_path):
+    return sweep(tmp_path / "s", NORM, seeds=(0, 1, 2), steps=60)
+
+
+def test_a_sweep_ends_with_the_title_of_its_page(folder):
+    title = live.answer(find(read(folder))).splitlines()[0]
     assert f'<h1 id="verdict">{title}</h1>' in write(folder).read_text()
+
+
+def test_a_sweep_ends_with_a_row_for_each_setting(folder):
+    findings = find(read(folder))
+    _, _, *table = live.answer(findings).splitlines()
     assert [line.split()[0] for line in table] == [s.label for s in findings.listed]
     for line, setting in zip(table, findings.listed, strict=True):
         mean, deviation = findings.mean(setting)

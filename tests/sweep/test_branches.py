@@ -6,10 +6,11 @@ from runner.cli.main import main
 from runner.run_folder.strict_json import read_rows
 from tests.kept import assert_same_checkpoint
 from tests.launch.ends import read
-from tests.process import overriding
+from tests.process import overriding, run_here
 
 SHORT = ["device=cpu", "tracker=none", "data.batch_size=16", "train.max_duration=10ba"]
 SHORT += ["eval.interval=5ba", "model.width=8"]
+branches = pytest.mark.xdist_group("branches")  # their parent is trained once
 
 
 class Later:
@@ -30,18 +31,21 @@ def run(*words, code=0):
 def rows_of(folder):
     kept = ("train/step", "train/loss", "train/lr", "grad/norm", "clip/", "eval/")
     return [
-        {key: one for key, one in row.items() if key.startswith(kept) and "ratio" not in key}
+        {key: value for key, value in row.items() if key.startswith(kept) and "ratio" not in key}
         for row in read_rows(folder / "metrics.jsonl")
     ]
 
 
-@pytest.fixture
-def parent(tmp_path, outputs):
-    folder = tmp_path / "parent"
-    run(f"hydra.run.dir={folder}", "checkpoint.interval=2ba", "checkpoint.keep=9")
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """The folder of a run with checkpoints after every second step."""
+    folder = tmp_path_factory.mktemp("branches") / "parent"
+    words = [f"hydra.run.dir={folder}", "checkpoint.interval=2ba", "checkpoint.keep=9"]
+    run_here(*overriding(SHORT, words))
     return folder
 
 
+@branches
 @pytest.mark.parametrize("clip", ["norm", "percentile"])
 def test_a_branch_is_the_run_whose_threshold_was_changed_then(
     tmp_path, outputs, parent, capsys, clip
@@ -59,15 +63,17 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
         changed = f"{{_target_:tests.sweep.test_branches.Later,step:6,threshold:{threshold}}}"
         whole = tmp_path / f"whole{number}"
         run(*mode, f"hydra.run.dir={whole}", f"callbacks=[{changed}]")
-        wanted = [row for row in rows_of(whole) if row["train/step"] > 6]
-        assert rows_of(sweep / str(number)) == wanted
+        expected = [row for row in rows_of(whole) if row["train/step"] > 6]
+        assert rows_of(sweep / str(number)) == expected, threshold
         final = "checkpoints/final"
         assert_same_checkpoint(sweep / str(number) / final, whole / final)
         first = next(read_rows(sweep / str(number) / "metrics.jsonl"))
-        assert first["throughput/samples_per_s"] == pytest.approx(16 / first["time/step_s"])
+        assert first["throughput/samples_per_s"] == pytest.approx(16 / first["time/step_s"]), (
+            threshold
+        )
         summary = read(sweep / str(number), "summary.json")
-        clipped = [row["clip/clipped"] for row in wanted]
-        assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / len(clipped))
+        clipped = [row["clip/clipped"] for row in expected]
+        assert summary["clip/ratio_total"] == pytest.approx(sum(clipped) / len(clipped)), threshold
     assert "clip.threshold" in (sweep / "report.html").read_text()
     for word in ("clip.window=3", "clip.norm_type=1", "clip.scales=all") if mode else ():
         branch = tmp_path / word.partition("=")[0]
@@ -75,15 +81,28 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
         assert rows_of(branch)[0]["clip/clipped"] == 0  # its history begins with its first norm
 
 
-def test_a_branch_is_a_run_of_its_own_and_says_what_it_cannot_change(outputs, parent, capsys):
+@branches
+def test_branches_from_two_steps_are_sweeps_of_their_own(outputs, parent):
     run("-m", f"resume={parent}@6", "clip.threshold=1,0.5")
     run("-m", f"resume={parent}@4", "clip=value,adaptive", "clip.threshold=1")
     run("-m", "clip.threshold=1,0.5")
     assert len([*(outputs / "sweeps").iterdir()]) == 3
+
+
+@branches
+def test_a_branch_says_what_it_cannot_change(outputs, parent, capsys):
     run(f"resume={parent}@6", "data.batch_size=8", "seed=3", code=2)
     printed = capsys.readouterr().err
     parts = ("data.batch_size=8", "is 16 in the checkpoint", "seed=3", "a branch changes keys of")
     assert all(part in printed for part in parts), printed
+
+
+@branches
+def test_a_branch_may_change_the_learning_rate(outputs, parent):
+    run(f"resume={parent}@6", "optimizer.lr=0.01")
+
+
+@branches
+def test_a_branch_from_a_step_without_a_checkpoint_is_refused(outputs, parent, capsys):
     run(f"resume={parent}@5", code=2)
     assert "has no checkpoint 5  (there are: 2, 4, 6, 8" in capsys.readouterr().err
-    run(f"resume={parent}@6", "optimizer.lr=0.01")

@@ -31,10 +31,15 @@ def begun(err):
     return [int(number) for number in re.findall(r"\((\d+) of \d+\)(?!.*failed)", err)]
 
 
-def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
-    (out, err), record = plain.said, plain.record()
+def test_the_runs_of_a_sweep_begin_in_their_order(plain):
+    _, err = plain.said
     assert begun(err) == [1, 2, 3, 4], err
     assert "best so far" in err
+
+
+def test_the_record_of_a_sweep_says_what_its_runs_came_to(plain):
+    out, _ = plain.said
+    record = plain.record()
     assert plain.states() == ["finished"] * 4
     assert record["state"] == "finished"
     assert record["words"][: len(PLAIN)] == PLAIN
@@ -43,10 +48,23 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
         assert run["objective"] == read(folder, "summary.json")["best"]["eval/loss"]
         assert f"{run['objective']:.4g}" in out
         assert run["config_hash"] == read(folder)["config_hash"]
-        (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+
+
+def test_both_plugins_of_a_sweep_come_to_the_same_losses(plain):
+    losses = [run["objective"] for run in plain.record()["runs"]]
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-3)
+
+
+def test_the_runs_of_a_sweep_are_one_group_of_wandb(plain):
+    for run in plain.record()["runs"]:
+        (file,) = (plain.folder / run["folder"]).glob("wandb/offline-run-*/*.wandb")
         assert inspected(file)["run"][0]["run_group"] == "mine"
-    losses = [run["objective"] for run in record["runs"]]
-    assert losses[:2] == pytest.approx(losses[2:], rel=1e-3)  # under both plugins
+
+
+def test_a_finished_sweep_is_not_run_again(plain):
+    """It prints its answer, and writes its page anew."""
+    out, _ = plain.said
+    record = plain.record()
     page = (plain.folder / "report.html").stat()
     assert page.st_size > 10_000
     again, err = plain(*plain.words, before=("-c", WITHOUT_TORCH))
@@ -54,8 +72,11 @@ def test_a_finished_sweep_has_its_record_and_is_not_run_again(plain):
     assert again == out
     assert (plain.folder / "report.html").stat().st_mtime_ns > page.st_mtime_ns
     assert plain.record()["runs"] == record["runs"]
+
+
+def test_a_sweep_leaves_no_secret_in_any_file(plain):
     assert leaks(plain.planted, plain.sweeps) == {}
-    assert all("+model.others.api_key=***" in run["words"] for run in record["runs"])
+    assert all("+model.others.api_key=***" in run["words"] for run in plain.record()["runs"])
 
 
 def test_joblib_runs_what_is_left_two_at_once_with_the_same_results(plain, command, here):
@@ -73,8 +94,9 @@ def test_joblib_runs_what_is_left_two_at_once_with_the_same_results(plain, comma
     for number in (0, 2):
         assert re.search(rf"^run {number} \(", printed, re.M)
         assert re.search(rf"^run {number}: finished after 6 steps", printed, re.M)
-    joined, apart = results(command.folder)[::2], results(plain.folder)[:2]
-    assert [one[3:] for one in joined] == [one[3:] for one in apart]
+    joined = results(command.folder)[::2]
+    apart = results(plain.folder)[:2]
+    assert [result[3:] for result in joined] == [result[3:] for result in apart]
     _, printed = here(*joblib)
     assert "4 of 4 runs are done already: nothing to run" in printed
 

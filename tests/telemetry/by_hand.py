@@ -22,8 +22,8 @@ def cell(model, batch):
     )
     items = float((targets != IGNORED).sum())
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss / items, list(named.values()), allow_unused=True)
-    return items, {n: g for n, g in zip(named, found, strict=True) if g is not None}
+    gradients = torch.autograd.grad(loss / items, list(named.values()), allow_unused=True)
+    return items, {n: g for n, g in zip(named, gradients, strict=True) if g is not None}
 
 
 def mean(cells):
@@ -50,12 +50,14 @@ def by_tensor(limit):
 
 def noise(firsts, items, samples, norm):
     """tr(Σ) and |G|² as equations A.2 and A.3 of McCandlish et al. 2018 have them, rank by rank."""
-    found, big = [], samples
-    for own, gradient in firsts:
-        small, square = samples * own / items, square_of(gradient)
+    estimates = []
+    big = samples
+    for rank_items, gradient in firsts:
+        small = samples * rank_items / items
+        square = square_of(gradient)
         signal = (big * norm**2 - small * square) / (big - small)
-        found.append(((square - norm**2) / (1 / small - 1 / big), signal))
-    return [math.fsum(each) / len(found) for each in zip(*found, strict=True)]
+        estimates.append(((square - norm**2) / (1 / small - 1 / big), signal))
+    return [math.fsum(values) / len(estimates) for values in zip(*estimates, strict=True)]
 
 
 def train(model, steps, clip, rate):
@@ -67,13 +69,15 @@ def train(model, steps, clip, rate):
     rows: list[dict[str, float]] = []
     noises: list[list[float]] = []
     for ranks in steps:
-        each = [[cell(model, batch) for batch in batches] for batches in ranks]
-        items, before = mean([*itertools.chain.from_iterable(each)])
+        cells = [[cell(model, batch) for batch in batches] for batches in ranks]
+        items, before = mean([*itertools.chain.from_iterable(cells)])
         after = clip(before)
         row = {"norm": math.sqrt(square_of(before))}
         samples = sum(len(inputs) for batches in ranks for inputs, _ in batches)
-        if len(each[0]) > 1:
-            noises.append(noise([own[0] for own in each], items, samples, row["norm"]))
+        if len(cells[0]) > 1:
+            noises.append(
+                noise([microbatches[0] for microbatches in cells], items, samples, row["norm"])
+            )
         of_noise, of_mean = map(math.fsum, zip(*noises, strict=True)) if noises else (0.0, 0.0)
         row |= {"noise/scale": of_noise / of_mean} if of_mean > 0 else {}
         trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
@@ -83,8 +87,8 @@ def train(model, steps, clip, rate):
                 trained[k] -= rate * gradient
         change = {k: p.detach() - weights[k] for k, p in trained.items()}
         row["update/ratio"] = math.sqrt(square_of(change) / square_of(weights))
-        for k, each in change.items():
+        for k, difference in change.items():
             if weights[k].any():  # a bias that starts at zero has no ratio
-                row[f"update/ratio/{k}"] = float(each.norm() / weights[k].norm())
+                row[f"update/ratio/{k}"] = float(difference.norm() / weights[k].norm())
         rows.append(row)
     return rows

@@ -24,13 +24,15 @@ LOWER = f"{SPIKES} of ‖G‖, and lower optimizer.lr"
 NO_MATRICES = "‖G‖ without Muon's matrices"
 
 
-def case(topic=None, *texts, ratio=0.2, nonfinite=0, fraction=None, steps=300, loss=0.5, **given):
+def case(
+    topic=None, *texts, ratio=0.2, nonfinite=0, fraction=None, steps=300, loss=0.5, **settings
+):
     """A situation, and the topic and parts of what is remarked, if anything is."""
-    found = {"steps": steps, "grad/nonfinite": nonfinite, "clip/ratio_total": ratio}
-    found |= {"clip/fraction": ratio if fraction is None else fraction}
-    found |= {"clip/peak": given.pop("peak", PEAK), "final": {"train/loss": loss}}
-    given |= {"nonfinite": "ignore"} if given.pop("taken", False) else {}
-    return found, Setting(**{"mode": NORM, "threshold": 0.1} | given), topic, texts
+    summary = {"steps": steps, "grad/nonfinite": nonfinite, "clip/ratio_total": ratio}
+    summary |= {"clip/fraction": ratio if fraction is None else fraction}
+    summary |= {"clip/peak": settings.pop("peak", PEAK), "final": {"train/loss": loss}}
+    settings |= {"nonfinite": "ignore"} if settings.pop("taken", False) else {}
+    return summary, Setting(**{"mode": NORM, "threshold": 0.1} | settings), topic, texts
 
 
 MUCH = {"ratio": 1.0, "fraction": 0.8}
@@ -38,7 +40,7 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
 
 
 @pytest.mark.parametrize(
-    ("found", "how", "topic", "texts"),
+    ("summary", "how", "topic", "texts"),
     [
         case(),
         case(mode=UNITS, ratio=1.0, fraction=0.03),
@@ -66,17 +68,17 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
         case(nonfinite=3, searches=3),
     ],
 )
-def test_a_situation_and_what_is_said_in_it(found, how, topic, texts):
-    made = remarks(found, how)
-    assert [one.topic for one in made] == ([] if topic is None else [topic])
-    for one in made:
-        assert [text for text in texts if text not in one.text] == [], one.text
+def test_each_situation_gets_its_remark(summary, how, topic, texts):
+    advice = remarks(summary, how)
+    assert [remark.topic for remark in advice] == ([] if topic is None else [topic])
+    for remark in advice:
+        assert [text for text in texts if text not in remark.text] == [], remark.text
         if how.mode.parts:  # quantiles of the largest unit say nothing about the units
-            assert "1.25" not in one.text
-            assert "optimizer.lr" not in one.text
+            assert "1.25" not in remark.text
+            assert "optimizer.lr" not in remark.text
 
 
-def made(*kinds):
+def optimizers_of(*kinds):
     return [kind([nn.Parameter(torch.zeros(4, 4))]) for kind in kinds]
 
 
@@ -93,8 +95,8 @@ def made(*kinds):
     ],
 )
 def test_optimizers_that_step_together(kinds, leaves_out, expected):
-    each = made(*(getattr(torch.optim, kind) for kind in kinds.split()))
-    assert effect_of(each, 0.25, 10_000, leaves_out=leaves_out) == expected
+    optimizers = optimizers_of(*(getattr(torch.optim, kind) for kind in kinds.split()))
+    assert effect_of(optimizers, 0.25, 10_000, leaves_out=leaves_out) == expected
 
 
 def steps_of(optimizer, factor):
@@ -125,7 +127,7 @@ def steps_of(optimizer, factor):
 def test_what_is_said_of_an_optimizer_is_what_it_does(name, options, kind):
     """Half the gradient makes half the step, or the same step, as :class:`Effect` says."""
     optimizer = partial(getattr(torch.optim, name), **options)
-    effect = effect_of(made(optimizer), 1.0, 16, leaves_out=False)
+    effect = effect_of(optimizers_of(optimizer), 1.0, 16, leaves_out=False)
     assert effect.kind == kind
     same = torch.allclose(steps_of(optimizer, 1.0), steps_of(optimizer, 0.5), rtol=1e-5)
     assert same != (kind == "plain")
@@ -133,7 +135,7 @@ def test_what_is_said_of_an_optimizer_is_what_it_does(name, options, kind):
 
 def test_the_metrics_of_a_real_run_are_read():
     model, loader = parts()
-    found = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)]).fit()
-    [said] = remarks(found, Setting(NORM, 1e-3))
+    summary = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)]).fit()
+    [said] = remarks(summary, Setting(NORM, 1e-3))
     assert "100 % of the steps" in said.text
     assert remarks(Trainer(model, []).state.meter.summary(), Setting(NORM, 0.1)) == []

@@ -67,7 +67,7 @@ def test_profiled_steps_are_those_without_a_profile(tmp_path):
     torch.manual_seed(3)
     plain = profiled(tmp_path, 9, 9, microbatches=2).model
     for name, weight in model.named_parameters():
-        assert torch.equal(weight, dict(plain.named_parameters())[name])
+        assert torch.equal(weight, dict(plain.named_parameters())[name]), name
 
 
 @pytest.mark.usefixtures("outputs")

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from contextlib import nullcontext, suppress
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -24,26 +25,27 @@ def step(number, decision, loss=1.0, layers=None):
     return StepMetrics(number, loss, decision, 0.1, 8 * number, 0, 0.5, layers)
 
 
-def test_rows_and_summary_do_not_depend_on_when_metrics_reach_the_host():
+def test_what_is_recorded_does_not_depend_on_when_metrics_reach_the_host():
     random.seed(0)
     steps = []
     for number in range(1, 101):
         norm = random.choice([math.nan, math.inf, *[random.lognormvariate(0, 3)] * 20])
         outcome = Decision(norm, norm / 3, 1 / 3, random.random() < 0.3, 0.1, norm, threshold=1.0)
         steps.append(step(number, outcome, loss=random.choice([math.nan, *[random.random()] * 9])))
-    found = []
+    results = []
     for every in (1, 7, 1000):
         rows = Rows()
         meter = Meter([rows], interval=4, flush_every=every, what_if=[0.5, 2.0])
-        for each in steps:
-            meter.push(each, {"eval/loss": 1.0} if each.step % 50 == 0 else None)
-        found.append(repr((rows.rows, meter.summary(), meter.state_dict())))
-    assert found[0] == found[1] == found[2]
-    assert found[0].count("'train/step'") == 27
+        for metrics in steps:
+            meter.push(metrics, {"eval/loss": 1.0} if metrics.step % 50 == 0 else None)
+        results.append(repr((rows.rows, meter.summary(), meter.state_dict())))
+    assert results[0] == results[1] == results[2]
+    assert results[0].count("'train/step'") == 27
 
 
 def test_sums_since_the_last_row_are_those_of_a_plain_loop():
-    norms, rows = [0.1, 0.7, 1e16, 3.0, math.nan, 2.0, 0.3, math.inf, 0.9], Rows()
+    norms = [0.1, 0.7, 1e16, 3.0, math.nan, 2.0, 0.3, math.inf, 0.9]
+    rows = Rows()
     meter = Meter([rows], interval=3, flush_every=7)
     for number, norm in enumerate(norms, 1):
         # λ/inf and inf·0, as a device computes them without looking, are not counted as clipped.
@@ -52,8 +54,8 @@ def test_sums_since_the_last_row_are_those_of_a_plain_loop():
     meter.flush()
     for row, part in zip(rows.rows, (norms[:3], norms[3:6], norms[6:]), strict=True):
         lost = any(map(math.isnan, part))
-        wanted = sum(part) / 3, math.nan if lost else max(part)
-        assert repr((row["grad/norm_mean"], row["grad/norm_max"])) == repr(wanted)
+        expected = sum(part) / 3, math.nan if lost else max(part)
+        assert repr((row["grad/norm_mean"], row["grad/norm_max"])) == repr(expected)
     assert [row["grad/nonfinite"] for row in rows.rows] == [0, 1, 2]
     summary = meter.summary()
     assert summary["best"] == {"train/loss": 0.1}
@@ -79,15 +81,12 @@ def logged(per_layer, norm_type=2.0, **options):
     return rows.rows, trainer
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_no_step_waits_for_the_device_and_each_flush_is_one_transfer(norm_type):
-    """Layer norms stay on the device until the flush; only rows that are due have them."""
-    here, trainer = logged(True, norm_type)
-    trainer.fit()
-    plain, trainer = logged(False, norm_type)
-    trainer.fit()
+@cache
+def on_device(norm_type):
+    """The rows on a device, the waits for it, the steps of transfers, and the keys of layers."""
     rows, trainer = logged(True, norm_type, measurements=Measurements(update_ratio=True))
-    transfers, tolist = [], torch.Tensor.tolist
+    transfers = []
+    tolist = torch.Tensor.tolist
 
     def counted(tensor):
         if tensor.is_floating_point():  # not the targets of a batch, which are on the host
@@ -96,21 +95,58 @@ def test_no_step_waits_for_the_device_and_each_flush_is_one_transfer(norm_type):
 
     with kept_on_device(), patch.object(torch.Tensor, "tolist", counted), Waits() as waits:
         trainer.fit()
-    assert not waits.found
-    assert set(transfers) == {4, 8, 12, 14}
-    assert [row["train/step"] for row in rows] == [3, 6, 9, 12, 14]
     keys = {f"grad/norm/{name}" for name, _ in trainer.model.unwrap().named_parameters()}
-    for ours, wanted, without in zip(rows, here, plain, strict=True):
-        assert keys == wanted.keys() - without.keys()
-        updates = {key.replace("grad/norm", "update/ratio") for key in keys} | {"update/ratio"}
-        assert keys | updates == ours.keys() - without.keys()
-        norms = [ours[key] for key in keys]
-        assert norms == pytest.approx([wanted[key] for key in keys], rel=1e-6)
-        total = max(norms) if norm_type == math.inf else math.hypot(*norms)
-        assert total == pytest.approx(ours["grad/norm"], rel=1e-6)
-    evaluated, trainer = logged(True, norm_type, eval_dataloader=parts()[1], eval_interval="7ba")
+    return rows, waits.found, transfers, keys
+
+
+NORM_TYPES = pytest.mark.parametrize("norm_type", [2.0, math.inf])
+
+
+@NORM_TYPES
+def test_no_step_waits_for_the_device(norm_type):
+    _, waits, _, _ = on_device(norm_type)
+    assert not waits
+
+
+@NORM_TYPES
+def test_metrics_leave_the_device_at_a_flush_alone(norm_type):
+    _, _, transfers, _ = on_device(norm_type)
+    assert set(transfers) == {4, 8, 12, 14}
+
+
+@NORM_TYPES
+def test_layer_norms_of_a_device_are_those_of_the_host(norm_type):
+    rows, _, _, keys = on_device(norm_type)
+    host, trainer = logged(True, norm_type)
     trainer.fit()
-    assert [row["train/step"] for row in evaluated if keys < row.keys()] == [3, 6, 7, 9, 12, 14]
+    assert [row["train/step"] for row in rows] == [3, 6, 9, 12, 14]
+    for row, expected in zip(rows, host, strict=True):
+        norms = [row[key] for key in keys]
+        assert norms == pytest.approx([expected[key] for key in keys], rel=1e-6)
+        total = max(norms) if norm_type == math.inf else math.hypot(*norms)
+        assert total == pytest.approx(row["grad/norm"], rel=1e-6)
+
+
+@NORM_TYPES
+def test_metrics_of_layers_are_added_to_the_others(norm_type):
+    rows, _, _, keys = on_device(norm_type)
+    host, trainer = logged(True, norm_type)
+    trainer.fit()
+    plain, trainer = logged(False, norm_type)
+    trainer.fit()
+    updates = {key.replace("grad/norm", "update/ratio") for key in keys} | {"update/ratio"}
+    for row, with_layers, without in zip(rows, host, plain, strict=True):
+        assert with_layers.keys() - without.keys() == keys
+        assert row.keys() - without.keys() == keys | updates
+
+
+@NORM_TYPES
+def test_a_row_of_an_evaluation_has_the_metrics_of_layers(norm_type):
+    options = {"eval_dataloader": parts()[1], "eval_interval": "7ba"}
+    rows, trainer = logged(True, norm_type, **options)
+    trainer.fit()
+    keys = {f"grad/norm/{name}" for name, _ in trainer.model.unwrap().named_parameters()}
+    assert [row["train/step"] for row in rows if keys < row.keys()] == [3, 6, 7, 9, 12, 14]
 
 
 STEPS = 7
@@ -121,7 +157,7 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def loop(model, each, **options):
+def loop(model, step_of_loop, **options):
     """Call ``each(monitor, loss, rows)`` with the gradients of a step; the rows and the summary."""
     rows = []
     monitor = GradientMonitor(model, rows.append, **options)
@@ -129,7 +165,7 @@ def loop(model, each, **options):
     for number in range(1, STEPS + 1):
         loss = model(torch.randn(3, 4, generator=generator) * number).square().mean()
         loss.backward()
-        each(monitor, loss, rows)
+        step_of_loop(monitor, loss, rows)
         model.zero_grad()
     return rows, monitor.close()
 
@@ -145,9 +181,11 @@ def values(rows, key):
 @pytest.mark.parametrize("device", [False, True])
 def test_torchs_own_clipping_by_the_norm(device):
     """On an accelerator the host waits for no step, and reads metrics at a flush only."""
-    model, norms, written = make_model(), [], []
+    model = make_model()
+    norms = []
+    written = []
 
-    def each(monitor, loss, rows):
+    def step_of_loop(monitor, loss, rows):
         norms.append(norm_of(model))
         with Waits() as waits:
             norm = clip_grad_norm_(model.parameters(), 1.0)
@@ -156,7 +194,7 @@ def test_torchs_own_clipping_by_the_norm(device):
         written.append(len(rows))
 
     with kept_on_device() if device else nullcontext():
-        rows, summary = loop(model, each, flush=3)
+        rows, summary = loop(model, step_of_loop, flush=3)
     assert written == [0, 0, 3, 3, 3, 6, 6]
     assert values(rows, "grad/norm") == pytest.approx(norms)
     assert values(rows, "grad/norm_clipped") == pytest.approx([min(n, 1.0) for n in norms])
@@ -169,13 +207,14 @@ def test_torchs_own_clipping_by_the_norm(device):
 
 
 def test_a_loop_that_does_not_clip_is_measured():
-    model, norms = make_model(), []
+    model = make_model()
+    norms = []
 
-    def each(monitor, loss, rows):
+    def step_of_loop(monitor, loss, rows):
         norms.append(norm_of(model))
         monitor.step()
 
-    rows, _ = loop(model, each)
+    rows, _ = loop(model, step_of_loop)
     assert values(rows, "grad/norm") == pytest.approx(norms)
     assert values(rows, "clip/clipped") == [0] * STEPS
     unknown = {"train/loss", "train/lr", "train/samples", "throughput/samples_per_s"}
@@ -184,9 +223,10 @@ def test_a_loop_that_does_not_clip_is_measured():
         GradientMonitor(model).step(1.0)
 
 
-def test_rows_are_appended_to_a_file_and_a_loop_that_broke_off_writes_each_step_once(tmp_path):
+def test_a_loop_that_goes_on_after_it_broke_off_writes_each_step_once(tmp_path):
     file = tmp_path / "new" / "rows.jsonl"
-    model, state = make_model(), None
+    model = make_model()
+    state = None
     for start in (0, 2):  # the first loop breaks off a step after its state was saved
         with suppress(KeyError), GradientMonitor(model, file, str(tmp_path), flush=50) as monitor:
             if state is not None:

@@ -14,11 +14,14 @@ class ArrivedRun:
     """What the server was told about one run; rows by their offsets."""
 
     def __init__(self):
-        self.created, self.rows, self.summary, self.exit_code = {}, {}, {}, None
+        self.created = {}
+        self.rows = {}
+        self.summary = {}
+        self.exit_code = None
 
     def history(self):
         """The rows in the order of their offsets, without wandb's own `_` keys."""
-        rows = (self.rows[at] for at in sorted(self.rows))
+        rows = (self.rows[offset] for offset in sorted(self.rows))
         return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
 
     def resume_status(self, name):
@@ -39,8 +42,12 @@ class LoopbackWandb:
 
     def __init__(self, fault=None, *, only=""):
         self.fault, self.only = fault, only
-        self.runs, self.requests, self.bodies, self.views = defaultdict(ArrivedRun), [], [], []
-        self.lock, self.released = threading.Lock(), threading.Event()
+        self.runs = defaultdict(ArrivedRun)
+        self.requests = []
+        self.bodies = []
+        self.views = []
+        self.lock = threading.Lock()
+        self.released = threading.Event()
         handler = type("Handler", (_Handler,), {"stand_in": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
@@ -65,7 +72,8 @@ class LoopbackWandb:
         return self._file_stream(path, json.loads(raw)) if path.endswith("file_stream") else {}
 
     def _graphql(self, query, given):
-        name, project = given.get("name"), given.get("project") or "local"
+        name = given.get("name")
+        project = given.get("project") or "local"
         if "RunResumeStatus" in query:
             return {"model": self.runs[name].resume_status(name) if name in self.runs else None}
         if "upsertBucket" in query:
@@ -104,7 +112,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Keep quiet."""
 
     def _serve(self):
-        server, raw = self.stand_in, self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        server = self.stand_in
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with server.lock:
             server.requests.append(self.path)
             fault = server.fault if server.only in self.path else None

@@ -36,7 +36,8 @@ def loader(bad=None, shuffle=False):
 
 def planted(steps, microbatches=1, value=math.nan, name="2.bias"):
     """A network with a bad gradient in the first microbatch of each of ``steps`` (from 1)."""
-    model, passes = parts()[0], iter(range(10**6))
+    model = parts()[0]
+    passes = iter(range(10**6))
 
     def plant(gradient):
         step, microbatch = divmod(next(passes), microbatches)
@@ -50,17 +51,17 @@ def planted(steps, microbatches=1, value=math.nan, name="2.bias"):
 
 
 def training(model=None, train=None, steps=6, lr=0.01, **options):
-    made = parts()[0] if model is None else model
-    options |= {"optimizers": torch.optim.AdamW(made.parameters(), lr=lr, fused=True)}
-    return trainer_of(made, train or loader(), f"{steps}ba", sinks=[Rows()], **options)
+    model = parts()[0] if model is None else model
+    options |= {"optimizers": torch.optim.AdamW(model.parameters(), lr=lr, fused=True)}
+    return trainer_of(model, train or loader(), f"{steps}ba", sinks=[Rows()], **options)
 
 
 def warnings(caplog):
-    records = (one for one in caplog.records if one.name == "runner.train.callbacks")
-    return [one.getMessage() for one in records if one.levelno == logging.WARNING]
+    records = (record for record in caplog.records if record.name == "runner.train.callbacks")
+    return [record.getMessage() for record in records if record.levelno == logging.WARNING]
 
 
-def test_the_first_bad_step_is_reported_with_parameters_and_samples(where, caplog):
+def test_the_first_bad_step_is_reported_with_all_that_finds_it(where, caplog):
     training(planted((2, 4), 3), accumulation_steps=3, log_flush=4).fit()
     [warning] = warnings(caplog)
     for part in ("step 2 was skipped", "norm is nan: 2.bias. All losses", "clip.max_skips"):
@@ -79,11 +80,15 @@ def test_a_bad_loss_in_an_epoch_that_has_passed(where, caplog):
     assert f"Its samples: {samples}." in warnings(caplog)[0]
 
 
-def test_an_error_ends_the_run_and_an_ignored_gradient_is_reported_once(where, caplog):
+def test_an_error_ends_the_run(where):
     trainer = training(planted((2,), 3, -math.inf), accumulation_steps=3, nonfinite="error")
     words = "step 2: |norm is inf: 2.bias|6, 7, 8, 9, 10, 11|clip.nonfinite=skip"
     refused(NonFiniteGradient, words, trainer.fit)
-    model, train = planted((2,)), DataLoader(data(), BATCH)
+
+
+def test_an_ignored_gradient_is_reported_once(where, caplog):
+    model = planted((2,))
+    train = DataLoader(data(), BATCH)
     training(model, train, steps=70, nonfinite="ignore", max_skips=3).fit()
     [warning] = warnings(caplog)
     assert warning.startswith("step 2 was taken with a bad gradient: ")
@@ -112,16 +117,20 @@ def test_so_many_skips_in_a_row_end_the_run(where, caplog):
     assert len(warnings(caplog)) == 2
 
 
-@pytest.mark.parametrize(
-    ("bad", "limit", "ends"),
-    [((1, 2, 3, 5, 6, 7), 4, None), ((1, 2, 3, 5, 6, 7, 8), 4, 8), (range(1, 61), None, None)],
-)
-def test_a_step_that_is_taken_ends_the_row_and_null_never_ends_the_run(bad, limit, ends):
-    trainer = training(planted(bad), steps=max(9, *bad), max_skips=limit)
-    if ends is None:
-        assert trainer.fit()["grad/nonfinite"] == len(bad)
-    else:
-        refused(NonFiniteGradient, f"up to step {ends}", trainer.fit)
+def test_a_step_that_is_taken_ends_the_row_of_skipped_ones():
+    bad = (1, 2, 3, 5, 6, 7)
+    trainer = training(planted(bad), steps=9, max_skips=4)
+    assert trainer.fit()["grad/nonfinite"] == len(bad)
+    trainer = training(planted((*bad, 8)), steps=9, max_skips=4)
+    refused(NonFiniteGradient, "up to step 8", trainer.fit)
+
+
+def test_a_limit_of_null_never_ends_the_run():
+    trainer = training(planted(range(1, 61)), steps=60, max_skips=None)
+    assert trainer.fit()["grad/nonfinite"] == 60
+
+
+def test_a_limit_below_1_is_refused():
     refused(ValueError, "max_skips must be at least 1", training, max_skips=0)
 
 
@@ -178,22 +187,34 @@ def spiky(steps, spikes=SPIKES, rule=RULE, rate=1e-4, **options):
     return trainer_of(model, train, f"{steps}ba", **options)
 
 
-def test_spikes_are_counted_apart_the_schedule_waits_and_a_resume_changes_nothing(caplog, tmp_path):
-    whole = spiky(20)
-    summary = whole.fit()
+def test_spikes_are_counted_apart_from_bad_gradients():
+    trainer = spiky(20)
+    summary = trainer.fit()
     assert (summary["clip/skipped"], summary["grad/nonfinite"]) == (len(SPIKES), 0)
-    counts = [row["clip/skipped"] for row in whole.state.meter.sinks[0].rows]
+    counts = [row["clip/skipped"] for row in trainer.state.meter.sinks[0].rows]
     assert counts == [sum(spike <= step for spike in SPIKES) for step in range(1, 21)]
-    assert whole.state.schedulers[0].last_epoch == 20 - len(SPIKES)
+
+
+def test_the_schedule_waits_at_a_spike():
+    trainer = fitted(spiky(20))
+    assert trainer.state.schedulers[0].last_epoch == 20 - len(SPIKES)
+
+
+def test_the_first_spike_is_reported(caplog):
+    spiky(20).fit()
     [warning] = warnings(caplog)
     assert warning.startswith("step 7 was skipped: the norm of the gradient is a spike")
-    for at in (6, 7, 11):
-        second = spiky(20)
-        second.load(fitted(spiky(at)).save(tmp_path))
-        assert second.fit()["clip/skipped"] == len(SPIKES)
-        assert all(map(torch.equal, second.model.parameters(), whole.model.parameters()))
-        ours, theirs = (t.optimizer.skip.state_dict()["history"] for t in (second, whole))
-        assert torch.equal(ours["kept"], theirs["kept"])
+
+
+@pytest.mark.parametrize("step", [6, 7, 11])
+def test_a_resume_at_a_spike_changes_nothing(step, tmp_path):
+    whole = fitted(spiky(20))
+    second = spiky(20)
+    second.load(fitted(spiky(step)).save(tmp_path))
+    assert second.fit()["clip/skipped"] == len(SPIKES)
+    assert all(map(torch.equal, second.model.parameters(), whole.model.parameters()))
+    ours, theirs = (t.optimizer.skip.state_dict()["history"] for t in (second, whole))
+    assert torch.equal(ours["kept"], theirs["kept"])
 
 
 def test_a_long_row_of_spikes_ends_the_run_unless_its_level_is_accepted_before():

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from runner import Booster, Evaluate, Trainer
 from runner.booster import TorchDDPPlugin
-from runner.cli.main import main
 from runner.train.callbacks import EarlyStopping
 from tests.clip.reference import refused
+from tests.process import run_here
 from tests.ranks import run_ranks
 from tests.trainers import fitted
 
@@ -26,7 +26,10 @@ class Notes:
     """Writes the names of its calls to a file."""
 
     def __init__(self, file, end_at=0):
-        self.file, self.end_at, self.on_microbatch = Path(file), end_at, None  # one is no hook
+
+        self.file = Path(file)
+        self.end_at = end_at
+        self.on_microbatch = None  # None is no hook
 
     def _note(self, name, trainer, values):
         step = trainer.state.progress.step
@@ -59,7 +62,8 @@ def make(*callbacks, duration="60ba", plugin=None, rank=0, world=1):
 
 
 def test_calls_in_their_order_until_a_callback_ends_the_training(tmp_path):
-    file, whole = tmp_path / "notes", make(duration="3ba")
+    file = tmp_path / "notes"
+    whole = make(duration="3ba")
     assert "ended_early" not in whole.fit()
     trainer = make(Notes(str(file), end_at=3))
     summary = trainer.fit()
@@ -85,7 +89,8 @@ def test_evaluations_without_a_better_value_are_counted():
         ("eval/loss", (3, 2.5, 2.25, 2, 1.5), {"min_delta": 1.0}, 1),
         ("eval/loss", (1, 2), {"direction": "maximize"}, 0),
     ]:
-        stopping, trainer = EarlyStopping(9, metric, **options), make()
+        stopping = EarlyStopping(9, metric, **options)
+        trainer = make()
         for value in values:
             stopping.on_evaluate(trainer, {metric: float(value)})
         assert stopping.waited == waited
@@ -96,15 +101,15 @@ def test_a_run_that_continues_ends_at_the_same_step(tmp_path):
         return EarlyStopping(3, min_delta=0.02)
 
     whole = make(stopping())
-    wanted = whole.fit()
-    assert wanted["steps"] > 8
-    first = make(stopping(), duration=f"{wanted['steps'] - 2}ba")
+    summary = whole.fit()
+    assert summary["steps"] > 8
+    first = make(stopping(), duration=f"{summary['steps'] - 2}ba")
     # The second one was saved after the evaluation that ended it: no further step.
     for saved in (fitted(first), whole):
         again = make(stopping())
         again.load(saved.save(tmp_path))
-        assert again.fit()["ended_early"] == wanted["ended_early"]
-        assert again.state.progress.step == wanted["steps"]
+        assert again.fit()["ended_early"] == summary["ended_early"]
+        assert again.state.progress.step == summary["steps"]
 
 
 class Asks:
@@ -119,7 +124,8 @@ class Losses:
     """Notes the loss of each step, and the part of this rank."""
 
     def __init__(self):
-        self.steps, self.parts = [], []
+        self.steps = []
+        self.parts = []
 
     def on_step(self, trainer, metrics):
         self.steps.append(trainer.loss_of(metrics))
@@ -129,11 +135,11 @@ class Losses:
 def on_two_ranks():
     losses = Losses()
     make(losses, duration="4ba", plugin=TorchDDPPlugin(), rank=dist.get_rank(), world=2).fit()
-    found = []
+    ends = []
     for callback in (Asks(), EarlyStopping(2, min_delta=0.02)):
         summary = make(callback, plugin=TorchDDPPlugin(), rank=dist.get_rank(), world=2).fit()
-        found.append((summary["steps"], summary["ended_early"], summary["final"]["eval/loss"]))
-    return found, losses.steps, losses.parts
+        ends.append((summary["steps"], summary["ended_early"], summary["final"]["eval/loss"]))
+    return ends, losses.steps, losses.parts
 
 
 @cache
@@ -141,35 +147,58 @@ def two_ranks():
     return run_ranks(on_two_ranks, 2)
 
 
-def test_a_callback_gets_its_ranks_part_of_the_loss_and_asks_for_that_of_the_step():
-    (_, first, first_part), (_, second, second_part) = two_ranks()
-    alone = Losses()
-    make(alone, duration="4ba").fit()
-    assert first == second == pytest.approx(alone.steps, rel=1e-6)
-    assert alone.parts == alone.steps
-    for loss, *parts in zip(first, first_part, second_part, strict=True):
+def in_one_process():
+    losses = Losses()
+    make(losses, duration="4ba").fit()
+    return losses
+
+
+def test_a_callback_asks_for_the_loss_of_the_step():
+    (_, first, _), (_, second, _) = two_ranks()
+    assert first == second == pytest.approx(in_one_process().steps, rel=1e-6)
+
+
+def test_a_callback_gets_its_ranks_part_of_the_loss():
+    (_, losses, first_parts), (_, _, second_parts) = two_ranks()
+    for loss, *parts in zip(losses, first_parts, second_parts, strict=True):
         assert sum(parts) / 2 == pytest.approx(loss, rel=1e-6)
         assert abs(parts[0] - loss) > 1e-3 * loss
+    single = in_one_process()
+    assert single.parts == single.steps
 
 
 def test_all_ranks_end_after_the_same_step():
     (first, *_), (second, *_) = two_ranks()
     assert first == second
     assert first[0][:2] == (5, "rank 1 asks")
-    alone = make(EarlyStopping(2, min_delta=0.02)).fit()
-    assert first[1][0] == alone["steps"]
-    assert first[1][2] == pytest.approx(alone["final"]["eval/loss"], rel=1e-5)
+    single = make(EarlyStopping(2, min_delta=0.02)).fit()
+    assert first[1][0] == single["steps"]
+    assert first[1][2] == pytest.approx(single["final"]["eval/loss"], rel=1e-5)
 
 
-def test_the_command_calls_them_and_records_why_it_ended(outputs, tmp_path, capsys):
-    target = f"callbacks=[{{_target_:tests.train.test_callbacks.Notes,file:{tmp_path / 'notes'}}}]"
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """The folder of a run with callbacks that ended early, and what it printed to stderr."""
+    folder = tmp_path_factory.mktemp("command")
+    target = f"callbacks=[{{_target_:tests.train.test_callbacks.Notes,file:{folder / 'notes'}}}]"
     words = ["early_stopping.patience=2", "early_stopping.min_delta=100", "eval.interval=3ba"]
-    assert main([*SMALL, target, *words, f"hydra.run.dir={outputs}"]) == 0
-    files = (outputs / "status.json", outputs / "summary.json")
+    _, printed = run_here(*SMALL, target, *words, f"hydra.run.dir={folder / 'run'}")
+    return folder, printed
+
+
+@pytest.mark.xdist_group("callbacks")  # it runs once
+def test_the_command_calls_them(command):
+    folder, _ = command
+    assert (folder / "notes").read_text().count("on_step") == 9
+
+
+@pytest.mark.xdist_group("callbacks")
+def test_the_command_records_why_it_ended(command):
+    folder, printed = command
+    files = (folder / "run" / "status.json", folder / "run" / "summary.json")
     status, summary = (json.loads(file.read_text()) for file in files)
     why = "eval/loss did not improve by 100 in 2 evaluations (best "
     assert status["ended_early"] == summary["ended_early"]
     assert status["ended_early"].startswith(why)
     assert (status["state"], status["step"], summary["steps"]) == ("finished", 9, 9)
-    assert why in capsys.readouterr().err
-    assert (tmp_path / "notes").read_text().count("on_step") == 9
+    assert why in printed

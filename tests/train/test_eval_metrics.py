@@ -14,7 +14,9 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("torchmetrics")
 
-HELD_OUT, CLASSES, IGNORED = 13, 3, -100
+HELD_OUT = 13
+CLASSES = 3
+IGNORED = -100
 """13 samples in batches of 2 on each of two ranks: the last one has a sample on one rank alone."""
 PLUGINS = {
     "ddp": TorchDDPPlugin,
@@ -53,53 +55,57 @@ def held_out(kind):
 
 def evaluated(asked):
     """The metrics of some kinds of targets under some plugins."""
-    found = {}
+    metrics = {}
     for name, kind in asked:
-        plugin, model = PLUGINS.get(name, SinglePlugin)(), network(kind)
+        plugin = PLUGINS.get(name, SinglePlugin)()
+        model = network(kind)
         loader = plugin.prepare_dataloader(TensorPairs(*held_out(kind)), 2)
         options = {"booster": Booster(plugin=plugin), "log": Log([rows := Rows()])}
         options |= {"optimizers": torch.optim.SGD(model.parameters(), lr=0.0)}
         options |= {"criterion": CRITERIA[kind]()}
         trainer = Trainer(model, loader, "1ba", (), Evaluate(loader, NAMES[kind]), **options)
         trainer.fit()
-        found[name, kind] = trainer.evaluate()
-        assert found[name, kind].items() <= rows.rows[-1].items()
-    return found
+        metrics[name, kind] = trainer.evaluate()
+        assert metrics[name, kind].items() <= rows.rows[-1].items(), (name, kind)
+    return metrics
 
 
 def by_sklearn(kind):
     inputs, targets = held_out(kind)
     with torch.no_grad():
         outputs = network(kind)(inputs)
-    wanted, got = targets.flatten().numpy(), outputs.flatten().numpy()
+    expected = targets.flatten().numpy()
+    predicted = outputs.flatten().numpy()
     if kind == "numbers":
         return {
-            "eval/mse": sklearn.mean_squared_error(wanted, got),
-            "eval/mae": sklearn.mean_absolute_error(wanted, got),
-            "eval/r2": sklearn.r2_score(wanted, got),
+            "eval/mse": sklearn.mean_squared_error(expected, predicted),
+            "eval/mae": sklearn.mean_absolute_error(expected, predicted),
+            "eval/r2": sklearn.r2_score(expected, predicted),
             "eval/pearson": torch.corrcoef(torch.stack([targets[:, 0], outputs[:, 0]]))[0, 1],
         }
     if kind == "labels":
-        accuracy, f1 = sklearn.accuracy_score(wanted, got > 0), sklearn.f1_score(wanted, got > 0)
+        accuracy = sklearn.accuracy_score(expected, predicted > 0)
+        f1 = sklearn.f1_score(expected, predicted > 0)
         return {"eval/accuracy": accuracy, "eval/f1": f1}
     counted = targets != IGNORED
-    wanted, chances = targets[counted].numpy(), outputs[counted].softmax(1).numpy()
-    got = chances.argmax(1)
+    expected = targets[counted].numpy()
+    chances = outputs[counted].softmax(1).numpy()
+    predicted = chances.argmax(1)
     return {
-        "eval/accuracy": sklearn.accuracy_score(wanted, got),
-        "eval/f1": sklearn.f1_score(wanted, got, average="macro"),
-        "eval/auroc": sklearn.roc_auc_score(wanted, chances, average="macro", multi_class="ovr"),
-        "eval/f1_score": sklearn.f1_score(wanted, got, average="micro"),
+        "eval/accuracy": sklearn.accuracy_score(expected, predicted),
+        "eval/f1": sklearn.f1_score(expected, predicted, average="macro"),
+        "eval/auroc": sklearn.roc_auc_score(expected, chances, average="macro", multi_class="ovr"),
+        "eval/f1_score": sklearn.f1_score(expected, predicted, average="micro"),
     }
 
 
 def test_metrics_are_those_of_scikit_learn():
     first, second = run_ranks(evaluated, 2, ASKED)
     assert first == second
-    alone = evaluated([("single", kind) for kind in NAMES])
-    for (plugin, kind), found in (alone | first).items():
-        wanted = by_sklearn(kind)
-        assert found.keys() - {"eval/loss"} == wanted.keys()
-        for key, value in wanted.items():
+    single = evaluated([("single", kind) for kind in NAMES])
+    for (plugin, kind), metrics in (single | first).items():
+        expected = by_sklearn(kind)
+        assert metrics.keys() - {"eval/loss"} == expected.keys(), (plugin, kind)
+        for key, value in expected.items():
             # torchmetrics sums in float32.
-            assert found[key] == pytest.approx(float(value), rel=1e-5), (plugin, kind, key)
+            assert metrics[key] == pytest.approx(float(value), rel=1e-5), (plugin, kind, key)

@@ -137,7 +137,7 @@ def numbers():
 @pytest.mark.parametrize(
     ("words", "parts"), WRONG + WRONG_IN_SIX_RANKS, ids=lambda value: value[:50]
 )
-def test_a_wrong_request_is_refused_in_one_message_and_creates_nothing(
+def test_a_wrong_request_is_refused_before_anything_is_created(
     words, parts, outputs, capfd, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -159,14 +159,14 @@ def config(words=""):
 
 def test_the_metrics_that_an_objective_may_name_are_those_of_a_run():
     rows = Rows()
-    made = config(
+    configuration = config(
         "model=lstm data=synthetic data.kind=tokens data.samples=8 clip.what_if=[0.5] "
         "telemetry.per_layer=true"
     )
-    summary = execute(made, [rows])
+    summary = execute(configuration, [rows])
     logged = {key for key in rows.rows[-1] if not key.startswith("grad/norm/")} - {"train/step"}
     assert {"eval/accuracy", "clip/threshold", "clip/what_if/0.5", "train/tokens"} <= logged
-    names = preflight.logged(made, build.make_data(made.data))
+    names = preflight.logged(configuration, build.make_data(configuration.data))
     assert sorted(names) == sorted(logged | {"wall_s"})
     assert all(objective_of(summary, key) is not None for key in names)
 
@@ -181,11 +181,11 @@ def test_an_open_size_takes_idle_gpus(monkeypatch):
         "plugin=moe plugin.ep_size=2": (2, 8, 6),
         "plugin=hybrid plugin.tp_size=2 plugin.pp_size=2": (4, 8, 4),
     }.items():
-        made = config(f"{words} device=auto")
+        configuration = config(f"{words} device=auto")
         for count, ranks in zip((0, 8, 6), counts, strict=True):
             monkeypatch.setattr(build.torch.cuda, "device_count", lambda count=count: count)
-            assert build.ranks_of(made) == ranks
+            assert build.ranks_of(configuration) == ranks
     assert build.ranks_of(config("plugin=hybrid plugin.tp_size=2")) == 2  # on a CPU
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "5")
-    assert build.ranks_of(made) == 5
+    assert build.ranks_of(configuration) == 5

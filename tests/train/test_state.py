@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from runner.optim.schedulers import LinearWarmupCosineLR
 from tests.clip.reference import refused
 from tests.distributed.training import Rows
 from tests.on_device import kept_on_device
-from tests.trainers import trainer_of
+from tests.trainers import fitted, trainer_of
 
 SAMPLES, BATCH = 44, 4
 """Eleven microbatches an epoch: with windows of two, the last one is short."""
@@ -112,25 +112,27 @@ def trainer(rows: Rows, loader: Callable[[], Any], **options: Any) -> Saving:
 def timeless(value: Any) -> Any:
     """The same without times, and comparable where it holds NaN."""
     if isinstance(value, dict):
-        return {key: timeless(each) for key, each in value.items() if key not in TIMES}
+        return {key: timeless(item) for key, item in value.items() if key not in TIMES}
     return repr(value)
 
 
 def assert_goes_on(loader: Callable[[], Any], step: int, **options: Any) -> list[dict[str, Any]]:
     """Assert that a training saved after ``step`` goes on as one never stopped; return its rows."""
 
-    def made(rows: Rows) -> Saving:
+    def training(rows: Rows) -> Saving:
         return trainer(rows, loader, **{key: value() for key, value in options.items()})
 
-    unsaved, whole, resumed = Rows(), Rows(), Rows()
-    plain = made(unsaved)
+    unsaved = Rows()
+    whole = Rows()
+    resumed = Rows()
+    plain = training(unsaved)
     summary = plain.fit()
-    first = made(whole)
+    first = training(whole)
     first.saves_after = step
     assert timeless(first.fit()) == timeless(summary)
     weights, state = first.saved
 
-    second = made(resumed)
+    second = training(resumed)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -152,72 +154,110 @@ def assert_goes_on(loader: Callable[[], Any], step: int, **options: Any) -> list
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("step", [2, 6, 9])
-def test_a_training_goes_on_inside_and_between_epochs(loader, step):
+def test_a_training_goes_on_after_any_step_of_an_epoch(loader, step):
     # Six windows an epoch: steps 2 and 9 are inside of one, step 6 ends one.
     rows = assert_goes_on(LOADERS[loader], step)
     assert [row["train/step"] for row in rows] == [4, 7, 8, 12, 14, 15]
 
 
+FP16 = {"precision": lambda: "fp16", "loss_scale": lambda: LossScale(2.0**10, 2)}
+ZSCORE = {
+    "optimizers": lambda: None,
+    "schedulers": lambda: None,
+    "what_if": list,
+    "algorithms": lambda: build("zscore", threshold=0.5, warmup_steps=3),
+}
+
+
 @pytest.mark.parametrize("where", [nullcontext, kept_on_device])
-def test_skipped_steps_the_loss_scale_and_the_history_of_a_mode_go_on(where):
-    """One sample is inf: its steps are skipped, the scale falls, and the schedule waits."""
-
-    fp16 = {"precision": lambda: "fp16", "loss_scale": lambda: LossScale(2.0**10, 2)}
-    mode = {"optimizers": lambda: None, "schedulers": lambda: None, "what_if": list}
-    mode["algorithms"] = lambda: build("zscore", threshold=0.5, warmup_steps=3)
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        pytest.param(8, {}, id="skipped steps"),
+        pytest.param(8, FP16, id="loss scale"),
+        pytest.param(9, ZSCORE, id="history of a mode"),
+    ],
+)
+def test_a_training_with_a_sample_that_is_inf_goes_on(where, step, options):
+    """The steps of the sample are skipped, the scale falls, and the schedule waits."""
     with where():
-        for step, options in ((8, {}), (8, fp16), (9, mode)):
-            rows = assert_goes_on(partial(partitioned, 17), step, **options)
-            assert rows[-1]["grad/nonfinite"] > 0
-    assert {row["clip/clipped"] for row in rows} == {0, 1}
+        rows = assert_goes_on(partial(partitioned, 17), step, **options)
+    assert rows[-1]["grad/nonfinite"] > 0
+    if options is ZSCORE:
+        assert {row["clip/clipped"] for row in rows} == {0, 1}
 
 
-def test_clipping_and_stepping_in_the_backward_pass_keep_the_steps_and_go_on():
-    mode, found = {"mode": "adagc", "threshold": 1.02, "warmup_steps": 3, "absolute": 0.5}, []
-    for clips in ("", "clip", "step"):
-        options = {"in_backward": clips, "nonfinite": "error"}
-        made = {key: lambda value=value: value for key, value in options.items()}
-        made |= {"algorithms": lambda: build(**mode), "what_if": list}
-        rows = assert_goes_on(partitioned, 8, **made)
-        found.append([{k: v for k, v in row.items() if k not in TIMES} for row in rows])
-    assert any(row["clip/clipped"] for row in found[0])
-    for rows in found[1:]:
-        for mine, theirs in zip(rows, found[0], strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-7, nan_ok=True)
+@cache
+def rows_in_backward(clips):
+    """The rows of a training that goes on, and that clips, or clips and steps, in backward."""
+    mode = {"mode": "adagc", "threshold": 1.02, "warmup_steps": 3, "absolute": 0.5}
+    return assert_goes_on(
+        partitioned,
+        8,
+        in_backward=lambda: clips,
+        nonfinite=lambda: "error",
+        algorithms=lambda: build(**mode),
+        what_if=list,
+    )
 
 
-def test_the_state_has_all_parts_and_is_read_between_steps_alone():
-    made = trainer(Rows(), partitioned, precision="fp16", loss_scale=LossScale(2.0**10, 2))
-    made.fit()
-    state = made.state.state_dict()
+@pytest.mark.parametrize("clips", ["", "clip", "step"])
+def test_a_training_that_clips_in_the_backward_pass_goes_on(clips):
+    assert any(row["clip/clipped"] for row in rows_in_backward(clips))
+
+
+@pytest.mark.parametrize("clips", ["clip", "step"])
+def test_clipping_in_the_backward_pass_keeps_the_steps(clips):
+    for row, expected in zip(rows_in_backward(clips), rows_in_backward(""), strict=True):
+        ours = {key: value for key, value in row.items() if key not in TIMES}
+        theirs = {key: value for key, value in expected.items() if key not in TIMES}
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+def scaled():
+    return trainer(Rows(), partitioned, precision="fp16", loss_scale=LossScale(2.0**10, 2))
+
+
+def test_the_state_has_all_parts():
+    state = fitted(scaled()).state.state_dict()
     assert state["loss_scale"] == {"scale": 2.0**17, "finite_steps": 1}
-    wanted = {"progress", "meter", "clip", "optimizer", "loss_scale", "schedulers", "random"}
-    assert state.keys() == wanted | {"skips", "microbatch", "callbacks", "loss"}
-    for keep, searches in (((), 5), ({"metrics"}, 0)):  # a branch counts its own steps alone
-        other = trainer(Rows(), partitioned, precision="fp16", loss_scale=LossScale(2.0**10, 2))
-        other.state.load_state_dict(state | {"skips": state["skips"] | {"searches": 5}}, keep)
-        assert other.skipped_steps.searches == searches
-    made.optimizer.backward(made.model(torch.ones(2, 6)).sum())
-    refused(StepOrderError, "between optimizer steps only", made.state.state_dict)
+    parts = {"progress", "meter", "clip", "optimizer", "loss_scale", "schedulers", "random"}
+    assert state.keys() == parts | {"skips", "microbatch", "callbacks", "loss"}
+
+
+@pytest.mark.parametrize(("keep", "searches"), [((), 5), ({"metrics"}, 0)])
+def test_a_branch_counts_its_own_steps_alone(keep, searches):
+    state = fitted(scaled()).state.state_dict()
+    branch = scaled()
+    branch.state.load_state_dict(state | {"skips": state["skips"] | {"searches": 5}}, keep)
+    assert branch.skipped_steps.searches == searches
+
+
+def test_the_state_is_read_between_steps_alone():
+    trained = fitted(scaled())
+    trained.optimizer.backward(trained.model(torch.ones(2, 6)).sum())
+    refused(StepOrderError, "between optimizer steps only", trained.state.state_dict)
 
 
 def test_a_rank_that_the_state_does_not_know_draws_numbers_of_its_own():
-    made = trainer(Rows(), partitioned)
-    state, drawn = made.state.state_dict(), []
+    training = trainer(Rows(), partitioned)
+    state = training.state.state_dict()
+    drawn = []
     for rank in (0, 1, 1, 2):
-        made.state.rank = rank
-        made.state.load_state_dict(state)
+        training.state.rank = rank
+        training.state.load_state_dict(state)
         drawn.append(torch.rand(1).item())
     assert drawn[1] == drawn[2]
     assert len(set(drawn)) == 3
 
 
 @pytest.mark.parametrize("part", ["schedulers", "optimizer"])
-def test_the_state_of_another_training_is_refused_and_changes_nothing(part):
-    made, other = trainer(Rows(), partitioned), trainer(Rows(), partitioned)
-    made.fit()
-    state = made.state.state_dict()
-    before = timeless(copy.deepcopy(other.state.state_dict()))
-    one = state[part][0] if part == "schedulers" else state[part]
-    refused(ValueError, part, other.state.load_state_dict, state | {part: [one, one]})
-    assert timeless(other.state.state_dict()) == before
+def test_the_state_of_another_training_is_refused_before_it_changes_anything(part):
+    trained = trainer(Rows(), partitioned)
+    fresh = trainer(Rows(), partitioned)
+    trained.fit()
+    state = trained.state.state_dict()
+    before = timeless(copy.deepcopy(fresh.state.state_dict()))
+    section = state[part][0] if part == "schedulers" else state[part]
+    refused(ValueError, part, fresh.state.load_state_dict, state | {part: [section, section]})
+    assert timeless(fresh.state.state_dict()) == before

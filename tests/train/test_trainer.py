@@ -46,21 +46,25 @@ def fit(model, loader, duration="3ep", clip=("norm", 0.3), **options):
     ],
 )
 def test_total_steps_agree_with_counting(duration, expected):
-    duration, at = Duration.parse(duration), Progress()
+    duration = Duration.parse(duration)
+    progress = Progress()
     assert total_steps(duration, 77, 32, 10) == expected
-    while not at.reached(duration):
-        k = at.step % 3
+    while not progress.reached(duration):
+        k = progress.step % 3
         samples = min(32, 77 - 32 * k)
-        at = at.after(1, samples, 10 * samples, end_of_epoch=k == 2)
-    assert at.step == expected
+        progress = progress.after(1, samples, 10 * samples, end_of_epoch=k == 2)
+    assert progress.step == expected
     assert total_steps(Duration.parse("10tok"), 77, 32, None) is None
 
 
 @pytest.mark.parametrize(("duration", "steps"), [("1ep", 5), ("7ba", 7), ("17sp", 3), ("48sp", 6)])
-def test_a_training_lasts_as_long_as_asked_and_then_does_no_more(duration, steps):
-    model, loader = parts()
-    trainer = Trainer(model, loader, duration)
-    assert trainer.fit()["steps"] == trainer.fit()["steps"] == steps
+def test_a_training_lasts_as_long_as_asked(duration, steps):
+    assert Trainer(*parts(), duration).fit()["steps"] == steps
+
+
+def test_a_training_that_has_ended_does_no_more():
+    trainer = Trainer(*parts(), "7ba")
+    assert trainer.fit()["steps"] == trainer.fit()["steps"] == 7
 
 
 def test_a_training_whose_bar_is_off_prints_nothing(capfd):
@@ -73,15 +77,29 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
-def test_a_watched_script_says_how_it_ended_and_only_one_rank_flushes_each_step(capfd, monkeypatch):
+@pytest.mark.parametrize(("ranks", "every"), [(1, 1), (2, 50)])
+def test_only_a_single_watched_rank_flushes_each_step(ranks, every, monkeypatch):
+    """Ranks flush together, and the first one alone is watched."""
     monkeypatch.setattr("runner.train.trainer.is_watched", lambda stream: True)
-    for ranks, every in ((1, 1), (2, 50)):  # ranks flush together, and the first alone is watched
-        trainer = Trainer(*parts(), callbacks=[Interrupts()])
-        count = patch.object(type(trainer.plugin), "world_size", ranks)
-        with count, pytest.raises(KeyboardInterrupt):
-            trainer.fit()
-        assert trainer.state.meter.flush_every == every
-        assert capfd.readouterr().err == "training: interrupted\n"
+    trainer = Trainer(*parts(), callbacks=[Interrupts()])
+    count = patch.object(type(trainer.plugin), "world_size", ranks)
+    with count, pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert trainer.state.meter.flush_every == every
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_watched_script_says_that_it_was_interrupted(ranks, capfd, monkeypatch):
+    monkeypatch.setattr("runner.train.trainer.is_watched", lambda stream: True)
+    trainer = Trainer(*parts(), callbacks=[Interrupts()])
+    count = patch.object(type(trainer.plugin), "world_size", ranks)
+    with count, pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert capfd.readouterr().err == "training: interrupted\n"
+
+
+def test_a_watched_script_says_after_how_many_steps_it_was_terminated(capfd, monkeypatch):
+    monkeypatch.setattr("runner.train.trainer.is_watched", lambda stream: True)
     model, loader = parts()
     trainer = Trainer(model, (batch for batch in loader), "3ba")  # a stream has no length
     trainer.stop = lambda: 15
@@ -94,28 +112,49 @@ def test_a_run_that_breaks_off_leaves_the_rows_before_it(why):
     def lost(values):
         raise RuntimeError("peer is gone")
 
-    rows, (model, loader) = Rows(), parts(bad=30 if why == "a bad gradient" else None)
+    rows = Rows()
+    model, loader = parts(bad=30 if why == "a bad gradient" else None)
     options = {"booster": Booster(nonfinite="error"), "log": Log([rows], flush=3)}
     trainer = Trainer(model, loader, "1ep", **options)
     if why == "a lost rank":
         trainer.state.meter.mean_over_data = lost
-    bad, gone = (NonFiniteGradient, "norm is nan"), (RuntimeError, "peer is gone")
-    refused(*(bad if why == "a bad gradient" else gone), trainer.fit)
+    if why == "a bad gradient":
+        refused(NonFiniteGradient, "norm is nan", trainer.fit)
+    else:
+        refused(RuntimeError, "peer is gone", trainer.fit)
     assert [row["train/step"] for row in rows.rows] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("flush", "interval"), [(1, 1), (5, 4), (50, 1), (50, 4)])
-def test_evaluation_by_interval_and_at_the_end(flush, interval):
+EVERY_FLUSH = pytest.mark.parametrize(("flush", "interval"), [(1, 1), (5, 4), (50, 1), (50, 4)])
+
+
+def evaluated(flush, interval):
+    """The model, the data, the rows and the summary of 12 steps with evaluations."""
     model, loader = parts()
     options = {"eval_interval": "5ba", "log_flush": flush, "log_interval": interval}
     rows, summary = fit(model, loader, "12ba", eval_dataloader=loader, **options)
+    return model, loader.dataset.tensors, rows, summary
+
+
+@EVERY_FLUSH
+def test_the_last_step_is_evaluated_as_each_interval_is(flush, interval):
+    _, _, rows, _ = evaluated(flush, interval)
     assert [row["train/step"] for row in rows if "eval/loss" in row] == [5, 10, 12]
-    inputs, targets = loader.dataset.tensors
+
+
+@EVERY_FLUSH
+def test_an_evaluation_is_that_of_the_whole_data(flush, interval):
+    model, (inputs, targets), rows, _ = evaluated(flush, interval)
     with torch.no_grad():
         outputs = model(inputs)
     loss = nn.functional.cross_entropy(outputs, targets).item()
     assert rows[-1]["eval/loss"] == pytest.approx(loss, rel=1e-6)
     assert rows[-1]["eval/accuracy"] == (outputs.argmax(-1) == targets).double().mean().item()
+
+
+@EVERY_FLUSH
+def test_the_summary_has_the_best_evaluation(flush, interval):
+    _, _, rows, summary = evaluated(flush, interval)
     assert summary["best"]["eval/accuracy"] == max(r.get("eval/accuracy", 0) for r in rows)
 
 
@@ -138,7 +177,8 @@ def test_batch_norm_under_accumulation_is_warned_of(caplog):
 
 def test_a_sampler_of_the_users_is_given_the_epoch():
     model, loader = parts()
-    sampler, seen = DistributedSampler(loader.dataset, 1, 0, shuffle=True), []
+    sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=True)
+    seen = []
     set_epoch = sampler.set_epoch
     sampler.set_epoch = lambda epoch: (seen.append(epoch), set_epoch(epoch))
     fit(model, DataLoader(loader.dataset, 8, sampler=sampler), "3ep")
@@ -156,8 +196,8 @@ def test_a_sampler_of_the_users_is_given_the_epoch():
 )
 def test_wrong_arguments(options, message):
     model, loader = parts()
-    given = {"train_dataloader": loader} | options
-    refused(ValueError, message, lambda: Trainer(model, **given).fit())
+    arguments = {"train_dataloader": loader} | options
+    refused(ValueError, message, lambda: Trainer(model, **arguments).fit())
 
 
 class Worsens:

@@ -1,6 +1,7 @@
 """Differences of two trainings, and which of them are failures; the naive norm of one rank."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from runner.verify.comparison import (
 from tests.ranks import run_ranks
 
 SIDE = side_of(Decision(2.0, 1.0, 0.5, 1.0, 0.25, 2.0, math.nan))
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def failures(metrics=SIDE, weights=None, drifted=(), ours="ab", reference="ab", history=False):
@@ -32,23 +34,37 @@ def failures(metrics=SIDE, weights=None, drifted=(), ours="ab", reference="ab", 
     return compare_mode([step], weights or {"a": 3e-12}, drifted, 1e-9)["failures"]
 
 
-def test_errors_are_relative_and_infinite_where_nothing_can_be_compared():
-    pairs = [(1.5, 1.0), (-1.0, 1.0), (0.0, 0.0), (1e-300, 0.0), (NAN, 1.0), (1.0, NAN), (INF, INF)]
-    assert [relative(*pair) for pair in pairs] == [0.5, 2.0, 0.0, INF, INF, INF, 0.0]
-    # A parameter is held to its own size, but not below a thousandth of the largest.
-    zeros, ones = torch.zeros(2), torch.ones(2)
-    for ours, reference, error in (
-        ({"a": ones * 0.5}, {"a": ones, "b": 10 * ones}, 0.5),
-        ({"a": ones * 2e-17}, {"a": ones * 1e-17, "b": ones * 10}, 1e-15),
-        ({}, {"a": zeros, "b": ones}, 0.0),  # an absent gradient is zeros
-        ({}, {"a": ones}, 1.0),
-        ({"a": ones}, {"b": ones}, 1000.0),
-        ({"a": torch.ones(3)}, {"a": ones}, INF),
-        ({"a": ones * NAN}, {"a": ones}, INF),
-        ({"a": ones}, {"a": ones * NAN}, INF),
-        ({"a": ones}, {"a": zeros}, INF),
-    ):
-        assert tensor_errors(ours, reference)["a"] == pytest.approx(error)
+def test_an_error_is_relative():
+    assert [relative(1.5, 1.0), relative(-1.0, 1.0), relative(0.0, 0.0)] == [0.5, 2.0, 0.0]
+    assert relative(INF, INF) == 0.0
+
+
+@pytest.mark.parametrize("pair", [(1e-300, 0.0), (NAN, 1.0), (1.0, NAN)])
+def test_an_error_is_infinite_where_nothing_can_be_compared(pair):
+    assert relative(*pair) == INF
+
+
+ZEROS = torch.zeros(2)
+ONES = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "error"),
+    [
+        ({"a": ONES * 0.5}, {"a": ONES, "b": 10 * ONES}, 0.5),
+        ({"a": ONES * 2e-17}, {"a": ONES * 1e-17, "b": ONES * 10}, 1e-15),
+        ({}, {"a": ZEROS, "b": ONES}, 0.0),  # an absent gradient is zeros
+        ({}, {"a": ONES}, 1.0),
+        ({"a": ONES}, {"b": ONES}, 1000.0),
+        ({"a": torch.ones(3)}, {"a": ONES}, INF),
+        ({"a": ONES * NAN}, {"a": ONES}, INF),
+        ({"a": ONES}, {"a": ONES * NAN}, INF),
+        ({"a": ONES}, {"a": ZEROS}, INF),
+    ],
+)
+def test_the_error_of_a_parameter_is_relative_to_its_size(ours, reference, error):
+    """But not to less than a thousandth of the largest one."""
+    assert tensor_errors(ours, reference)["a"] == pytest.approx(error)
 
 
 @pytest.mark.parametrize(
@@ -74,25 +90,29 @@ def test_errors_are_relative_and_infinite_where_nothing_can_be_compared():
     ],
 )
 def test_what_exceeds_rounding_is_a_failure(made, said):
-    found = failures(**made)
-    assert len(found) == len(said)
-    assert all(expected in line for expected, line in zip(said, found, strict=True))
+    lines = failures(**made)
+    assert len(lines) == len(said)
+    assert all(expected in line for expected, line in zip(said, lines, strict=True))
 
 
-def test_the_worst_parameters_come_first_and_ranks_agree_to_the_bit():
-    one = torch.ones(1)
+def test_the_worst_parameters_come_first():
+    unit = torch.ones(1)
     steps = [
-        compare_step(n, [SIDE], {"a": one * (1 + error)}, SIDE, {"a": one}, 1e-9)
+        compare_step(n, [SIDE], {"a": unit * (1 + error)}, SIDE, {"a": unit}, 1e-9)
         for n, error in ((1, 0.125), (2, 0.25))
     ]
     weights = {"a": 0.2, "b": 0.22, **dict.fromkeys("cdefg", 0.0)}
     worst = compare_mode(steps, weights, [], 1e-9)["worst"]
-    assert [tuple(one.values()) for one in worst[:2]] == [
+    assert [tuple(parameter.values()) for parameter in worst[:2]] == [
         ("a", 0.25, "gradient of step 2"),
         ("b", 0.22, "weight"),
     ]
     assert len(worst) == 5
-    nan, near = SIDE | {"peak": NAN}, SIDE | {"norm": math.nextafter(2.0, 3.0), "peak": NAN}
+
+
+def test_ranks_must_agree_to_the_bit():
+    nan = SIDE | {"peak": NAN}
+    near = nan | {"norm": math.nextafter(2.0, 3.0)}
     assert [*disagreements(1, [nan, nan])] == []
     [said] = disagreements(4, [nan, nan, near])
     assert said == "norm of step 4 is 2.0000000000000004 on rank 2, 2.0 on rank 0"
@@ -107,8 +127,10 @@ def layout_of(gradients):
 
 def by_torch():
     """What torch's own norm makes of gradients of 3, 4, 12 and 84 in all, by how they lie."""
-    first, second = torch.tensor([[3.0], [4.0]]), torch.tensor([[12.0], [84.0]])
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    first = torch.tensor([[3.0], [4.0]])
+    second = torch.tensor([[12.0], [84.0]])
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = [distribute_tensor(t, mesh, [Shard(0)]) for t in (first, second)]
     kinds = {
         "whole": [first, second],
@@ -122,21 +144,48 @@ def by_torch():
     return {kind: naive_norm(layout_of(gradients), 2.0) for kind, gradients in kinds.items()}
 
 
-def test_torchs_own_norm_is_right_wrong_or_raised_and_never_hangs():
-    first, second = run_ranks(by_torch, 2)
-    for rank, found in enumerate((first, second)):
-        for kind in ("whole", "sharded", "replicated"):
-            wanted = {"norm": pytest.approx(7225**0.5, rel=1e-6), "rank": rank}
-            assert found[kind] == wanted | {"raised": None, "message": ""}
-        assert (found["mixed"]["norm"], found["mixed"]["raised"]) == (None, "RuntimeError")
-        assert "mixed torch.Tensor and DTensor" in found["mixed"]["message"]
-    parts = [found["by rank"] for found in (first, second)]
+@cache
+def on_two_ranks():
+    return run_ranks(by_torch, 2)
+
+
+on_ranks = pytest.mark.xdist_group("torch's own norm")  # the ranks run once
+
+
+@on_ranks
+@pytest.mark.parametrize("kind", ["whole", "sharded", "replicated"])
+def test_torchs_own_norm_of_tensors_of_one_kind_is_right(kind):
+    for rank, results in enumerate(on_two_ranks()):
+        norm = pytest.approx(7225**0.5, rel=1e-6)
+        assert results[kind] == {"norm": norm, "rank": rank, "raised": None, "message": ""}
+
+
+@on_ranks
+def test_torchs_own_norm_of_parts_by_rank_is_that_of_a_part():
+    parts = [results["by rank"] for results in on_two_ranks()]
     assert [part["norm"] for part in parts] == pytest.approx([5.0, 7200**0.5])
     assert worst_naive(parts, 7225**0.5)["rank"] == 0
+
+
+@on_ranks
+def test_what_torchs_own_norm_raises_is_recorded():
+    for results in on_two_ranks():
+        assert (results["mixed"]["norm"], results["mixed"]["raised"]) == (None, "RuntimeError")
+        assert "mixed torch.Tensor and DTensor" in results["mixed"]["message"]
+
+
+@on_ranks
+def test_a_rank_that_torchs_own_norm_would_leave_waiting_does_not_hang():
+    first, second = on_two_ranks()
     assert first["one rank mixed"]["raised"] == "RuntimeError"
     assert second["one rank mixed"] is first["one rank empty"] is None
     assert second["one rank empty"]["norm"] == 0.0
-    # What raised is worse than any number.
+
+
+@on_ranks
+def test_what_raised_is_worse_than_any_number():
+    first, second = on_two_ranks()
+    parts = [first["by rank"], second["by rank"]]
     assert worst_naive([None], 1.0) is None
     assert worst_naive([*parts, first["mixed"], None], 1.0) == first["mixed"] | {"error": INF}
     assert worst_naive([parts[0] | {"norm": NAN}], 1.0)["error"] == INF

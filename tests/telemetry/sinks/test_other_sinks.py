@@ -23,17 +23,17 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8
 
 
 def row(step, **more):
-    made: Row = {"train/step": step, "train/loss": 0.123, "grad/norm": 0.456, "time/step_s": 0.04}
-    made |= {"clip/ratio": float(step % 2), "throughput/samples_per_s": 812.4}
-    return made | {key.replace("_", "/", 1): value for key, value in more.items()}
+    values: Row = {"train/step": step, "train/loss": 0.123, "grad/norm": 0.456, "time/step_s": 0.04}
+    values |= {"clip/ratio": float(step % 2), "throughput/samples_per_s": 812.4}
+    return values | {key.replace("_", "/", 1): value for key, value in more.items()}
 
 
 def lines(rows, total=None, every=1, summary=None, code=None):
     """What a stream that is no terminal receives."""
     stream = io.StringIO()
     sink = TerminalSink(total, every, "t", stream)
-    for one in rows:
-        sink.write(one)
+    for row in rows:
+        sink.write(row)
     for _ in range(2 if code is not None else 0):
         sink.close(summary, code)
     return stream.getvalue().splitlines()
@@ -177,32 +177,42 @@ def assert_holds(folder, rows):
     tags = set(events.Tags()["scalars"])
     assert tags == {key for row in rows for key in row} - {"train/step"}
     for tag in tags:
-        wanted = {row["train/step"]: row[tag] for row in rows if tag in row}
-        found = {event.step: event.value for event in events.Scalars(tag)}
-        assert found == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+        expected = {row["train/step"]: row[tag] for row in rows if tag in row}
+        logged = {event.step: event.value for event in events.Scalars(tag)}
+        assert logged == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def test_a_run_has_every_metric_of_every_row_and_one_that_continues_takes_rows_back(tmp_path):
+def recorded_by_tensorboard(folder):
+    """The rows of a run whose sink was closed twice, as by a signal."""
     rows = [{"train/step": n, "train/loss": float(n)} for n in range(1, 6)]
     rows[1] |= {"grad/norm": math.inf, "train/loss": math.nan}
-    first = TensorboardSink(tmp_path)
+    sink = TensorboardSink(folder)
     for row in rows:
-        first.write(row)
-    first.close({}, 0)
-    first.close(None, 143)
+        sink.write(row)
+    sink.close({}, 0)
+    sink.close(None, 143)
+    return rows
+
+
+def test_a_run_of_tensorboard_has_every_metric_of_every_row(tmp_path):
+    rows = recorded_by_tensorboard(tmp_path)
     assert_holds(tmp_path, rows)
-    second = TensorboardSink(tmp_path, continued_after=3)
+
+
+def test_a_run_of_tensorboard_that_continues_takes_rows_back(tmp_path):
+    rows = recorded_by_tensorboard(tmp_path)
+    sink = TensorboardSink(tmp_path, continued_after=3)
     again = {"train/step": 4, "train/loss": 40.0}
-    second.write(again)
-    second.close({}, 0)
+    sink.write(again)
+    sink.close({}, 0)
     assert_holds(tmp_path, [*rows[:3], again])
 
 
 def test_an_unknown_or_missing_tracker_is_refused(outputs, capsys, monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     for name, named in (("tensorboard", "clip-runner[tensorboard]"), ("tensorbord", "tensorboard")):
-        assert main([*SHORT, "tracker=none", f"tracker.also=[{name}]"]) == 2
+        assert main([*SHORT, "tracker=none", f"tracker.also=[{name}]"]) == 2, name
         message = capsys.readouterr().err
-        assert "tracker.also" in message
-        assert named in message
+        assert "tracker.also" in message, name
+        assert named in message, name
     assert not outputs.exists()

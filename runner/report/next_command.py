@@ -23,8 +23,12 @@ def next_command(findings: Findings) -> tuple[str, str]:
     if sweep.words and any(run.state not in DONE for run in sweep.runs):
         return sweep.command or "", "The same command finishes the sweep:"
     best = findings.best
-    if best is None:
-        return _lower_rates(findings)
+    return _lower_rates(findings) if best is None else _after_a_result(findings, best)
+
+
+def _after_a_result(findings: Findings, best: Setting) -> tuple[str, str]:
+    """Return the command after a sweep in which some setting has a result."""
+    sweep = findings.sweep
     more = "" if sweep.searches else _seeds_to_decide(findings)
     if more:
         return more, "More seeds would decide:"

@@ -63,7 +63,7 @@ def draw(
     """Draw curves over steps.
 
     Args:
-        smooth: draw means over the steps around, and every step of single seeds.
+        smooth: draw means over the steps around, and beside them every step of each seed.
         share: the values are shares: the axis goes from 0 to 1, and has no logarithm.
         log: whether the axis is logarithmic; None: if the values span decades.
         until: values that the axis encloses, without those of runs that were lost.
@@ -80,13 +80,7 @@ def draw(
         *_marks(marks),
     ]
     lost = [trace for curve in curves for trace in _lost(curve)]
-    scales, kind = figure.scales(values, log)
-    if share:
-        scales = {"linear": (0.0, 1.02)}
-    elif percent:
-        scales = {"linear": scales["linear"]}
-    if "log" not in scales:
-        kind = "linear"
+    scales, kind = _scales(values, log, share=share, percent=percent)
     margin = 0.01 * (last - first) or 1.0
     return figure.chart(
         name,
@@ -98,6 +92,16 @@ def draw(
         meta={"scales": scales, "steps": True},
         height=height,
     )
+
+
+def _scales(
+    values: Sequence[Floats], log: bool, *, share: bool, percent: bool
+) -> tuple[dict[str, tuple[float, float]], str]:
+    """Return the ends of the vertical axis by its kind, and the kind that is shown first."""
+    if share:
+        return {"linear": (0.0, 1.02)}, "linear"
+    scales, kind = figure.scales(values, log)
+    return ({"linear": scales["linear"]}, "linear") if percent else (scales, kind)
 
 
 def _of_parents(curves: Sequence[Curve], first: float) -> list[Floats]:

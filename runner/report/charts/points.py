@@ -71,15 +71,12 @@ def draw(
     traces += _connection(connected)
     traces += [_mark(point) for point in points]
     traces += [_mean(mean) for mean in connected]
-    of_others = {x: f"{rounded(x)}: {who}" for x, who in published if ends[0] < x < ends[1]}
+    of_others = [(place, who) for place, who in published if ends[0] < place < ends[1]]
     if of_others:
         note += " ▾ Published settings, of other models and losses."
         traces.append(_published(of_others))
     scores = [point.score for point in points]
-    enclosed = [scores, [level.mean for level in levels]]
-    for mean in connected:
-        half = mean.half or 0.0
-        enclosed.append([mean.mean - half, mean.mean + half])
+    enclosed = [scores, [level.mean for level in levels], *(_interval(mean) for mean in connected)]
     scales, kind = figure.scales(enclosed, figure.spans([scores], 30))
     ticks = _ticks(sorted(set(places)), ends, names or {})
     return figure.chart(
@@ -92,6 +89,11 @@ def draw(
         meta={"scales": scales},
         height=height,
     )
+
+
+def _interval(mean: Mean) -> list[float]:
+    half = mean.half or 0.0
+    return [mean.mean - half, mean.mean + half]
 
 
 def _ends(places: Sequence[float]) -> tuple[float, float]:
@@ -121,8 +123,9 @@ def _connection(means: Sequence[Mean]) -> list[Trace]:
     return [figure.line(None, xs, ys, "", line={"width": 1}, hoverinfo="skip")]
 
 
-def _published(texts: Mapping[float, str]) -> Trace:
+def _published(of_others: Sequence[tuple[float, str]]) -> Trace:
     """Return marks at settings that others have published."""
+    texts = {place: f"{rounded(place)}: {who}" for place, who in of_others}
     symbol: Trace = {"marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL}}
     symbol |= {"hovertext": [*texts.values()], "hoverinfo": "text", "mode": "markers"}
     return figure.trace(None, None, [*texts], [1.0] * len(texts), yaxis="y2", **symbol)

@@ -109,11 +109,11 @@ def _what_if_charts(tables: Tables, clipping: Sequence[Setting]) -> list[Chart]:
         recorded = _what_if(tables, [setting for setting in clipping if setting.mode == mode])
         if not recorded:
             continue
-        several = len(modes) > 1
+        several_modes = len(modes) > 1
         chart = what_if.draw(
-            name=f"what-if-{mode}" if several else "what-if",
+            name=f"what-if-{mode}" if several_modes else "what-if",
             title="Share of steps that other thresholds clip"
-            + (f" · clip={mode}" if several else ""),
+            + (f" · clip={mode}" if several_modes else ""),
             note="Lines: what runs recorded by clip.what_if. ◆ The share that a run clipped.",
             recorded=recorded,
         )

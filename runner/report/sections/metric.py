@@ -116,13 +116,11 @@ def _points(tables: Tables, settings: Sequence[Setting], key: str, suffix: str) 
     findings = tables.findings
     placed = [setting for setting in settings if setting.number(key) is not None]
     unplaced = [setting for setting in settings if setting.number(key) is None]
-    several = any(len(setting.runs) > 1 for setting in settings)
+    has_seeds = any(len(setting.runs) > 1 for setting in settings)
     means = [_mean(tables, setting, key) for setting in placed]
+    reference = findings.compared_with if any(mean.half is not None for mean in means) else None
     note = f"One point a run, × diverged; {_better(findings)}."
-    reference = findings.compared_with
-    reference_mean = None
-    if reference is not None and any(mean.half is not None for mean in means):
-        reference_mean = findings.mean(reference)[0]
+    if reference is not None:
         note += f" Bars that cross the dotted line do not differ clearly from {reference.label}."
     mode = next((setting.info for setting in placed if setting.clips), None)
     return points.draw(
@@ -131,12 +129,17 @@ def _points(tables: Tables, settings: Sequence[Setting], key: str, suffix: str) 
         note=note,
         axes=(_name_of(key), f"best {findings.metric}"),
         points=[point for setting in placed for point in _scores(tables, setting, key)],
-        means=means if several or len(findings.swept) == 1 else [],
+        means=means if has_seeds or len(findings.swept) == 1 else [],
         levels=_levels(tables, unplaced),
-        names={setting.number(key) or math.nan: choice(setting.runs[0], key) for setting in placed},
+        names={_place(setting, key): choice(setting.runs[0], key) for setting in placed},
         published=mode.published if mode and key == THRESHOLD else (),
-        reference=reference_mean,
+        reference=None if reference is None else findings.mean(reference)[0],
     )
+
+
+def _place(setting: Setting, key: str) -> float:
+    """Return where a setting stands on the axis of a number."""
+    return setting.number(key) or math.nan
 
 
 def _scores(tables: Tables, setting: Setting, key: str) -> list[points.Point]:
@@ -152,7 +155,7 @@ def _scores(tables: Tables, setting: Setting, key: str) -> list[points.Point]:
         point = points.Point(
             entry=tables.entry(setting),
             run=run.number,
-            place=setting.number(key) or math.nan,
+            place=_place(setting, key),
             score=score,
             text=f"{text} ({run.state})" if hollow else text,
             hollow=hollow,
@@ -166,7 +169,7 @@ def _mean(tables: Tables, setting: Setting, key: str) -> points.Mean:
     mean, _ = tables.findings.mean(setting)
     return points.Mean(
         entry=tables.entry(setting),
-        place=setting.number(key) or math.nan,
+        place=_place(setting, key),
         mean=mean,
         half=_half(tables, setting),
         text=tables.text_of(setting),

@@ -6,67 +6,44 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from runner.check import norm_faults, scale_faults, step_order
-from runner.check.measures import Change, keep, measure, power_of_buffers
-from runner.check.parts import (
-    Facts,
-    Whole,
-    facts_of,
-    inner_model,
-    names_missing,
-    parts_of,
+from runner.check import (
+    element_faults,
+    gradient_faults,
+    norm_faults,
+    scale_faults,
+    step_order,
 )
+from runner.check.clipped import Clipped, Mode, applied
+from runner.check.measures import Change, Measure, keep
+from runner.check.mistakes import Explainer
+from runner.check.parts import facts_of, inner_model, parts_of
 from runner.check.ranks import MissingRanksError, Ranks, Watch, in_words
-from runner.check.reference import coefficients, combined, power_sum, root
+from runner.check.reference import coefficients
+from runner.check.whole import Whole, names_missing
 from runner.clip.boosted import is_boosted
-from runner.clip.shard import is_dtensor, local
+from runner.clip.shard import is_dtensor
 from runner.clip.units import head_weights
 from runner.config.notation import first_few
-
-Mode = Literal["norm", "value", "adaptive"]
-
-_TOLERANCE = {
-    "torch.float64": 1e-6,
-    "torch.float32": 1e-5,
-    "torch.float16": 1e-3,
-    "torch.bfloat16": 2.0**-7,
-}
-"""Relative error of a norm that the type of the gradients explains."""
-_PER_ELEMENT = 2e-11  # what a float32 sum loses for each element of a tensor
-_SUSPECT = 0.03  # errors up to which torch's own rounding is computed: it may explain them
-_LOGGED = 1e-3  # logs round
 
 
 class ClippingError(RuntimeError):
     """The clipping that was checked is wrong; the message is the report."""
 
 
-class Said(NamedTuple):
-    """What a rank says in a report."""
+class RankReport(NamedTuple):
+    """What a rank brings to a report."""
 
     returned: float | None
     logged: float | None
-    order: tuple[str, ...] = ()
+    order: list[str]  # what is wrong with the order of its calls
 
 
-def check_clipping(
-    model: nn.Module,
-    max_norm: float,
-    *,
-    mode: Mode = "norm",
-    norm_type: float = 2.0,
-    groups: Mapping[str, Any] | None = None,
-    exclude: Sequence[str] | None = None,
-    eps: float = 1e-3,
-    on_host: bool = False,
-    timeout: float = 300.0,
-) -> ClippingCheck:
-    """Return a context manager that checks the clipping inside of it, on every rank.
+class ClippingCheck:
+    """A context manager that checks the clipping inside of it, on every rank.
 
     It keeps the gradients before and compares after: the norm of the whole model in float64, over
     DTensor placements and ``groups``, with the norm that was returned and the value that is
@@ -83,7 +60,7 @@ def check_clipping(
 
     Gradients are averaged over ranks and unscaled before the block, and stepped after it. It takes
     memory for one copy of this rank's gradients until the report, and changes nothing of the run.
-    Entering, leaving and :meth:`ClippingCheck.report` are collectives of all ranks, in a process
+    Entering, leaving and :meth:`report` are collectives of all ranks, in a process
     group of their own: a rank that waits inside for others is found by the time-out, and named.
 
     Args:
@@ -101,30 +78,14 @@ def check_clipping(
         on_host: keep the copy in the memory of the host.
         timeout: seconds after which a rank that has not left the block is reported.
 
-    Raises:
-        TypeError: the model is no module, or is wrapped by FSDP 1.
-        ValueError: a wrong threshold, mode or group, or the model was boosted.
-    """
-    return ClippingCheck(
-        model,
-        max_norm,
-        mode=mode,
-        norm_type=norm_type,
-        groups=groups,
-        exclude=exclude,
-        eps=eps,
-        on_host=on_host,
-        timeout=timeout,
-    )
-
-
-class ClippingCheck:
-    """What :func:`check_clipping` returns.
-
     Attributes:
         norm: the true norm before clipping, the same on every rank, once the block was entered.
         faults: sentences that name what is wrong, most important first, once reported.
         notes: sentences on what is not wrong, but worth knowing.
+
+    Raises:
+        TypeError: the model is no module, or is wrapped by FSDP 1.
+        ValueError: a wrong threshold, mode or group, or the model was boosted.
     """
 
     def __init__(
@@ -163,16 +124,11 @@ class ClippingCheck:
         self.notes: list[str] = []
         self._ranks = Ranks(timeout)
         self._watch = Watch(self._ranks)
-        self._parts, problems = parts_of(self.inner, groups)
         if groups and not self._ranks.started:
             raise ValueError("groups needs torch.distributed: call init_process_group first")
-        unmatched = [
-            glob
-            for glob in groups or {}
-            if not any(fnmatch.fnmatchcase(part.name, glob) for part in self._parts)
-        ]
-        self._problems = problems
-        self._unmatched = unmatched
+        self._parts, self._problems = parts_of(self.inner, groups)
+        names = [part.name for part in self._parts]
+        self._unmatched = [glob for glob in groups or {} if not fnmatch.filter(names, glob)]
         self._order: list[str] = []
         self._whole: Whole | None = None
         self._changes: list[list[Change]] = []
@@ -181,20 +137,20 @@ class ClippingCheck:
         self._order = step_order.entered(self._parts)
         keep(self._parts, self.p, self.on_host)
         facts = facts_of(self._parts)
-        said = self._ranks.gather((facts, self._problems, self._unmatched))
-        self._require_groups(said)
-        self._whole = Whole([rank[0] for rank in said])
+        ranks = self._ranks.gather((facts, self._problems, self._unmatched))
+        self._require_groups([row[1] for row in ranks], [row[2] for row in ranks])
+        self._whole = Whole([row[0] for row in ranks])
         self.norm = self._whole.norm(self.p)
         self._watch.start()
         return self
 
-    def _require_groups(self, said: list[Any]) -> None:
+    def _require_groups(self, problems: list[list[str]], unmatched: list[list[str]]) -> None:
         """Refuse groups of which a rank is no member, or that match nothing, on every rank."""
-        for rank, (_, problems, _) in enumerate(said):
-            if problems:
-                raise ValueError(f"groups: {problems[0]} (rank {rank})")
-        for glob in said[0][2]:
-            if all(glob in unmatched for _, _, unmatched in said):
+        for rank, texts in enumerate(problems):
+            if texts:
+                raise ValueError(f"groups: {texts[0]} (rank {rank})")
+        for glob in unmatched[0]:
+            if all(glob in globs for globs in unmatched):
                 raise ValueError(f"groups: {glob!r} matches no parameter on any rank")
 
     def __exit__(
@@ -208,10 +164,16 @@ class ClippingCheck:
             if self._watch.places:
                 raise ClippingError(self._hung()) from error
             return
-        assert self._whole is not None
         self._watch.state = "has left the clipping"
-        excluded = self._excluded()
-        changes = measure(self._parts, self, excluded)
+        measure = Measure(
+            rank=self._ranks.rank,
+            mode=self.mode,
+            max_norm=self.max_norm,
+            p=self.p,
+            eps=self.eps,
+            excluded=self._excluded(),
+        )
+        changes = measure.changes(self._parts)
         step_order.left(self._parts, math.isfinite(self.norm))
         try:
             self._changes = self._ranks.gather(changes, self._watch.left())
@@ -265,262 +227,85 @@ class ClippingCheck:
     def _report(self, norm: Any, logged: Any) -> str:
         if self._whole is None or not self._changes:
             raise ValueError("the block of check_clipping was not run: report after it")
-        said = self._ranks.gather(Said(number_of(norm), number_of(logged), tuple(self._order)))
-        self.faults = []
-        self.notes = []
-        self._find(said)
-        return self._text(said)
+        report = RankReport(number_of(norm), number_of(logged), self._order)
+        reports: list[RankReport] = self._ranks.gather(report)
+        clipped = Clipped(
+            whole=self._whole,
+            changes=self._changes,
+            returned=[report.returned for report in reports],
+            logged=[report.logged for report in reports],
+            mode=self.mode,
+            max_norm=self.max_norm,
+            p=self.p,
+        )
+        self.faults = [*gradient_faults.before_clipping(self._whole)]
+        for report in reports:
+            self.faults += [text for text in report.order if text not in self.faults]
+        self.notes = [
+            f"{second} is tied to {first}: they count once" for first, second in self._whole.tied
+        ]
+        self._judge(clipped)
+        return self._text(clipped)
 
-    def _find(self, said: list[Said]) -> None:
-        """Fill ``faults`` and ``notes``, the same on every rank."""
-        whole = self._whole
-        assert whole is not None
-        self.faults += scale_faults.before(whole)
-        for sentence in dict.fromkeys(text for one in said for text in one.order):
-            self.faults.append(sentence)
-        for first, second in whole.tied:
-            self.notes.append(f"{second} is tied to {first}: they count once")
-        facts = [fact for rank in whole.ranks for fact in rank]
-        if not any(fact.has_gradient for fact in facts):
+    def _judge(self, clipped: Clipped) -> None:
+        """Add what is wrong with the norms and the coefficients, the same on every rank."""
+        whole = clipped.whole
+        if not any(fact.has_gradient for facts in whole.ranks for fact in facts):
             return
         if not math.isfinite(self.norm):
-            self.faults += scale_faults.not_finite(whole, said, self._changes)
-            self.notes.append(scale_faults.where_not_finite(whole))
+            self.faults += gradient_faults.of_nonfinite_step(clipped)
+            self.notes.append(gradient_faults.where_not_finite(whole))
             return
-        returned = [one.returned for one in said]
-        tolerance = tolerance_of(facts)
-        explain = self._explainer(tolerance)
         if self.mode != "norm":
-            self.faults += scale_faults.by_elements(whole, self._changes, self.mode, self.max_norm)
-        if whole.unequal:
-            if self.mode == "norm":
-                self.faults += scale_faults.ranks_differ(whole, self._changes)
-            return
-        norms = self._right_norms(said, tolerance)
-        norm_is_wrong = self._check_returned(returned, norms, tolerance, explain)
-        self._check_logged(said, norms, tolerance, explain, norm_is_wrong)
+            self._add(element_faults.of_elements(clipped))
+        elif whole.unequal:
+            self._add(scale_faults.of_unequal_ranks(clipped))
+        if not whole.unequal:
+            self._judge_norms(clipped)
+
+    def _judge_norms(self, clipped: Clipped) -> None:
+        """Compare norms and coefficients with the true norm."""
+        explainer = Explainer(clipped.whole, self.p, self._parts, self.inner, self._ranks)
+        right = [self.norm]
+        rounded = norm_faults.norm_in_the_type_of_the_gradients(clipped, self._parts, self._ranks)
+        if rounded is not None:
+            right.append(rounded)
+            self._note(norm_faults.rounding_note(clipped, rounded))
+        fault = norm_faults.of_returned(clipped, right, explainer)
+        self._add(fault)
+        if fault is None:
+            self._note(norm_faults.bfloat16_note(clipped))
+        is_wrong = fault is not None
+        self.faults += norm_faults.of_logged(clipped, right, explainer, is_wrong)
         if self.mode == "norm":
-            known = [self.norm if value is None else value for value in returned]
-            self.faults += scale_faults.by_coefficient(
-                whole,
-                self._changes,
-                returned=known if norm_is_wrong else None,
-                norms=norms,
-                max_norm=self.max_norm,
-                p=self.p,
-                tolerance=tolerance,
-                explain=explain,
-            )
+            self.faults += scale_faults.of_coefficients(clipped, right, explainer, is_wrong)
 
-    def _right_norms(self, said: list[Said], tolerance: float) -> list[float]:
-        """Return the true norm, and what torch's own rounding makes of it where this matters.
+    def _add(self, fault: str | None) -> None:
+        if fault is not None:
+            self.faults.append(fault)
 
-        On a CPU torch adds float32 one after another: a tensor of a million equal elements is off
-        by 4e-4.
-        """
-        assert self._whole is not None
-        values = [
-            value for one in said for value in (one.returned, one.logged) if value is not None
-        ]
-        if self.mode == "norm":
-            values += [
-                self.max_norm / change.coefficient
-                for row in self._changes
-                for change in row
-                if 0 < change.coefficient < 1
-            ]
-        off = [abs(value - self.norm) / self.norm for value in values] if self.norm else []
-        if not any(tolerance < error < _SUSPECT for error in off):
-            return [self.norm]
-        here = [
-            0.0
-            if part.before is None
-            else float(torch.linalg.vector_norm(part.before, self.p)) ** self._exponent
-            for part in self._parts
-        ]
-        ranks = self._ranks.gather(here)
-        powers = [ranks[rank][at] for rank, at in self._places()]
-        rounded = root(combined(powers, self.p), self.p)
-        if not _near(rounded, self.norm, tolerance) and math.isfinite(rounded):
-            self.notes.append(
-                f"torch's own sum in the type of the gradients is off by "
-                f"{abs(rounded / self.norm - 1):.2g}: {rounded:.6g} counts as right too"
-            )
-        return [self.norm, rounded]
+    def _note(self, note: str | None) -> None:
+        if note is not None:
+            self.notes.append(note)
 
-    @property
-    def _exponent(self) -> float:
-        return 1.0 if math.isinf(self.p) or self.p == 0 else self.p
-
-    def _places(self) -> list[tuple[int, int]]:
-        """Return for each unit its first rank, and its position among the parts of this rank."""
-        assert self._whole is not None
-        places: list[tuple[int, int]] = []
-        for unit in self._whole.units:
-            rank = next(iter(unit.holders))
-            held = unit.holders[rank]
-            facts = self._whole.ranks[rank]
-            places.append((rank, next(i for i, fact in enumerate(facts) if fact is held)))
-        return places
-
-    def _explainer(self, tolerance: float) -> norm_faults.Finder:
-        """Return a function that names the mistake behind norms of ranks; it is a collective."""
-        known: list[Any] = []
-
-        def explain(
-            values: Sequence[float | None], rounded: float, factors: bool = True
-        ) -> str | None:
-            assert self._whole is not None
-            if not known:
-                known.append(self._sums())
-            sums, others, instead, extra = known[0]
-            guesses = norm_faults.mistakes(sums, others, instead, extra, factors)
-            limit = max(tolerance, rounded, 1e-6)
-            return norm_faults.matching(guesses, values, self.norm, limit)
-
-        return explain
-
-    def _sums(self) -> Any:
-        """Return sums of powers for this p and for others, after clipping, and of strangers."""
-        whole = self._whole
-        assert whole is not None
-        powers = [p for p in (1.0, 2.0, math.inf) if p != self.p]
-        rows = []
-        for part in self._parts:
-            kept = part.before
-            rows.append([0.0 if kept is None else float(power_sum(kept, p)) for p in powers])
-        buffers = power_of_buffers(self.inner, self.p)
-        after = [
-            0.0 if part.after is None else float(power_sum(part.after, self.p))
-            for part in self._parts
-        ]
-        weights = [float(power_sum(local(part.parameter.detach()), self.p)) for part in self._parts]
-        ranks = self._ranks.gather((rows, after, buffers, weights))
-        places = self._places()
-        here = norm_faults.Sums(whole, self.p, {i: u.power for i, u in enumerate(whole.units)})
-        others = []
-        for column, p in enumerate(powers):
-            values = {i: ranks[rank][0][at][column] for i, (rank, at) in enumerate(places)}
-            others.append(norm_faults.Sums(whole, p, values))
-        instead: dict[str, list[float]] = {}
-        for column, label in (
-            (1, "this is the norm after clipping, not before"),
-            (3, "this is the norm of the weights, not of the gradients"),
-        ):
-            values = {i: ranks[rank][column][at] for i, (rank, at) in enumerate(places)}
-            instead[label] = [norm_faults.Sums(whole, self.p, values).norm] * whole.size
-        extra = {
-            "the norm counts buffers of the model": [rank[2] for rank in ranks],
-        }
-        if whole.untrained:
-            names = first_few([unit.name for unit in whole.untrained if unit.power])
-            total = math.fsum(unit.power for unit in whole.untrained)
-            extra[f"frozen parameters counted: {names}"] = [total] * whole.size
-        return here, others, instead, extra
-
-    def _check_returned(
-        self,
-        returned: list[float | None],
-        norms: Sequence[float],
-        tolerance: float,
-        explain: norm_faults.Finder,
-    ) -> bool:
-        """Compare the norms that ranks returned; return whether any is wrong."""
-        wrong = [
-            rank
-            for rank, value in enumerate(returned)
-            if value is not None and not _near_any(value, norms, tolerance)
-        ]
-        if not wrong:
-            self._note_rounding(returned)
-            return False
-        rank = wrong[0]
-        value = returned[rank]
-        assert value is not None
-        why = explain(returned, tolerance, True)
-        if why is None and norm_faults.in_bfloat16(returned):
-            why = "it was computed in bfloat16"
-        different = len({one for one in returned if one is not None}) > 1
-        if why is None and different:
-            values = ", ".join(
-                f"{one:.6g} on rank {rank}" for rank, one in enumerate(returned) if one is not None
-            )
-            why = f"ranks returned different norms: {values}"
-        self.faults.append(self._off(value, f"rank {rank} returned", why))
-        return True
-
-    def _note_rounding(self, returned: list[float | None]) -> None:
-        known = [value for value in returned if value is not None]
-        if known and norm_faults.in_bfloat16(known):
-            worst = max(abs(value - self.norm) for value in known) / (self.norm or 1.0)
-            if worst > 1e-4:
-                self.notes.append(
-                    f"the norm is rounded to bfloat16, the type of the gradients: off by "
-                    f"{worst:.2g}"
-                )
-
-    def _check_logged(
-        self,
-        said: list[Said],
-        norms: Sequence[float],
-        tolerance: float,
-        explain: norm_faults.Finder,
-        norm_is_wrong: bool,
-    ) -> None:
-        tolerance = max(tolerance, _LOGGED)
-        for rank, one in enumerate(said):
-            value = one.logged
-            if value is None or _near_any(value, norms, tolerance):
-                continue
-            returned = one.returned
-            if norm_is_wrong and returned is not None and _near(value, returned, tolerance):
-                continue
-            alone: list[float | None] = [None] * len(said)
-            alone[rank] = value
-            why = explain(alone, _LOGGED, True)
-            self.faults.append(self._off(value, f"rank {rank} logs", why, "the logged value is "))
-
-    def _off(self, value: float, who: str, why: str | None, prefix: str = "") -> str:
-        share = value / self.norm if self.norm else math.inf
-        text = f"{prefix}{share:.4g} of the true norm"
-        text += f": {why}" if why else ": no known mistake gives this number"
-        return f"{text} ({who} {value:.6g}, the true norm is {self.norm:.6g})"
-
-    def _text(self, said: list[Said]) -> str:
+    def _text(self, clipped: Clipped) -> str:
         """Return the report."""
-        whole = self._whole
-        assert whole is not None
-        count = len(self.faults)
-        if count:
-            lines = [f"check_clipping: {count} fault{'' if count == 1 else 's'}"]
-            lines += [f"  {number}. {text}" for number, text in enumerate(self.faults, 1)]
-        else:
-            lines = ["check_clipping: right"]
+        whole = clipped.whole
+        lines = [headline("check_clipping", self.faults)]
+        lines += [f"  {number}. {text}" for number, text in enumerate(self.faults, 1)]
         ranks = "1 rank" if whole.size == 1 else f"{whole.size} ranks"
         lines.append(
             f"  true norm {self.norm:.6g} (p={self.p:g}, float64, {len(whole.units)} parts on "
             f"{ranks})"
         )
-        returned = sorted({one.returned for one in said if one.returned is not None})
+        returned = sorted({norm for norm in clipped.returned if norm is not None})
         if returned:
-            lines.append(f"  returned {first_few([f'{value:.6g}' for value in returned])}")
+            lines.append(f"  returned {first_few([f'{norm:.6g}' for norm in returned])}")
         if self.mode == "norm" and math.isfinite(self.norm):
-            _, high = coefficients(self.norm, self.max_norm)
-            lines.append(
-                f"  right coefficient {high:.6g}; applied {scale_faults.applied(self._changes)}"
-            )
+            _, right = coefficients(self.norm, self.max_norm)
+            lines.append(f"  right coefficient {right:.6g}; applied {applied(clipped.all_changes)}")
         lines += [f"  note: {text}" for text in self.notes]
         return "\n".join(lines)
-
-
-def tolerance_of(facts: Sequence[Facts]) -> float:
-    """Return the relative error of a norm that types and sizes of the gradients explain."""
-    held = [fact for fact in facts if fact.has_gradient]
-    kinds = {fact.dtype for fact in held}
-    tolerance = max((_TOLERANCE.get(kind, 1e-5) for kind in kinds), default=1e-5)
-    if kinds != {"torch.float64"}:
-        tolerance += _PER_ELEMENT * max((fact.largest for fact in held), default=0)
-    return tolerance
 
 
 def number_of(value: Any) -> float | None:
@@ -536,13 +321,11 @@ def number_of(value: Any) -> float | None:
     return float(value)
 
 
-def _near(first: float, second: float, tolerance: float) -> bool:
-    if first == second:
-        return True
-    if not (math.isfinite(first) and math.isfinite(second)):
-        return False
-    return abs(first - second) <= tolerance * max(abs(first), abs(second))
+def headline(name: str, faults: Sequence[str]) -> str:
+    """Return the first line of a report."""
+    if not faults:
+        return f"{name}: right"
+    return f"{name}: {len(faults)} fault{'' if len(faults) == 1 else 's'}"
 
 
-def _near_any(value: float, others: Sequence[float], tolerance: float) -> bool:
-    return any(_near(value, other, tolerance) for other in others)
+check_clipping = ClippingCheck

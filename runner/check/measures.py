@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from runner.check.parts import Part, Samples, to_host
+from runner.check.parts import Part
 from runner.check.reference import (
     Buffer,
     by_units,
@@ -21,6 +21,7 @@ from runner.check.reference import (
     copy_and_sum,
     power_sum,
 )
+from runner.check.samples import Samples, to_host
 from runner.clip.shard import is_dtensor, local
 from runner.clip.units import units_of
 
@@ -46,11 +47,12 @@ class Change(NamedTuple):
         largest: max|G'|.
     """
 
+    rank: int
     name: str
     key: str
     position: tuple[int, ...]
-    coefficient: float
-    residual: float
+    coefficient: float = math.nan
+    residual: float = 0.0
     error: float = 0.0
     gone: bool = False
     finite: bool = True
@@ -67,7 +69,7 @@ def keep(parts: list[Part], p: float, on_host: bool) -> None:
     """Keep a copy of each local gradient, and its sum of powers."""
     buffer = Buffer()
     sums: list[Tensor] = []
-    held: list[Part] = []
+    parts_with_gradient: list[Part] = []
     for part in parts:
         gradient = part.gradient
         if gradient is None:
@@ -76,52 +78,122 @@ def keep(parts: list[Part], p: float, on_host: bool) -> None:
             raise TypeError(f"{part.name} has a sparse gradient: build the layer with sparse=False")
         part.before = _memory_for(part, gradient, on_host)
         sums.append(copy_and_sum(gradient, part.before, p, buffer))
-        held.append(part)
-    for part, power in zip(held, to_host(sums), strict=True):
+        parts_with_gradient.append(part)
+    for part, power in zip(parts_with_gradient, to_host(sums), strict=True):
         part.power = power
 
 
 def _memory_for(part: Part, gradient: Tensor, on_host: bool) -> Tensor:
-    """Return memory for the copy of a gradient; on a CPU that of the last check."""
+    """Return memory for the copy of a gradient; a CPU reuses the memory of the last check."""
     device = torch.device("cpu") if on_host else gradient.device
-    known: Tensor | None = _memory.get(part.parameter)  # type: ignore[no-untyped-call]
-    if known is not None:
-        wanted = (gradient.shape, gradient.dtype, device)
-        if (known.shape, known.dtype, known.device) == wanted:
-            return known
+    last: Tensor | None = _memory.get(part.parameter)  # type: ignore[no-untyped-call]
+    if last is not None:
+        fits = last.shape == gradient.shape and last.dtype == gradient.dtype
+        if fits and last.device == device:
+            return last
     memory = torch.empty(gradient.shape, dtype=gradient.dtype, device=device)
     if device.type == "cpu":
         _memory[part.parameter] = memory
     return memory
 
 
-@torch.no_grad()
-def measure(parts: list[Part], check: Any, excluded: Mapping[str, str]) -> list[Change]:
-    """Return what was done to each part; the copies are kept for the report."""
-    buffer = Buffer()
-    pairs: list[tuple[Tensor, Tensor] | None] = []
-    for part in parts:
-        part.after = part.gradient
-        pairs.append(_pair(part))
-    near = _near_coefficients(pairs)
-    changes: list[Change] = []
-    guess = 1.0  # the last coefficient that was exact: most models have one for all parameters
-    for part, pair, coefficient in zip(parts, pairs, near, strict=True):
-        if pair is None:
-            changes.append(_without_pair(part))
-            continue
-        before, after = pair
-        change = _change(part, before, after, coefficient, guess, check.mode, check.p, buffer)
-        if check.mode == "value":
-            limit = check.max_norm
-            error = _error(((after, clamped(before, limit)),), limit)
-            change = change._replace(error=error)
-        elif check.mode == "adaptive":
-            change = change._replace(error=_error_by_units(part, before, after, check, excluded))
-        elif change.residual == 0:
-            guess = change.coefficient
-        changes.append(change)
-    return changes
+@dataclass
+class Measure:
+    """Compares the gradients of a rank after a clipping with their copies.
+
+    Attributes:
+        rank: of this process.
+        mode: the mode that was asked for.
+        max_norm: its threshold.
+        p: of the norm.
+        eps: of adaptive clipping.
+        excluded: what adaptive clipping does to parameters: ``never``, ``maybe``; else clipped.
+        guess: the last coefficient that was exact: most models have one for all parameters.
+    """
+
+    rank: int
+    mode: str
+    max_norm: float
+    p: float
+    eps: float
+    excluded: Mapping[str, str]
+    guess: float = 1.0
+    _buffer: Buffer = field(default_factory=Buffer)
+
+    @torch.no_grad()
+    def changes(self, parts: list[Part]) -> list[Change]:
+        """Return what was done to each part; a collective for units of sharded parameters."""
+        pairs: list[tuple[Tensor, Tensor] | None] = []
+        for part in parts:
+            part.after = part.gradient
+            pairs.append(_pair(part))
+        changes: list[Change] = []
+        for part, pair, near in zip(parts, pairs, _near_coefficients(pairs), strict=True):
+            unknown = Change(self.rank, part.name, part.key, part.position)
+            if pair is None:
+                changes.append(_without_pair(part, unknown))
+            else:
+                changes.append(self._change(part, *pair, near, unknown))
+        return changes
+
+    def _change(
+        self, part: Part, before: Tensor, after: Tensor, near: float, unknown: Change
+    ) -> Change:
+        """Return what was done to a part; ``near`` is about the coefficient."""
+        if self.mode == "norm":
+            least = rounding(after.dtype, before.dtype)
+            coefficient = self._coefficient(before, after, near, part.power)
+            if coefficient is not None:
+                return unknown._replace(coefficient=coefficient, least=least)
+        change = _by_elements(before, after, near, unknown)
+        if self.mode == "value":
+            expected = clamped(before, self.max_norm)
+            return change._replace(error=_error(after, expected, self.max_norm))
+        if self.mode == "adaptive":
+            return change._replace(error=self._error_by_units(part, before, after))
+        if change.residual == 0:
+            self.guess = change.coefficient
+        return change
+
+    def _coefficient(
+        self, before: Tensor, after: Tensor, near: float, power: float
+    ) -> float | None:
+        """Return the coefficient that every element was multiplied by, None if there is none."""
+        if before.dtype != after.dtype or not before.numel():
+            return None
+        enough = power > _LEAST[before.dtype] * before.numel()
+        if self.p == 2 and enough and was_scaled(before, after, near, power, self._buffer):
+            self.guess = near
+            return near
+        is_near = abs(near - self.guess) <= rounding(before.dtype) * abs(self.guess)
+        if is_near and equals_scaled(before, after, self.guess, self._buffer):
+            return self.guess
+        for exact in _exact_coefficients(before, after, near):
+            if equals_scaled(before, after, exact, self._buffer):
+                self.guess = exact
+                return exact
+        return None
+
+    def _error_by_units(self, part: Part, before: Tensor, after: Tensor) -> float:
+        """Return the error of adaptive clipping; a collective for a sharded parameter."""
+        parameter = part.parameter
+        weight = local(parameter.detach())
+        if part.position and is_dtensor(parameter):
+            before = _whole(before, parameter)
+            after = _whole(after, parameter)
+            weight = _whole(weight, parameter)
+        how = self.excluded.get(part.name, "clipped")
+        untouched = _error(after, before.double(), 1.0)
+        if how == "never":
+            return untouched
+        units = units_of(parameter, part.module)
+        shape = before.shape
+        if units.groups:
+            before = before.view(units.groups, -1, *shape[1:])
+            weight = weight.reshape(before.shape)
+        expected = by_units(before, weight, units.dims, self.max_norm, self.eps).view(shape)
+        clipped = _error(after, expected, 1.0)
+        return min(clipped, untouched) if how == "maybe" else clipped
 
 
 def _pair(part: Part) -> tuple[Tensor, Tensor] | None:
@@ -133,16 +205,29 @@ def _pair(part: Part) -> tuple[Tensor, Tensor] | None:
     return (before.to(after.device), after) if part.parameter.requires_grad else None
 
 
-def _without_pair(part: Part) -> Change:
-    place = (part.name, part.key, part.position)
+def _without_pair(part: Part, unknown: Change) -> Change:
+    """Return the change of a part that has no gradient before, or after, or is frozen."""
     if not part.parameter.requires_grad:
-        return Change(*place, math.nan, 0.0)
+        return unknown
     if part.before is None:
         appeared = part.after is not None and bool(part.after.abs().sum() > 0)
-        return Change(*place, math.nan, math.inf if appeared else 0.0)
+        return unknown._replace(residual=math.inf if appeared else 0.0)
     if part.after is None:
-        return Change(*place, math.nan, 0.0, gone=True)
-    return Change(*place, math.nan, math.inf)
+        return unknown._replace(gone=True)
+    return unknown._replace(residual=math.inf)
+
+
+def _by_elements(before: Tensor, after: Tensor, near: float, unknown: Change) -> Change:
+    """Return the change of the coefficient that fits best, and what it leaves."""
+    coefficient = near if math.isfinite(near) else _fit(before, after)
+    residual, largest = residual_of(before, after, coefficient)
+    return unknown._replace(
+        coefficient=coefficient,
+        residual=residual,
+        finite=math.isfinite(largest),
+        least=rounding(after.dtype, before.dtype),
+        largest=largest,
+    )
 
 
 def _near_coefficients(pairs: list[tuple[Tensor, Tensor] | None]) -> list[float]:
@@ -155,41 +240,8 @@ def _near_coefficients(pairs: list[tuple[Tensor, Tensor] | None]) -> list[float]
     first = before.values / divisor
     second = after.values / divisor
     fit = before.sums(first * second) / before.sums(first * first)
-    found: list[float] = fit.tolist()
-    return found
-
-
-def _change(
-    part: Part,
-    before: Tensor,
-    after: Tensor,
-    coefficient: float,
-    guess: float,
-    mode: str,
-    p: float,
-    buffer: Buffer,
-) -> Change:
-    place = (part.name, part.key, part.position)
-    least = rounding(after.dtype, before.dtype)
-    if mode == "norm" and before.dtype == after.dtype and before.numel():
-        enough = part.power > _LEAST[before.dtype] * before.numel()
-        if p == 2 and enough and was_scaled(before, after, coefficient, part.power, buffer):
-            return Change(*place, coefficient, 0.0, least=least)
-        guesses = [guess] if abs(coefficient - guess) <= least * abs(guess) else []
-        for exact in chain(guesses, _exact_coefficients(before, after, coefficient)):
-            if equals_scaled(before, after, exact, buffer):
-                return Change(*place, exact, 0.0, least=least)
-    if not math.isfinite(coefficient):
-        coefficient = _fit(before, after)
-    residual, largest = residual_of(before, after, coefficient)
-    return Change(
-        *place,
-        coefficient,
-        residual,
-        finite=math.isfinite(largest),
-        least=least,
-        largest=largest,
-    )
+    coefficients: list[float] = fit.tolist()
+    return coefficients
 
 
 def rounding(*dtypes: torch.dtype) -> float:
@@ -276,40 +328,13 @@ def residual_of(before: Tensor, after: Tensor, coefficient: float) -> tuple[floa
     return (off / scale if scale else 0.0), highest
 
 
-def _error(pairs: Any, scale: float) -> float:
-    worst = 0.0
-    for after, expected in pairs:
-        if not expected.numel():
-            continue
-        off = float((after.double() - expected).abs().amax())
-        most = float(expected.abs().amax())
-        if off:
-            worst = max(worst, off / most if most else off / scale)
-    return worst
-
-
-def _error_by_units(
-    part: Part, before: Tensor, after: Tensor, check: Any, excluded: Mapping[str, str]
-) -> float:
-    """Return the error of adaptive clipping; a collective for a sharded parameter."""
-    parameter = part.parameter
-    weight = local(parameter.detach())
-    if part.position and is_dtensor(parameter):
-        before = _whole(before, parameter)
-        after = _whole(after, parameter)
-        weight = _whole(weight, parameter)
-    how = excluded.get(part.name, "clipped")
-    untouched = _error(((after, before.double()),), 1.0)
-    if how == "never":
-        return untouched
-    units = units_of(parameter, part.module)
-    shape = before.shape
-    if units.groups:
-        before = before.view(units.groups, -1, *shape[1:])
-        weight = weight.reshape(before.shape)
-    expected = by_units(before, weight, units.dims, check.max_norm, check.eps).view(shape)
-    clipped = _error(((after, expected),), 1.0)
-    return min(clipped, untouched) if how == "maybe" else clipped
+def _error(after: Tensor, expected: Tensor, scale: float) -> float:
+    """Return max|after − expected| ÷ max|expected|, or ÷ ``scale`` if nothing is expected."""
+    if not expected.numel():
+        return 0.0
+    off = float((after.double() - expected).abs().amax())
+    largest = float(expected.abs().amax())
+    return math.inf if math.isnan(off) else off / (largest or scale)
 
 
 def _whole(shard: Tensor, parameter: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Messages between ranks that cannot meet those of the code under test, and who is missing."""
+"""Messages of the check between ranks, apart from the code under test; ranks that are missing."""
 
 from __future__ import annotations
 

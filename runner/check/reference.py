@@ -38,11 +38,11 @@ class Buffer:
     def like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised vector as long as ``part``."""
         key = (dtype, part.device)
-        known = self._tensors.get(key)
-        if known is None or known.numel() < part.numel():
-            known = torch.empty(part.numel(), dtype=dtype, device=part.device)
-            self._tensors[key] = known
-        return known[: part.numel()]
+        memory = self._tensors.get(key)
+        if memory is None or memory.numel() < part.numel():
+            memory = torch.empty(part.numel(), dtype=dtype, device=part.device)
+            self._tensors[key] = memory
+        return memory[: part.numel()]
 
 
 def power_sum(tensor: Tensor, p: float, buffer: Buffer | None = None) -> Tensor:
@@ -89,7 +89,7 @@ def _added(sums: list[Tensor], p: float, tensor: Tensor) -> Tensor:
 
 
 def combined(sums: Iterable[float], p: float) -> float:
-    """Return the sum of powers of everything, given those of its parts."""
+    """Return the sum of powers of a whole, given the sums of its parts."""
     if math.isinf(p):
         values = list(sums)
         if any(math.isnan(value) for value in values):
@@ -113,11 +113,21 @@ def total_norm(tensors: Iterable[Tensor], p: float = 2.0) -> float:
 def coefficients(norm: float, max_norm: float) -> tuple[float, float]:
     """Return the smallest and the largest right coefficient of clipping by the norm.
 
-    That is min(1, λ/‖G‖) (Pascanu et al. 2013), with and without torch's 1e-6 in the divisor.
+    The coefficient is min(1, λ/‖G‖) (Pascanu et al. 2013), with and without torch's 1e-6 in the
+    divisor.
     """
     if not norm > 0:
         return 1.0, 1.0
     return min(1.0, max_norm / (norm + TORCH_EPS)), min(1.0, max_norm / norm)
+
+
+def near(first: float, second: float, tolerance: float) -> bool:
+    """Return whether two numbers are equal up to a share of the larger one."""
+    if first == second:
+        return True
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return False
+    return abs(first - second) <= tolerance * max(abs(first), abs(second))
 
 
 def clamped(gradient: Tensor, limit: float) -> Tensor:
@@ -141,5 +151,5 @@ def by_units(
     else:
         norms = exact.square().sum(tuple(dims), keepdim=True).sqrt()
         sizes = weight.double().square().sum(tuple(dims), keepdim=True).sqrt()
-    most = limit * sizes.clamp(min=eps)
-    return torch.where(norms > most, exact * (most / norms.clamp(min=1e-300)), exact)
+    largest = limit * sizes.clamp(min=eps)
+    return torch.where(norms > largest, exact * (largest / norms.clamp(min=1e-300)), exact)

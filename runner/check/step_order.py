@@ -48,34 +48,42 @@ def entered(parts: list[Part]) -> list[str]:
     if not _hooks:
         hook = register_optimizer_step_post_hook(_after_step)
         _hooks.append(hook)
-    held = [part for part in parts if part.gradient is not None and part.parameter.requires_grad]
-    if not held:
+    parts = [part for part in parts if part.gradient is not None and part.parameter.requires_grad]
+    if not parts:
         return []
-    after_step = True
-    again = True
-    for part in held:
-        gradient = local(part.parameter.grad)  # type: ignore[arg-type]
-        mark = _stepped.get(part.parameter)  # type: ignore[no-untyped-call]
-        after_step = after_step and mark is not None and mark.unchanged(gradient)
-        mark = _clipped.get(part.parameter)  # type: ignore[no-untyped-call]
-        again = (
-            again
-            and mark is not None
-            and mark.same_tensor(gradient)
-            and mark.version < gradient._version
-            and mark.weight_version == local(part.parameter)._version
-        )
     problems = []
-    if after_step:
+    if all(_was_stepped(part) for part in parts):
         problems.append(
             "clipped after the step: these gradients were already stepped by the optimizer"
         )
-    if again:
+    if all(_was_clipped(part) for part in parts):
         problems.append(
             "clipped per microbatch: more gradients were added to clipped ones, without a step "
             "between; clip once, after the last backward() of a step"
         )
     return problems
+
+
+def _was_stepped(part: Part) -> bool:
+    """Return whether an optimizer stepped this gradient, and nothing has changed it since."""
+    mark: _Mark | None = _stepped.get(part.parameter)  # type: ignore[no-untyped-call]
+    gradient = _gradient_of(part)
+    return mark is not None and mark.unchanged(gradient)
+
+
+def _was_clipped(part: Part) -> bool:
+    """Return whether this gradient was clipped, then added to, without a step of the weights."""
+    mark: _Mark | None = _clipped.get(part.parameter)  # type: ignore[no-untyped-call]
+    gradient = _gradient_of(part)
+    if mark is None or not mark.same_tensor(gradient):
+        return False
+    stepped = mark.weight_version != local(part.parameter)._version
+    return mark.version < gradient._version and not stepped
+
+
+def _gradient_of(part: Part) -> Tensor:
+    """Return the tensor itself, which optimizers and other checks see; the part has a gradient."""
+    return local(part.parameter.grad)  # type: ignore[arg-type]
 
 
 def left(parts: list[Part], finite: bool) -> None:

@@ -9,10 +9,10 @@ In a notebook, `figures` returns the charts of the page and `frame` a table of t
 from pathlib import Path
 from typing import Any
 
+from runner.report.exports import FORMATS, frame
 from runner.report.findings import find
 from runner.report.page import write
 from runner.report.run import NoRunError, Run, read, read_run
-from runner.report.table import FORMATS, frame
 
 __all__ = ["FORMATS", "NoRunError", "Run", "figures", "frame", "read", "read_run", "write"]
 

@@ -185,8 +185,8 @@ class Findings:
         """Best setting if each other setting with a mean is clearly worse."""
         if not self.has_finished:
             return None
-        others = self.ranked[1:]
-        return self.best if others and all(self.is_worse(setting) for setting in others) else None
+        rivals = self.ranked[1:]
+        return self.best if rivals and all(self.is_worse(rival) for rival in rivals) else None
 
     def is_worse(self, setting: Setting) -> bool:
         """Return whether a setting is clearly worse than the best one.
@@ -201,11 +201,11 @@ class Findings:
     @cached_property
     def identical(self) -> bool:
         """Whether all settings have the same scores, such as thresholds that clip no step."""
-        others = self.ranked[1:]
-        if not others or len(self.ranked) < len(self.settings) or self.best is None:
+        rivals = self.ranked[1:]
+        if not rivals or len(self.ranked) < len(self.settings) or self.best is None:
             return False
         scores = self.seeds(self.best)
-        return all(self.seeds(setting) == scores for setting in others)
+        return all(self.seeds(setting) == scores for setting in rivals)
 
 
 def find(sweep: SweepRuns) -> Findings:

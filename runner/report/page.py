@@ -14,10 +14,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from runner.report.findings import find
 from runner.report.look import HUES, NEUTRAL, on_dark, plural
+from runner.report.remarks import remarks
 from runner.report.run import Run, SweepRuns, command_of, read
 from runner.report.settings import choice
 from runner.report.table import columns_of, facts_of, rows_of
-from runner.report.verdict import remarks, verdict
+from runner.report.verdict import verdict
 from runner.run_folder import files
 from runner.run_folder.strict_json import disk_full, write_text
 

@@ -76,8 +76,8 @@ class Run:
 
     @property
     def mode(self) -> str:
-        given = self.config.get("clip.mode") if self.config else self.typed.get("clip")
-        return str(given or "")
+        mode = self.config.get("clip.mode") if self.config else self.typed.get("clip")
+        return str(mode or "")
 
     @cached_property
     def info(self) -> ModeInfo:
@@ -110,16 +110,17 @@ class Run:
     @cached_property
     def what_if(self) -> dict[float, float]:
         """Last recorded share of steps that each threshold would have clipped, rising."""
-        found = self._by_suffix(keys.WHAT_IF).items()
-        return dict(
-            sorted((float(k), float(one.finite[-1])) for k, one in found if len(one.finite))
-        )
+        shares: dict[float, float] = {}
+        for threshold, series in self._by_suffix(keys.WHAT_IF).items():
+            if len(series.finite):
+                shares[float(threshold)] = float(series.finite[-1])
+        return dict(sorted(shares.items()))
 
     @cached_property
     def steps(self) -> int:
-        known = [number(self.summary.get("steps")), number(self.status.get("step"))]
-        known += [*map(float, self.of(keys.TRAIN_STEP).steps[-1:])]
-        return int(max((value for value in known if value and math.isfinite(value)), default=0))
+        counts = [number(self.summary.get("steps")), number(self.status.get("step"))]
+        counts += self.of(keys.TRAIN_STEP).steps[-1:].tolist()
+        return int(max((count for count in counts if count and math.isfinite(count)), default=0))
 
     @cached_property
     def diverged_at(self) -> int | None:
@@ -142,11 +143,15 @@ class Run:
 
     @property
     def own_loop(self) -> bool:
-        """Whether the rows are those of somebody's own loop, which no command of ours made."""
+        """Whether the rows come from somebody's own loop, which no command of ours made."""
         return not self.status and not self.overrides
 
     def _by_suffix(self, prefix: str) -> dict[str, Series]:
-        return {k[len(prefix) :]: one for k, one in self.series.items() if k.startswith(prefix)}
+        by_suffix: dict[str, Series] = {}
+        for key, series in self.series.items():
+            if key.startswith(prefix):
+                by_suffix[key.removeprefix(prefix)] = series
+        return by_suffix
 
 
 def natural(text: str) -> tuple[float, str]:
@@ -166,7 +171,8 @@ def read_run(folder: Path, entry: Entry | None = None) -> Run:
     if entry is not None and not status:  # it ended before it wrote anything
         status = {"state": entry.state, "error": entry.error}
     composed = folder / files.HYDRA / files.CONFIG
-    overrides, words = read_yaml(folder / files.OVERRIDES), entry.words if entry else ()
+    overrides = read_yaml(folder / files.OVERRIDES)
+    words = overrides if isinstance(overrides, list) else entry.words if entry else ()
     series = read_series(folder / files.ROWS)
     recorded = read_yaml(folder / files.CONFIG) or read_yaml(composed)
     config = flat(masked(recorded))
@@ -176,9 +182,7 @@ def read_run(folder: Path, entry: Entry | None = None) -> Run:
         state=state_of(status),
         error=str(status["error"]) if status.get("error") else None,
         config=config if status or overrides else _clipping(series) | config,
-        overrides=tuple(
-            masked_words(map(str, overrides if isinstance(overrides, list) else words))
-        ),
+        overrides=tuple(masked_words([str(word) for word in words])),
         series=series,
         summary=read_object(folder / files.SUMMARY),
         status=status,
@@ -187,15 +191,16 @@ def read_run(folder: Path, entry: Entry | None = None) -> Run:
 
 def _clipping(series: Mapping[str, Series]) -> dict[str, Any]:
     """Return what the rows of somebody's own loop, which has no configuration, tell of clipping."""
-    before, after = (series.get(key, EMPTY) for key in (keys.GRAD_NORM, keys.GRAD_NORM_CLIPPED))
+    before = series.get(keys.GRAD_NORM, EMPTY)
+    after = series.get(keys.GRAD_NORM_CLIPPED, EMPTY)
     limit = series.get(keys.CLIP_THRESHOLD, EMPTY).finite
     if not len(limit) or len(before) != len(after):
         return {"clip.mode": "none"}
     if np.ptp(limit):
         return {"clip.mode": "own"}
-    known = np.isfinite(before.values)  # other steps were skipped, or taken as they were
-    by_norm = np.minimum(before.values[known], limit[0])
-    same = np.allclose(after.values[known], by_norm, rtol=1e-4, equal_nan=True)
+    finite = np.isfinite(before.values)  # other steps were skipped, or taken as they were
+    by_norm = np.minimum(before.values[finite], limit[0])
+    same = np.allclose(after.values[finite], by_norm, rtol=1e-4, equal_nan=True)
     return {"clip.mode": "norm" if same else "own", "clip.threshold": float(limit[0])}
 
 
@@ -214,11 +219,12 @@ def flat(record: object, prefix: str = "") -> dict[str, Any]:
     """Return a nested configuration by dotted key; a list is one value."""
     if not isinstance(record, dict):
         return {}
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in record.items():
         name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return found
+        nested = flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        flattened |= nested
+    return flattened
 
 
 def read_series(path: Path) -> dict[str, Series]:
@@ -236,15 +242,17 @@ def read_series(path: Path) -> dict[str, Series]:
     return {key: _series(*column) for key, column in columns.items()}
 
 
-def _series(steps: list[float], values: list[float]) -> Series:
-    at, of = np.asarray(steps, np.float64), np.asarray(values, np.float64)
-    of[np.abs(of) > 1e150] *= np.inf  # their squares and ratios would leave the range of a float
-    of[np.abs(of) < 1e-150] *= 0.0
-    if np.all(np.diff(at) > 0):
-        return Series(at, of)
+def _series(recorded_steps: list[float], recorded_values: list[float]) -> Series:
+    steps = np.asarray(recorded_steps, np.float64)
+    values = np.asarray(recorded_values, np.float64)
+    # Squares and ratios of these would leave the range of a float.
+    values[np.abs(values) > 1e150] *= np.inf
+    values[np.abs(values) < 1e-150] *= 0.0
+    if np.all(np.diff(steps) > 0):
+        return Series(steps, values)
     # np.unique keeps the first of equal steps: in reversed order, the row written last.
-    unique, first = np.unique(at[::-1], return_index=True)
-    return Series(unique, of[::-1][first])
+    unique, first = np.unique(steps[::-1], return_index=True)
+    return Series(unique, values[::-1][first])
 
 
 @dataclass(frozen=True)
@@ -297,36 +305,63 @@ def read(folder: Path) -> SweepRuns:
     if is_run(folder):
         run = read_run(folder)
         flags = _flags(read_yaml(folder / files.COMPOSED))
-        made_by = command_of([*flags, *run.overrides]) if run.status or run.overrides else None
-        return SweepRuns(folder, folder.name, (run,), True, made_by, flags)
+        return SweepRuns(
+            folder=folder,
+            name=folder.name,
+            runs=(run,),
+            single=True,
+            command=None if run.own_loop else command_of([*flags, *run.overrides]),
+            flags=flags,
+        )
     return read_sweep(folder)
 
 
 def read_sweep(folder: Path) -> SweepRuns:
     """Read the folders of a sweep's runs, and what ``sweep.json`` adds to them."""
-    found = [one for one in folder.iterdir() if one.is_dir()]
-    if any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN)):
-        found = [one for one in found if one.name.isdecimal()]
-    elif not (found := [one for one in found if is_run(one) or (one / files.HYDRA).is_dir()]):
-        raise NoRunError(
-            f"{folder}: holds no run (a run's folder has {files.ROWS} or {files.STATUS}; "
-            f"a sweep's has folders of runs, or {files.SWEEP})"
-        )
+    folders = _folders_of_runs(folder)
     record = None
     with suppress(OSError, ValueError):  # a damaged record is like none
         record = SweepRecord.find(folder)
     planned = {str(entry.number): entry for entry in record.entries} if record else {}
-    runs = [read_run(one, planned.pop(one.name, None)) for one in found]
-    for entry in planned.values():
-        state = entry.state if entry.state in ("failed", "interrupted") else "not started"
-        words = tuple(entry.words)
-        runs.append(Run(None, str(entry.number), state, entry.error, overrides=words))
+    runs = [read_run(path, planned.pop(path.name, None)) for path in folders]
+    runs += [_without_folder(entry) for entry in planned.values()]
     runs.sort(key=lambda run: natural(run.number))
     flags = _flags(read_yaml(folder / files.MULTIRUN))
     if record is None:
         return SweepRuns(folder, folder.name, tuple(runs), flags=flags)
-    made_by, words = command_of(record.words), tuple(record.words)
-    return SweepRuns(folder, record.name, tuple(runs), False, made_by, flags, words)
+    return SweepRuns(
+        folder=folder,
+        name=record.name,
+        runs=tuple(runs),
+        command=command_of(record.words),
+        flags=flags,
+        words=tuple(record.words),
+    )
+
+
+def _folders_of_runs(folder: Path) -> list[Path]:
+    """Return the folders inside of a sweep's that are, or will be, those of runs."""
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    if any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN)):
+        return [path for path in folders if path.name.isdecimal()]
+    folders = [path for path in folders if is_run(path) or (path / files.HYDRA).is_dir()]
+    if not folders:
+        raise NoRunError(
+            f"{folder}: holds no run (a run's folder has {files.ROWS} or {files.STATUS}; "
+            f"a sweep's has folders of runs, or {files.SWEEP})"
+        )
+    return folders
+
+
+def _without_folder(entry: Entry) -> Run:
+    """Return a run of which the record of the sweep alone knows."""
+    return Run(
+        folder=None,
+        number=str(entry.number),
+        state=entry.state if entry.state in ("failed", "interrupted") else "not started",
+        error=entry.error,
+        overrides=tuple(entry.words),
+    )
 
 
 def command_of(overrides: Iterable[object]) -> str:
@@ -337,7 +372,11 @@ def _flags(composed: Any) -> tuple[str, ...]:
     """Return the flag for a folder of the user's that Hydra read, from what it wrote."""
     try:
         sources = composed["hydra"]["runtime"]["config_sources"]
-        paths = {one["provider"]: Path(one["path"]) for one in sources if one["schema"] == "file"}
+        paths = {
+            source["provider"]: Path(source["path"])
+            for source in sources
+            if source["schema"] == "file"
+        }
     except (KeyError, TypeError):
         return ()
     added = paths.get("command-line")

@@ -18,6 +18,7 @@ ABSENT = "–"
 MODE = "clip.mode"
 THRESHOLD = "clip.threshold"
 RATE = "optimizer.lr"
+NAMES = {THRESHOLD: "threshold", RATE: "learning rate", MODE: "mode"}
 # What decides where a run is stored and shown, not what it computes
 _ASIDE = ("hydra.", "tracker.", "sweep.", "report.", "log.", "launch.", "checkpoint.")
 _COLUMNS = 8  # most keys with a column; the others are named below the table
@@ -145,22 +146,24 @@ def label(run: Run, swept: Sequence[str]) -> str:
     """Return the name of a setting: the values of the keys that were swept."""
     if not run.config and not run.mode:
         return _brief(_words(run)) or "?"
-    parts = []
-    if MODE in swept:
-        parts.append(run.mode)
-    if THRESHOLD in swept and (run.info.clips is not None or MODE not in swept):
-        threshold = choice(run, THRESHOLD)
-        if MODE not in swept:
-            parts.append(threshold)
-        elif run.threshold is not None:
-            parts[0] = f"{run.mode} {threshold}"
-    alone = len([key for key in swept if key != "seed"]) == 1
+    single = len([key for key in swept if key != "seed"]) == 1
+    parts = _name_of_clipping(run, swept)
     for key in swept:
         value = choice(run, key)
-        if key in (MODE, THRESHOLD, "seed") or value == ABSENT:
-            continue
-        parts.append(_brief(value) if alone else f"{short(key)} {_brief(value)}")
+        if key not in (MODE, THRESHOLD, "seed") and value != ABSENT:
+            parts.append(_brief(value) if single else f"{short(key)} {_brief(value)}")
     return ", ".join(parts) or run.mode or "?"
+
+
+def _name_of_clipping(run: Run, swept: Sequence[str]) -> list[str]:
+    """Return mode and threshold of a run, as far as they were swept."""
+    threshold = choice(run, THRESHOLD)
+    if MODE not in swept:
+        has_threshold = THRESHOLD in swept and run.info.clips is not None
+        return [threshold] if has_threshold else []
+    if THRESHOLD in swept and run.threshold is not None:
+        return [f"{run.mode} {threshold}"]
+    return [run.mode]
 
 
 def short(key: str) -> str:

@@ -1,24 +1,19 @@
-"""The table of the page, one row a setting, best first, with its seeds behind it; and exports."""
+"""The table of the page: one row a setting, best first, with its seeds behind it."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from runner.config.notation import higher_is_better
-from runner.report.findings import DIVERGED, Findings, find, mean_and_spread
+from runner.report.findings import DIVERGED, Findings, mean_and_spread
 from runner.report.look import percent, rounded, signed
-from runner.report.run import Run, natural, read
+from runner.report.run import Run, natural
 from runner.report.settings import ABSENT, Setting, choice
 from runner.report.statistics import Difference
-from runner.report.verdict import in_words, remarks, verdict
-from runner.run_folder import files, keys
-from runner.run_folder.strict_json import encode
+from runner.report.worth import in_words
+from runner.run_folder import keys
 
 Text = Callable[[float | None], str]
 
@@ -140,33 +135,43 @@ def facts_of(findings: Findings) -> list[tuple[str, str]]:
 
 
 def _of_setting(findings: Findings, setting: Setting, column: Column) -> Cell:
+    """Return the cell of a setting."""
     key = column.key
-    runs = setting.runs
     if key.startswith("key:"):
-        return _key(choice(runs[0], key.removeprefix("key:")))
-    if key == "seeds":
-        ran = len({run.seed for run in runs})
-        counted = len({run.seed for run in findings.judged(setting)})
-        text = f"{ran}" if ran == counted else f"{counted} of {ran}"
-        return Cell(text, value=repr(counted), style="figure")
-    if key == "state":
-        return _state(findings, setting)
-    if key == "share":
-        return _cell(findings.share(setting), column.text)
+        return _key(choice(setting.runs[0], key.removeprefix("key:")))
     if key == f"best/{findings.metric}":
-        mean, spread = findings.mean(setting)
-        if findings.diverged(setting):
-            return Cell(ABSENT, value="nan", style="figure", hint="no mean: a seed diverged")
-        return _with_spread(mean if findings.seeds(setting) else None, spread, rounded)
-    if key in ("difference", "p"):
-        return _compared(findings, setting, key)
-    recorded = [findings.measured[run.number].get(key) for run in findings.judged(setting) or runs]
+        return _metric(findings, setting)
+    special = _OF_SETTING.get(key)
+    if special is not None:
+        return special(findings, setting)
+    runs = findings.judged(setting) or setting.runs
+    recorded = [findings.measured[run.number].get(key) for run in runs]
     values = [value for value in recorded if value is not None]
     if not values:
         return _cell(None, column.text)
     mean, spread = mean_and_spread(values)
-    several = spread if not key.startswith(keys.GRAD_NORM) else None
-    return _with_spread(mean, several, column.text or rounded)
+    is_norm = key.startswith(keys.GRAD_NORM)
+    return _with_spread(mean, None if is_norm else spread, column.text or rounded)
+
+
+def _metric(findings: Findings, setting: Setting) -> Cell:
+    """Return the mean of the metric over seeds; none if a seed diverged."""
+    mean, spread = findings.mean(setting)
+    if findings.diverged(setting):
+        return Cell(ABSENT, value="nan", style="figure", hint="no mean: a seed diverged")
+    return _with_spread(mean if findings.seeds(setting) else None, spread, rounded)
+
+
+def _seeds(findings: Findings, setting: Setting) -> Cell:
+    """Return how many seeds ran, and how many of them count."""
+    ran = len({run.seed for run in setting.runs})
+    counted = len({run.seed for run in findings.judged(setting)})
+    text = f"{ran}" if ran == counted else f"{counted} of {ran}"
+    return Cell(text, value=repr(counted), style="figure")
+
+
+def _share(findings: Findings, setting: Setting) -> Cell:
+    return _cell(findings.share(setting), percent)
 
 
 def state_of(findings: Findings, setting: Setting) -> str:
@@ -190,54 +195,83 @@ def _state(findings: Findings, setting: Setting) -> Cell:
     return Cell(text, value=text, style=f"state{' lost' if lost else ''}", hint=error[:500])
 
 
-def _compared(findings: Findings, setting: Setting, key: str) -> Cell:
-    """Return the cell of the difference to the reference, or of p."""
+def _difference(findings: Findings, setting: Setting) -> Cell:
+    """Return the difference to the reference, with its interval."""
     difference = findings.comparisons.get(setting.index)
     if difference is None:
         return Cell(ABSENT, style="figure")
     hint = in_words(findings, difference)
-    if key == "p":
-        return _cell(difference.p, lambda p: rounded(p, digits=2))._replace(hint=hint)
     text = with_interval(difference)
     return Cell(text, value=repr(difference.value), style="figure", hint=hint)
 
 
+def _p(findings: Findings, setting: Setting) -> Cell:
+    """Return p of the difference to the reference."""
+    difference = findings.comparisons.get(setting.index)
+    if difference is None:
+        return Cell(ABSENT, style="figure")
+    cell = _cell(difference.p, lambda p: rounded(p, digits=2))
+    return cell._replace(hint=in_words(findings, difference))
+
+
+_OF_SETTING: Mapping[str, Callable[[Findings, Setting], Cell]] = {
+    "seeds": _seeds,
+    "state": _state,
+    "share": _share,
+    "difference": _difference,
+    "p": _p,
+}
+"""The columns of a setting that are not a mean of what its runs recorded."""
+
+
 def _of_run(findings: Findings, setting: Setting, run: Run, column: Column) -> Cell:
+    """Return the cell of a run."""
     key = column.key
     measured = findings.measured[run.number]
-    if key.startswith("key:"):
+    if key.startswith("key:") or key == "p":
         return Cell("")
     if key == "seeds":
-        return Cell(f"seed {run.seed}" if not run.seed.startswith("run ") else run.seed)
+        return Cell(run.seed if run.seed.startswith("run ") else f"seed {run.seed}")
     if key == "state":
-        diverged = measured[DIVERGED]
-        text = ABSENT if run.state == "unknown" else run.state
-        text = text if diverged is None else f"diverged at {diverged:,.0f}"
-        bad = " lost" if diverged is not None or run.state in ("failed", "killed") else ""
-        return Cell(text, value=text, style=f"state{bad}", hint=(run.error or "")[:500])
+        return _state_of_run(run, measured[DIVERGED])
     if key == "share":
         fraction = measured[keys.CLIP_FRACTION]
         share = measured[keys.CLIP_RATIO_TOTAL] if fraction is None else fraction
         return _cell(share, column.text)
-    if key == "p":
-        return Cell("")
     if key == "difference":
-        reference = findings.compared_with
-        base = findings.seeds(reference).get(run.seed) if reference else None
-        score = findings.score(run)
-        if base is None or score is None or not findings.counts(run) or setting is reference:
+        difference = _difference_of_run(findings, setting, run)
+        if difference is None:
             return Cell(ABSENT, style="figure")
-        return _cell(score - base, column.text)
+        return _cell(difference, column.text)
     return _cell(measured.get(key), column.text)
+
+
+def _state_of_run(run: Run, diverged: float | None) -> Cell:
+    """Return how a run ended."""
+    text = ABSENT if run.state == "unknown" else run.state
+    if diverged is not None:
+        text = f"diverged at {diverged:,.0f}"
+    lost = diverged is not None or run.state in ("failed", "killed")
+    style = "state lost" if lost else "state"
+    return Cell(text, value=text, style=style, hint=(run.error or "")[:500])
+
+
+def _difference_of_run(findings: Findings, setting: Setting, run: Run) -> float | None:
+    """Return the difference of a run to the reference's run of the same seed."""
+    reference = findings.compared_with
+    if reference is None or setting is reference or not findings.counts(run):
+        return None
+    base = findings.seeds(reference).get(run.seed)
+    score = findings.score(run)
+    return None if base is None or score is None else score - base
 
 
 def _with_spread(mean: float | None, spread: float | None, text: Text) -> Cell:
     cell = _cell(mean, text)
     if not spread:
         return cell
-    return cell._replace(
-        text=f"{cell.text} ± {text(spread) if text is percent else rounded(spread, 2)}"
-    )
+    shown = text(spread) if text is percent else rounded(spread, 2)
+    return cell._replace(text=f"{cell.text} ± {shown}")
 
 
 def with_interval(difference: Difference) -> str:
@@ -260,123 +294,3 @@ def _cell(value: float | None, text: Text | None) -> Cell:
         value="" if value is None else repr(value),
         style="figure lost" if lost else "figure",
     )
-
-
-_LATEX = str.maketrans(
-    {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}
-    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}"}
-    | {"[": "{[}", "−": "$-$", "±": r"$\pm$", "–": "--", "∞": r"$\infty$", "Δ": r"$\Delta$"}
-    | {"…": r"\ldots{}", "λ": r"$\lambda$", "‖": r"$\Vert$", "\n": " ", "\u00a0": "~"}
-)
-
-
-def records(findings: Findings) -> list[dict[str, Any]]:
-    """Return one row a run, in the order of the settings; None where a run recorded nothing."""
-    return [
-        {"run": run.number, "setting": setting.label, "state": run.state}
-        | {key: run.config.get(key, choice(run, key)) for key in findings.columns}
-        | findings.measured[run.number]
-        for setting in findings.settings
-        for run in setting.runs
-    ]
-
-
-def frame(folder: Path | str) -> Any:
-    """Return a folder's `records` as a ``pandas.DataFrame`` by ``run``; as dicts without pandas."""
-    rows = records(find(read(Path(folder))))
-    try:
-        import pandas
-    except ImportError:
-        return rows
-    return pandas.DataFrame(rows).set_index("run") if rows else pandas.DataFrame()
-
-
-def as_csv(findings: Findings) -> str:
-    """Return `records` as CSV with a line of names."""
-    rows = records(findings)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_inert, rows[0] if rows else ["run"]))
-    writer.writerows(map(_inert, row.values()) for row in rows)
-    return text.getvalue()
-
-
-def _inert(value: Any) -> Any:
-    """Return a cell that a spreadsheet does not compute: text as text, numbers as they are."""
-    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if formula and natural(value)[1] else value
-
-
-def as_json(findings: Findings) -> str:
-    """Return the verdict, the settings with their differences, the next command and `records`."""
-    reference = findings.compared_with
-    winner = findings.winner
-    answer = verdict(findings)
-    whole = {
-        "name": findings.sweep.name,
-        "verdict": answer.title,
-        "sentences": answer.sentences,
-        "remarks": remarks(findings),
-        "metric": findings.metric,
-        "higher_is_better": findings.higher_is_better,
-        "swept": list(findings.swept),
-        "compared_with": reference.label if reference else None,
-        "winner": winner.label if winner else None,
-        "commands": {"next": answer.command or None, "sweep": findings.sweep.command},
-        "settings": [_record_of(findings, setting) for setting in findings.listed],
-        "runs": records(findings),
-    }
-    return encode(whole, indent=2) + "\n"
-
-
-def _record_of(findings: Findings, setting: Setting) -> dict[str, Any]:
-    mean, spread = findings.mean(setting)
-    difference = findings.comparisons.get(setting.index)
-    return {
-        "setting": setting.label,
-        "runs": [run.number for run in setting.runs],
-        "seeds": len(findings.seeds(setting)),
-        "diverged": len(findings.diverged(setting)),
-        "mean": mean if findings.seeds(setting) else None,
-        "sd": spread,
-        "clipped": findings.share(setting),
-        "difference": asdict(difference) if difference else None,
-        "worth": in_words(findings, difference) or None,
-    }
-
-
-def as_latex(findings: Findings) -> str:
-    configured = [key for key in findings.columns if key != "seed"]
-    columns = columns_of(findings)
-    results = [c for c in columns if c.key in (f"best/{findings.metric}", "difference", "p")]
-    body = []
-    for setting in findings.listed:
-        cells = [choice(setting.runs[0], key) for key in configured]
-        cells += [_of_setting(findings, setting, column).text for column in results]
-        body.append([*cells, str(len(findings.seeds(setting)))])
-    head = [*configured, *(column.title for column in results), "seeds"]
-    alignment = "l" * len(configured) + "r" * (len(results) + 1)
-    lines = [
-        r"% \usepackage{booktabs}",
-        rf"\begin{{tabular}}{{{alignment}}}",
-        r"\toprule",
-        _latex_row(head),
-        r"\midrule",
-        *(_latex_row(cells) for cells in body),
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _latex_row(cells: Sequence[str]) -> str:
-    return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
-
-
-# Name of the file and function of each format.
-FORMATS: dict[str, tuple[str, Callable[[Findings], str]]] = {
-    "csv": (files.TABLE_CSV, as_csv),
-    "latex": (files.TABLE_LATEX, as_latex),
-    "json": (files.TABLE_JSON, as_json),
-}

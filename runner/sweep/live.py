@@ -8,8 +8,9 @@ from statistics import fmean
 
 from runner.config.notation import clock, percent, plural, rounded
 from runner.report.findings import Findings
+from runner.report.remarks import states
 from runner.report.table import state_of
-from runner.report.verdict import states, verdict
+from runner.report.verdict import verdict
 from runner.run_folder.status import Entry, SweepRecord, best
 
 

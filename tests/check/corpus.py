@@ -18,6 +18,7 @@ from tests.check.models import (
     fsdp_beside_plain,
     net,
     scale,
+    scripts,
     squares,
     stages,
     summed,
@@ -438,16 +439,7 @@ def nan_in_one_replica():
     return text, "a gradient is not finite on rank 1 alone: 2.bias"
 
 
-FAULTS = {
-    name: body
-    for name, body in list(globals().items())
-    if getattr(body, "__module__", "") == __name__ and body.__code__.co_argcount == 0
-}
-
-
-def all_reports():
-    """For each fault the report of rank 0, and what it has to say."""
-    return {name: body() for name, body in FAULTS.items()}
+FAULTS = scripts(globals())
 
 
 def hang():

@@ -9,6 +9,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 
+def scripts(module):
+    """The functions of a module that take no argument, by name: each is one script."""
+    bodies = {}
+    for name, body in module.items():
+        is_own = getattr(body, "__module__", "") == module["__name__"]
+        if is_own and not name.startswith("_") and body.__code__.co_argcount == 0:
+            bodies[name] = body
+    return bodies
+
+
 def net(dtype=torch.float32):
     torch.manual_seed(0)
     layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)

@@ -22,6 +22,7 @@ from tests.check.models import (
     fsdp_beside_plain,
     net,
     scale,
+    scripts,
     squares,
     stages,
     summed,
@@ -226,7 +227,5 @@ def nanochat_59():
 
 
 FAULTS = {
-    name: body
-    for name, body in list(globals().items())
-    if getattr(body, "__module__", "") == __name__ and name.rpartition("_")[2].isdigit()
+    name: body for name, body in scripts(globals()).items() if name.rpartition("_")[2].isdigit()
 }

@@ -22,6 +22,7 @@ from tests.check.models import (
     hsdp,
     net,
     scale,
+    scripts,
     squares,
     stages,
     summed,
@@ -276,12 +277,4 @@ def a_skipped_step():
     return "\n".join(texts)
 
 
-RIGHT = {
-    name: body
-    for name, body in list(globals().items())
-    if getattr(body, "__module__", "") == __name__ and body.__code__.co_argcount == 0
-}
-
-
-def all_reports():
-    return {name: body() for name, body in RIGHT.items()}
+RIGHT = scripts(globals())

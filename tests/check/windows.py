@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.check import AccumulationCheck, check_accumulation
-from tests.check.models import fully_shard, net
+from tests.check.models import fully_shard, net, scripts
 
 FULL = 4
 SIZES = (5, 2, 3, 6)
@@ -36,7 +36,7 @@ def items_of(batches):
     return float(total)
 
 
-def models():
+def _ddp():
     return DistributedDataParallel(net())
 
 
@@ -62,7 +62,7 @@ def by_own_items_and(count):
 
 
 def checked(divide, sizes=SIZES, model=None, **options):
-    model = models() if model is None else model
+    model = _ddp() if model is None else model
     batches = window(sizes)
 
     def step(given):
@@ -82,7 +82,7 @@ def right_under_fsdp():
 
 def right_with_a_step():
     """The optimizer steps in the window, and the weights stay those after the step."""
-    model = models()
+    model = _ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     batches = window()
@@ -152,13 +152,13 @@ def zeroed_between():
 
 
 def not_zeroed_before():
-    model = models()
+    model = _ddp()
     train(model, window((4, 4)), divide=by_all_items)
     return checked(by_all_items, model=model), "zero_grad() is missing"
 
 
 def scheduler_per_microbatch():
-    model = models()
+    model = _ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     optimizer.step()  # before the window: torch warns otherwise
@@ -175,7 +175,7 @@ def scheduler_per_microbatch():
 
 
 def optimizer_per_microbatch():
-    model = models()
+    model = _ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batches):
@@ -188,13 +188,4 @@ def optimizer_per_microbatch():
     return report, "the optimizer was stepped 4 times: once per microbatch"
 
 
-WINDOWS = {
-    name: body
-    for name, body in list(globals().items())
-    if getattr(body, "__module__", "") == __name__ and body.__code__.co_argcount == 0
-}
-del WINDOWS["models"]
-
-
-def all_reports():
-    return {name: body() for name, body in WINDOWS.items()}
+WINDOWS = scripts(globals())

@@ -10,9 +10,11 @@ import pytest
 from scipy import stats
 
 from runner.report import read, write
+from runner.report.edges import edge
 from runner.report.findings import find
+from runner.report.remarks import remarks
 from runner.report.statistics import Difference, compare, limit, tail
-from runner.report.verdict import edge, remarks, verdict
+from runner.report.verdict import verdict
 from runner.request.request import request
 from tests.report.examples import NORM, config, rows, sweep, trained, write_run
 

@@ -18,7 +18,7 @@ _POINTS = 24_000  # of all curves of a chart together, about
 
 
 class Curve(NamedTuple):
-    """The series of a run; the part up to ``joins`` is that of the run it was branched from."""
+    """The series of a run; the part up to ``joins`` belongs to the run it was branched from."""
 
     entry: Entry
     run: str
@@ -63,42 +63,24 @@ def draw(
     """Draw curves over steps.
 
     Args:
-        smooth: draw means over the steps around, and every step of single seeds.
+        smooth: draw means over the steps around, and beside them every step of each seed.
         share: the values are shares: the axis goes from 0 to 1, and has no logarithm.
         log: whether the axis is logarithmic; None: if the values span decades.
         until: values that the axis encloses, without those of runs that were lost.
     """
-    values = [*until] or [curve.series.finite for curve in curves]
     first = _first(curves)
-    for curve in curves:
-        if curve.joins is not None:  # of the run it was branched from
-            seen = (curve.series.steps >= first) & (curve.series.steps <= curve.joins)
-            values.append(curve.series.values[seen])
+    last = max(float(curve.series.steps[-1]) for curve in curves)
+    values = [*(until or [curve.series.finite for curve in curves]), *_of_parents(curves, first)]
     if log is None:
         log = not share and figure.spans(values, 5.0)
-    last = max(float(curve.series.steps[-1]) for curve in curves)
-    buckets = min(400, max(60, _POINTS // len(curves)))
-    settings: dict[int, list[Curve]] = {}
-    for curve in curves:
-        settings.setdefault(curve.entry.index, []).append(curve)
-    traces: list[Trace] = []
-    alone = len(curves) == 1
-    for members in settings.values():
-        traces += _seeds(members, smooth, alone, buckets)
-    for members in settings.values():
-        traces += _means(members, smooth, log, buckets)
-    for level in levels:
-        traces.append(_level(level, first, last))
-    traces += _joins(curves)
-    traces += _marks(marks)
+    traces = [
+        *_settings(curves, smooth, log),
+        *(_level(level, first, last) for level in levels),
+        *_joins(curves),
+        *_marks(marks),
+    ]
     lost = [trace for curve in curves for trace in _lost(curve)]
-    scales, kind = figure.scales(values, log)
-    if share:
-        scales = {"linear": (0.0, 1.02)}
-        kind = "linear"
-    if percent and not share:
-        scales = {"linear": scales["linear"]}
-        kind = "linear"
+    scales, kind = _scales(values, log, share=share, percent=percent)
     margin = 0.01 * (last - first) or 1.0
     return figure.chart(
         name,
@@ -112,6 +94,40 @@ def draw(
     )
 
 
+def _scales(
+    values: Sequence[Floats], log: bool, *, share: bool, percent: bool
+) -> tuple[dict[str, tuple[float, float]], str]:
+    """Return the ends of the vertical axis by its kind, and the kind that is shown first."""
+    if share:
+        return {"linear": (0.0, 1.02)}, "linear"
+    scales, kind = figure.scales(values, log)
+    return ({"linear": scales["linear"]}, "linear") if percent else (scales, kind)
+
+
+def _of_parents(curves: Sequence[Curve], first: float) -> list[Floats]:
+    """Return the values of the parents of branched runs that the axis shows."""
+    values = []
+    for curve in curves:
+        if curve.joins is not None:
+            shown = (curve.series.steps >= first) & (curve.series.steps <= curve.joins)
+            values.append(curve.series.values[shown])
+    return values
+
+
+def _settings(curves: Sequence[Curve], smooth: bool, log: bool) -> list[Trace]:
+    """Return the curves of single seeds, and over them the means of settings."""
+    by_setting: dict[int, list[Curve]] = {}
+    for curve in curves:
+        by_setting.setdefault(curve.entry.index, []).append(curve)
+    buckets = min(400, max(60, _POINTS // len(curves)))
+    traces: list[Trace] = []
+    for members in by_setting.values():
+        traces += _seeds(members, smooth, len(curves) == 1, buckets)
+    for members in by_setting.values():
+        traces += _means(members, smooth, log, buckets)
+    return traces
+
+
 def _first(curves: Sequence[Curve]) -> float:
     """Return where the axis begins: at 0, or shortly before the first branch."""
     joins = [curve.joins for curve in curves]
@@ -122,7 +138,7 @@ def _first(curves: Sequence[Curve]) -> float:
     return max(0.0, min(begun) - 0.25 * (last - min(begun)))
 
 
-def _seeds(members: Sequence[Curve], smooth: bool, alone: bool, buckets: int) -> list[Trace]:
+def _seeds(members: Sequence[Curve], smooth: bool, single: bool, buckets: int) -> list[Trace]:
     """Return the curve of each run, which the page shows on demand."""
     if len(members) == 1 and not smooth:
         return []  # its mean is the same curve
@@ -132,7 +148,7 @@ def _seeds(members: Sequence[Curve], smooth: bool, alone: bool, buckets: int) ->
         style: Trace = {"line": {"width": 0.8}, "opacity": 0.45, "run": curve.run}
         hover = {"hoverinfo": "skip"} if smooth else {}
         name = f"{curve.entry.label}, run {curve.run}"
-        demanded = {"meta": {"seed": not alone}}
+        demanded = {"meta": {"seed": not single}}
         traces.append(figure.line(curve.entry, steps, values, name, **style, **hover, **demanded))
     return traces
 

@@ -59,44 +59,25 @@ def draw(
     ``names`` are the values of the axis as they were typed.
     """
     places = [point.place for point in points]
-    ends = figure.limits([places], True)
-    span = (ends[1] / ends[0]) ** 0.05
-    ends = (ends[0] / span, ends[1] * span)
+    ends = _ends(places)
+    connected = [mean for mean in means if math.isfinite(mean.mean)]
     traces: list[Trace] = []
     if reference is not None:
         stroke = {"color": NEUTRAL, "width": 1, "dash": "2px,3px"}
-        line = figure.line(None, [*ends], [reference] * 2, "", line=stroke, hoverinfo="skip")
-        traces.append(line)
+        heights = [reference, reference]
+        traces.append(figure.line(None, [*ends], heights, "", line=stroke, hoverinfo="skip"))
     for level in levels:
-        stroke = {"width": 1.5, "dash": "8px,4px"}
-        hover = {"hovertext": [level.text] * 2, "hoverinfo": "text"}
-        heights = [level.mean] * 2
-        traces.append(figure.line(level.entry, [*ends], heights, "", line=stroke, **hover))
-        text = [f"{level.entry.label} "]
-        style: Trace = {"textposition": "top left", "textfont": {"color": level.entry.color}}
-        traces.append(figure.labels(ends[1:], [level.mean], text, **style))
-    connected = [mean for mean in means if math.isfinite(mean.mean)]
-    xs = [mean.place for mean in connected]
-    if len(set(xs)) == len(xs) > 1:
-        ys = [mean.mean for mean in connected]
-        traces.append(figure.line(None, xs, ys, "", line={"width": 1}, hoverinfo="skip"))
-    for point in points:
-        traces.append(_mark(point))
-    for mean in connected:
-        traces.append(_mean(mean))
-    scores = [[point.score for point in points], [level.mean for level in levels]]
-    for mean in connected:
-        half = mean.half or 0.0
-        scores.append([mean.mean - half, mean.mean + half])
-    marks = {x: f"{rounded(x)}: {who}" for x, who in published if ends[0] < x < ends[1]}
-    if marks:
+        traces += _level(level, ends)
+    traces += _connection(connected)
+    traces += [_mark(point) for point in points]
+    traces += [_mean(mean) for mean in connected]
+    of_others = [(place, who) for place, who in published if ends[0] < place < ends[1]]
+    if of_others:
         note += " ▾ Published settings, of other models and losses."
-        symbol: Trace = {"marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL}}
-        symbol |= {"hovertext": [*marks.values()], "hoverinfo": "text", "mode": "markers"}
-        heights = [1.0] * len(marks)
-        traces.append(figure.trace(None, None, [*marks], heights, yaxis="y2", **symbol))
-    values = [point.score for point in points]
-    scales, kind = figure.scales(scores, figure.spans([values], 30))
+        traces.append(_published(of_others))
+    scores = [point.score for point in points]
+    enclosed = [scores, [level.mean for level in levels], *(_interval(mean) for mean in connected)]
+    scales, kind = figure.scales(enclosed, figure.spans([scores], 30))
     ticks = _ticks(sorted(set(places)), ends, names or {})
     return figure.chart(
         name,
@@ -108,6 +89,46 @@ def draw(
         meta={"scales": scales},
         height=height,
     )
+
+
+def _interval(mean: Mean) -> list[float]:
+    half = mean.half or 0.0
+    return [mean.mean - half, mean.mean + half]
+
+
+def _ends(places: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the axis, with twice the usual margin."""
+    low, high = figure.limits([places], True)
+    margin = (high / low) ** 0.05
+    return low / margin, high * margin
+
+
+def _level(level: Level, ends: tuple[float, float]) -> list[Trace]:
+    """Return a dashed line at the mean of a setting without a place, and its name."""
+    stroke = {"width": 1.5, "dash": "8px,4px"}
+    hover = {"hovertext": [level.text] * 2, "hoverinfo": "text"}
+    heights = [level.mean] * 2
+    line = figure.line(level.entry, [*ends], heights, "", line=stroke, **hover)
+    style: Trace = {"textposition": "top left", "textfont": {"color": level.entry.color}}
+    text = [f"{level.entry.label} "]
+    return [line, figure.labels(ends[1:], [level.mean], text, **style)]
+
+
+def _connection(means: Sequence[Mean]) -> list[Trace]:
+    """Return a thin line through means, where each has a place of its own."""
+    xs = [mean.place for mean in means]
+    if not len(set(xs)) == len(xs) > 1:
+        return []
+    ys = [mean.mean for mean in means]
+    return [figure.line(None, xs, ys, "", line={"width": 1}, hoverinfo="skip")]
+
+
+def _published(of_others: Sequence[tuple[float, str]]) -> Trace:
+    """Return marks at settings that others have published."""
+    texts = {place: f"{rounded(place)}: {who}" for place, who in of_others}
+    symbol: Trace = {"marker": {"symbol": "triangle-down", "size": 9, "color": NEUTRAL}}
+    symbol |= {"hovertext": [*texts.values()], "hoverinfo": "text", "mode": "markers"}
+    return figure.trace(None, None, [*texts], [1.0] * len(texts), yaxis="y2", **symbol)
 
 
 def _mark(point: Point) -> Trace:

@@ -1,0 +1,93 @@
+"""One clipping as all ranks saw it: what is compared, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from runner.check.measures import Change
+from runner.check.parts import Facts
+from runner.check.reference import near
+from runner.check.whole import Whole
+from runner.config.notation import first_few
+
+Mode = Literal["norm", "value", "adaptive"]
+
+_TOLERANCE = {
+    "torch.float64": 1e-6,
+    "torch.float32": 1e-5,
+    "torch.float16": 1e-3,
+    "torch.bfloat16": 2.0**-7,
+}
+"""Relative error of a norm that the type of the gradients explains."""
+_PER_ELEMENT = 2e-11  # what a float32 sum loses for each element of a tensor
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """One clipping.
+
+    Attributes:
+        whole: the model and its gradients before the clipping.
+        changes: what was done to each part, by rank.
+        returned: the norm that the clipping returned, by rank.
+        logged: the value that goes to the log, by rank.
+        mode: the mode that was asked for.
+        max_norm: its threshold.
+        p: of the norm.
+    """
+
+    whole: Whole
+    changes: list[list[Change]]
+    returned: list[float | None]
+    logged: list[float | None]
+    mode: Mode
+    max_norm: float
+    p: float
+
+    @property
+    def norm(self) -> float:
+        """The true norm before the clipping."""
+        return self.whole.norm(self.p)
+
+    def norm_on(self, rank: int) -> float:
+        """The norm that a rank returned, the true one if it returned none."""
+        returned = self.returned[rank]
+        return self.norm if returned is None else returned
+
+    @property
+    def all_changes(self) -> list[Change]:
+        """The changes of all ranks."""
+        return [change for row in self.changes for change in row]
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error of a norm that types and sizes of the gradients explain."""
+        return tolerance_of([fact for facts in self.whole.ranks for fact in facts])
+
+
+def tolerance_of(facts: Sequence[Facts]) -> float:
+    """Return the relative error of a norm that types and sizes of the gradients explain."""
+    gradients = [fact for fact in facts if fact.has_gradient]
+    dtypes = {fact.dtype for fact in gradients}
+    tolerance = max((_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
+    if dtypes != {"torch.float64"}:
+        tolerance += _PER_ELEMENT * max((fact.largest for fact in gradients), default=0)
+    return tolerance
+
+
+def applied(changes: Iterable[Change]) -> str:
+    """Return the coefficients that were applied, in short."""
+    values = [change.coefficient for change in changes if not math.isnan(change.coefficient)]
+    if not values:
+        return "none"
+    low = min(values)
+    high = max(values)
+    return f"{low:.6g}" if near(low, high, 1e-5) else f"{low:.6g} to {high:.6g}"
+
+
+def names_of(changes: Iterable[Change]) -> str:
+    """Return the first names of parameters, each once."""
+    return first_few(list(dict.fromkeys(change.name for change in changes)))

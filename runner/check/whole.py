@@ -1,0 +1,159 @@
+"""The whole model, as all ranks describe it: what counts once, and which ranks hold it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.check.parts import Facts
+from runner.check.reference import combined, root
+
+
+@dataclass(eq=False)
+class Unit:
+    """A part of the whole model that counts once, and the ranks that hold it."""
+
+    facts: Facts  # of its first rank
+    holders: dict[int, Facts] = field(default_factory=dict)
+    tied: list[str] = field(default_factory=list)  # names of other parts that are the same one
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def power(self) -> float:
+        return self.facts.power
+
+
+class Whole:
+    """The whole model, as the facts of all ranks describe it.
+
+    Attributes:
+        units: each part once. A plain tensor in no group whose values differ between ranks is one
+            part for each value.
+        undeclared: names of such tensors.
+        unequal: names of replicas whose gradients differ between ranks.
+        tied: pairs of names of parameters on different ranks that are one.
+    """
+
+    def __init__(self, ranks: list[list[Facts]]) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.undeclared: list[str] = []
+        self.unequal: list[str] = []
+        self.tied: list[tuple[str, str]] = []
+        units = self._units(set())
+        if self.undeclared:
+            # Equal biases beside weights that differ are parameters of each rank too.
+            units = self._units({name.rpartition(".")[0] for name in self.undeclared})
+        self.units = [unit for unit in units if unit.facts.trained]
+        self.untrained = [unit for unit in units if not unit.facts.trained]
+        self._find_unequal()
+        self._join_tied()
+
+    def _units(self, apart: set[str]) -> list[Unit]:
+        """Return each part once; parts of modules in ``apart`` are one if gradients are equal."""
+        units: dict[tuple[Any, ...], Unit] = {}
+        for rank, facts in enumerate(self.ranks):
+            for fact in facts:
+                key: tuple[Any, ...] = (fact.key, fact.position)
+                while key in units and not _is_replica(units[key].facts, fact, apart):
+                    if fact.name not in self.undeclared:
+                        self.undeclared.append(fact.name)
+                    key = (*key, "other value")
+                unit = units.setdefault(key, Unit(fact))
+                unit.holders[rank] = fact
+        return list(units.values())
+
+    def _find_unequal(self) -> None:
+        """Note the replicas whose gradients differ between ranks."""
+        for unit in self.units:
+            tolerance = replica_tolerance(unit.facts.dtype)
+            for fact in unit.holders.values():
+                same = projections_near((unit.power,), (fact.power,), tolerance)
+                same = same and _same_gradient(unit.facts, fact)
+                if not same and fact.name not in self.unequal:
+                    self.unequal.append(fact.name)
+
+    def _join_tied(self) -> None:
+        """Join an embedding and a head on different ranks with equal weights and gradients."""
+        for embedding in [unit for unit in self.units if unit.facts.embeds]:
+            for head in list(self.units):
+                if embedding in self.units and _are_tied(embedding, head):
+                    embedding.tied.append(head.facts.key)
+                    embedding.holders |= head.holders
+                    self.tied.append((embedding.facts.key, head.facts.key))
+                    self.units = [unit for unit in self.units if unit is not head]
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return for each unit its first rank, and its position among the parts of this rank."""
+        positions: dict[int, int] = {}
+        for facts in self.ranks:
+            for position, fact in enumerate(facts):
+                positions[id(fact)] = position
+        places: list[tuple[int, int]] = []
+        for unit in self.units:
+            rank, fact = next(iter(unit.holders.items()))
+            places.append((rank, positions[id(fact)]))
+        return places
+
+    def norm(self, p: float) -> float:
+        """Return the norm of the whole model, each element once."""
+        return root(combined((unit.power for unit in self.units), p), p)
+
+
+def _is_replica(first: Facts, second: Facts, apart: set[str]) -> bool:
+    """Return whether facts of two ranks describe one part."""
+    if not projections_near(first.weight, second.weight, 1e-4):
+        return False
+    module = second.name.rpartition(".")[0]
+    return module not in apart or _same_gradient(first, second)
+
+
+def _same_gradient(first: Facts, second: Facts) -> bool:
+    return projections_near(first.gradient, second.gradient, replica_tolerance(first.dtype))
+
+
+def _are_tied(embedding: Unit, head: Unit) -> bool:
+    """Return whether two parts on different ranks are one parameter, to the bit of its weights."""
+    first = embedding.facts
+    second = head.facts
+    if head is embedding or set(embedding.holders) & set(head.holders):
+        return False
+    if first.shape != second.shape or first.position != second.position:
+        return False
+    if first.weight != second.weight or not any(first.gradient):
+        return False
+    return _same_gradient(first, second)
+
+
+def projections_near(first: tuple[float, ...], second: tuple[float, ...], tolerance: float) -> bool:
+    """Return whether projections are equal up to a share of their norm; NaN equals NaN."""
+    scale = max((abs(value) for value in (*first, *second) if math.isfinite(value)), default=0.0)
+    for a, b in zip(first, second, strict=True):
+        if math.isfinite(a) != math.isfinite(b):
+            return False
+        if math.isfinite(a) and abs(a - b) > tolerance * scale:
+            return False
+    return True
+
+
+def replica_tolerance(dtype: str) -> float:
+    """Return by what share gradients of replicas may differ: kernels may add in another order."""
+    return 2e-2 if "float16" in dtype else 1e-3
+
+
+def names_missing(ranks: list[list[Facts]]) -> Iterator[tuple[int, list[str]]]:
+    """Yield ranks, and the parameters that have a gradient on another rank but not on theirs."""
+    everywhere: dict[str, set[int]] = {}
+    for rank, facts in enumerate(ranks):
+        for fact in facts:
+            if fact.has_gradient:
+                everywhere.setdefault(fact.name, set()).add(rank)
+    for rank, facts in enumerate(ranks):
+        missing = [f.name for f in facts if not f.has_gradient and f.name in everywhere]
+        if missing:
+            yield rank, missing

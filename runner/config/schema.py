@@ -158,7 +158,7 @@ class Shutdown(Section):
 
 
 class Resume(Section):
-    source: Text = key("auto: what the run's folder holds; never; or a path", alias="from")
+    source: Text = key("auto: what the run's folder holds; never; a run, or RUN@STEP", alias="from")
     force: bool = key("continue though the checkpoint is that of another configuration")
 
 
@@ -244,7 +244,7 @@ class RunConfig(Section):
     seed: int = key("change it to see how much runs differ by chance", ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("train on it; auto: cuda where there is one")
     callbacks: list[Target] = key("call objects of your own after steps and evaluations")
-    trust: bool = key("evaluate: call any target that the run's config.yaml names", False)
+    trust: bool = key("resume, evaluate: call any target that the run's config.yaml names", False)
     recipe: Text = key("start from this published setting; none: from none")
 
     def across(self) -> Conflicts:

@@ -55,10 +55,20 @@ class Precision(Section):
     growth_interval: Count = key("fp16: double the scale after so many finite steps")
 
 
+class Collate(Target):
+    target: DottedName | None = key(  # type: ignore[assignment]
+        "make a batch of a list of samples by this; null: torch's, which needs equal shapes",
+        None,
+        alias="_target_",
+    )
+
+
 class DataSection(Target):
     batch_size: Count = key("samples in a rank's microbatch; lower it if out of memory")
     num_workers: Natural = key("processes that read ahead; raise it if training waits for data")
     drop_last: bool = key("leave out the last microbatch of an epoch if it is shorter")
+    # With a default: runs that were recorded earlier lack it.
+    collate: Collate = Collate()
 
 
 class LossSection(Target):

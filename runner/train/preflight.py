@@ -48,8 +48,8 @@ from runner.config.problem import (
 )
 from runner.config.schema import RunConfig
 from runner.config.section import Target
-from runner.data import Data, DataUnavailable, collate_pairs
-from runner.data.dataset import first_sample, length_of
+from runner.data import Data, DataUnavailable
+from runner.data.dataset import UnequalSamples, first_samples, length_of
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build
@@ -344,9 +344,9 @@ class _Trial:
         self.at_fault: tuple[str, str | None] = ("model._target_", config.model.target)
 
     def run(self, data: Data, criterion: Any) -> None:
-        """Run model, criterion and metrics on the first sample, twice."""
+        """Run model, criterion and metrics on the first two samples."""
         loss = self._loss
-        self._samples = collate_pairs([first_sample(data.train)] * 2)
+        self._samples = self._read(data)
         loss.items(self._samples)
         batch = mapped(self._samples, lambda t: t.to("meta"))
         if isinstance(criterion, nn.Module):
@@ -364,6 +364,29 @@ class _Trial:
         if self._config.eval.metrics:
             EvalMetrics(self._config.eval.metrics, loss).try_on(logits_of(outputs), self._samples)
 
+    def _read(self, data: Data) -> Any:
+        """Return a batch of the first two samples."""
+        try:
+            samples = first_samples(data.train)
+        except DataUnavailable:
+            raise
+        except Exception as error:
+            text = f"its first two samples cannot be read: {_first_line(error)}"
+            raise DataUnavailable(text) from error
+        section = self._config.data
+        collate = build.make_collate(section)
+        try:
+            return collate(samples)
+        except UnequalSamples:
+            raise
+        except Exception as error:
+            reason = _first_line(error)
+            if section.collate.target is not None:
+                self.at_fault = ("data.collate._target_", section.collate.target)
+                raise TargetError(f"makes no batch of two samples: {reason}") from error
+            text = f"two samples make no batch: {reason}; data.collate=mine.batch names a function"
+            raise DataUnavailable(f"{text} of a list of samples that makes one") from error
+
     def refusal(self, error: Exception) -> str:
         """Return that the target does not take the samples, with their shapes."""
         shapes = []
@@ -373,6 +396,10 @@ class _Trial:
                 shapes.append(f"[{', '.join(sizes)}]")
         reason = _first_line(error)
         data = self._config.data.target
+        inputs = self._samples[0] if isinstance(self._samples, tuple | list) else None
+        if isinstance(inputs, Tensor) and inputs.ndim == 2 and inputs.is_floating_point():
+            size = inputs.shape[1]
+            reason += f"; torch.nn.Linear with model.in_features={size} takes vectors of {size}"
         return f"does not take a sample of {data} ({', '.join(shapes)}): {reason}"
 
 

@@ -80,6 +80,23 @@ def first_samples(dataset: Dataset[Any]) -> list[Any]:
     return [samples[0], samples[-1]]
 
 
+def targets_in_memory(dataset: Any) -> Tensor | None:
+    """Return the targets of a data set that holds them as whole numbers; None of others.
+
+    Each number may be there once, in any order.
+    """
+    if isinstance(dataset, Subset):
+        targets = targets_in_memory(dataset.dataset)
+        several = targets is not None and len(targets) == len(dataset.dataset)  # type: ignore[arg-type]
+        return targets[torch.as_tensor(dataset.indices)] if several else targets  # type: ignore[index]
+    targets = None
+    if isinstance(dataset, _Pairs):
+        targets = dataset.different_targets()
+    elif isinstance(dataset, TensorDataset) and dataset.tensors:
+        targets = dataset.tensors[-1]
+    return None if targets is None or targets.is_floating_point() else targets
+
+
 def data_folder(root: str | None, advice: str) -> Path:
     """Return the folder `root`, or the one that `$DATA` names."""
     folder = root or os.environ.get("DATA")
@@ -240,6 +257,16 @@ class _Pairs(Dataset[tuple[Any, ...]]):
         if name in features and content is not None and content.column(name).null_count:
             text = f"column {name} has rows without a value: fill them, or leave them out"
             raise ValueError(text)
+
+    def different_targets(self) -> Tensor | None:
+        """Return each number in the column of the targets once; None if it holds no numbers."""
+        if self.numbers is not None:
+            return torch.arange(len(self.numbers))
+        target = str(self.columns[-1])
+        features = getattr(self.table, "features", None) or {}
+        if not getattr(features.get(target), "dtype", "").startswith("int"):
+            return None
+        return torch.tensor(self.table.unique(target))
 
     def __len__(self) -> int:
         return len(self.table)

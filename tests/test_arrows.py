@@ -24,7 +24,8 @@ ARROWS = {
     "booster": "parallel clip data",
     "parallel": "clip",
     "report": "run_folder",
-    **dict.fromkeys(("request", "run_folder", "optim", "clip", "data", "models", "config"), ""),
+    "request": "run_folder",
+    **dict.fromkeys(("run_folder", "optim", "clip", "data", "models", "config"), ""),
 }
 """What each folder is built on. It may also import what these are built on, and ``config``."""
 FOREIGN = {

@@ -439,6 +439,21 @@ class WindowLoss:
             logits = logits[..., :-1, :]
         return (logits, targets) if logits.shape[:-1] == targets.shape else None
 
+    def classes(self, outputs: Any, batch: Any) -> int | None:
+        """Return how many classes torch's cross entropy finds in the outputs; else None.
+
+        None too if the targets are no numbers of classes, or the loss is in the outputs.
+        """
+        targets = targets_of(batch)
+        if not self._classes or targets is None or targets.is_floating_point():
+            return None
+        if self._may_return and returned_loss(outputs) is not None:
+            return None
+        compared, _ = self._compared(outputs, batch)
+        if not isinstance(compared, Tensor) or compared.ndim == 0:
+            return None
+        return int(compared.shape[1 if self._given and compared.ndim > 1 else -1])
+
     def paired(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Return outputs and targets that are numbers [...] of one shape; else None."""
         numbers, targets = logits_of(outputs), targets_of(batch)

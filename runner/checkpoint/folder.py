@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,27 @@ def choose(
     if not by_name:
         raise NoCheckpoint(f"holds no checkpoint ({files.CHECKPOINTS}/)")
     metric = f" with {objective}" if which == "best" else ""
-    raise NoCheckpoint(f"has no checkpoint {which}{metric}  (there are: {', '.join(by_name)})")
+    why = _why_gone(int(which), checkpoints) if which.isdecimal() else ""
+    raise NoCheckpoint(f"has no checkpoint {which}{metric}{why}  (there are: {', '.join(by_name)})")
+
+
+def _why_gone(step: int, checkpoints: Sequence[Path]) -> str:
+    """Return why a run has no checkpoint of a step, as far as its manifests tell."""
+    newest = next(iter(checkpoints), None)
+    if newest is None:
+        return ""
+    if step > step_of(newest):
+        return f": its newest is that of step {step_of(newest)}"
+    settings: Any = {}
+    with suppress(DamagedCheckpoint):
+        settings = (manifest_of(newest).get("config") or {}).get("checkpoint") or {}
+    keep = settings.get("keep")
+    interval = re.fullmatch(r"(\d+)ba", str(settings.get("interval")))
+    if interval and step % int(interval[1]) == 0:
+        return f": checkpoint.keep={keep} has deleted it"
+    if interval:
+        return f": checkpoint.interval={interval[0]} saves none at this step"
+    return f": none was saved at this step, or checkpoint.keep={keep} has deleted it"
 
 
 def _last(folder: Path) -> Path | None:

@@ -6,18 +6,23 @@ torch is imported only after the overrides are validated, so that a wrong key, `
 
 import argparse
 import re
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from runner.cli import Parser, existing_folder
 from runner.config.environment import joins
+from runner.config.folders import Refusal, read_yaml
+from runner.config.identity import differences
+from runner.config.masking import masked_words
 from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.request.request import Request, request
+from runner.run_folder import files
 from runner.run_folder.status import earlier_run, earlier_sweep
-from runner.run_folder.strict_json import obstacle
+from runner.run_folder.strict_json import obstacle, read_object
 
 _COMPLETIONS = [
     f"{action}={shell}"
@@ -134,8 +139,36 @@ def checked(arguments: Arguments) -> Request:
 
 def _run_problem(request: Request) -> Problem | None:
     """Return why a run must not be written to its folder."""
-    message = obstacle(request.folder) or earlier_run(request.folder)
-    return Problem("hydra.run.dir", str(request.folder), message) if message else None
+    folder = request.folder
+    message = obstacle(folder) or earlier_run(folder)
+    if message:
+        message = _how_to_go_on(request) or message
+    return Problem("hydra.run.dir", str(folder), message) if message else None
+
+
+def _how_to_go_on(request: Request) -> str | None:
+    """Return how to continue a finished run for longer, if that is what a request asks for."""
+    folder = request.folder
+    [job] = request.jobs
+    status = read_object(folder / files.STATUS)
+    try:
+        recorded = read_yaml(folder / files.CONFIG)
+        before = recorded["train"]["max_duration"]
+    except (Refusal, KeyError, TypeError):
+        return None
+    duration = str(job.config.train.max_duration)
+    if status.get("state") != "finished" or duration == before or differences(recorded, job.plain):
+        return None
+    if not any((folder / files.CHECKPOINTS).glob(f"step_*/{files.MANIFEST}")):
+        return (
+            f"holds a run that finished after {before}, and no checkpoint to continue from; train "
+            "anew in another folder, with checkpoint.interval=1ep, say"
+        )
+    targets = [text for text in job.overrides if "_target_" in text]
+    place = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    words = [f"resume={place}", f"train.max_duration={duration}", *masked_words(targets)]
+    command = f"python -m runner {shlex.join(words)}"
+    return f"holds a run that finished after {before}; to go on in a new folder: {command}"
 
 
 def _sweep_problem(request: Request) -> Problem | None:

@@ -42,6 +42,9 @@ MAY_CHANGE = (
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
+NO_PATH = ("auto", "never")
+"""Values of ``resume`` that name no run."""
+
 IMPLIED = {
     "loss.items": "auto",
     "model.leave_out": [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from typing import Any
@@ -71,7 +71,7 @@ class RequestError(Exception):
     """A request cannot be run; the text of the exception names every problem."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(_once(problems))
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -83,6 +83,15 @@ class RequestError(Exception):
             job = f"  (in the job {_brief(problem.job)})" if problem.job else ""
             lines.append(f"  {problem.word:<{width}}  {message}{job}")
         return "\n".join(lines)
+
+
+def _once(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Yield each problem once; what several jobs have in common names none of them."""
+    jobs: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        jobs.setdefault((problem.word, problem.message), []).append(problem)
+    for same in jobs.values():
+        yield same[0] if len(same) == 1 else replace(same[0], job="")
 
 
 class RefusedOnAllRanks(RequestError):

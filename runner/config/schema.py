@@ -92,10 +92,20 @@ class OptimizerSection(Target):
     )
 
 
+class Collate(Target):
+    target: DottedName | None = key(  # type: ignore[assignment]
+        "make a batch of a list of samples by this; null: torch's, which needs equal shapes",
+        None,
+        alias="_target_",
+    )
+
+
 class DataSection(Target):
     batch_size: Count = key("samples in a rank's microbatch; lower it if out of memory")
     num_workers: Natural = key("processes that read ahead; raise it if training waits for data")
     drop_last: bool = key("leave out the last microbatch of an epoch if it is shorter")
+    # With a default: runs that were recorded earlier lack it.
+    collate: Collate = Collate()
 
 
 class LossSection(Target):
@@ -195,7 +205,7 @@ class Shutdown(Section):
 
 
 class Resume(Section):
-    source: Text = key("auto: what the run's folder holds; never; or a path", alias="from")
+    source: Text = key("auto: what the run's folder holds; never; a run, or RUN@STEP", alias="from")
     force: bool = key("continue though the checkpoint is that of another configuration")
 
 
@@ -281,7 +291,7 @@ class RunConfig(Section):
     seed: int = key("change it to see how much runs differ by chance", ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("train on it; auto: cuda where there is one")
     callbacks: list[Target] = key("call objects of your own after steps and evaluations")
-    trust: bool = key("evaluate: call any target that the run's config.yaml names", False)
+    trust: bool = key("resume, evaluate: call any target that the run's config.yaml names", False)
     recipe: Text = key("start from this published setting; none: from none")
 
     def across(self) -> Conflicts:

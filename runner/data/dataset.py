@@ -1,10 +1,12 @@
 """What a data factory returns; data sets of one's own, of tensors in memory, and random ones."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +20,20 @@ IGNORED = -100
 `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
+Columns: TypeAlias = Sequence[str | Sequence[str]] | None
+"""Columns of a table: those of the inputs, of which several in brackets are one vector, and last
+that of the targets; None: samples are dictionaries of all columns."""
+
+
 class DataUnavailable(Exception):
     """Data is missing or cannot be read."""
+
+
+_UNEQUAL = re.compile(r"equal size(?:, but got (\[.*?\]) at entry \d+ and (\[.*?\]))?")
+
+
+class UnequalSamples(DataUnavailable, ValueError):
+    """Samples that make no batch, as their tensors have different shapes."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +63,38 @@ def is_dataset(made: Any) -> bool:
     )
 
 
-def first_sample(dataset: Dataset[Any]) -> Any:
-    """Return the first sample of a data set that is not empty; a stream is begun for it."""
+def first_samples(dataset: Dataset[Any]) -> list[Any]:
+    """Return the first two samples of a data set that is not empty; a stream is begun for them.
+
+    The only sample of a data set is returned twice.
+    """
     if not isinstance(dataset, IterableDataset):
-        return dataset[0]
+        return [dataset[0], dataset[min(1, len(dataset) - 1)]]  # type: ignore[arg-type]
     drawn = RandomState.now(generators(dataset))
     try:
-        return next(iter(dataset))
-    except StopIteration:
-        raise DataUnavailable(f"{type(dataset).__name__} yields no sample") from None
+        samples = list(islice(dataset, 2))
     finally:
         drawn.restore(generators(dataset))
+    if not samples:
+        raise DataUnavailable(f"{type(dataset).__name__} yields no sample")
+    return [samples[0], samples[-1]]
+
+
+def targets_in_memory(dataset: Any) -> Tensor | None:
+    """Return the targets of a data set that holds them as whole numbers; None of others.
+
+    Each number may be there once, in any order.
+    """
+    if isinstance(dataset, Subset):
+        targets = targets_in_memory(dataset.dataset)
+        several = targets is not None and len(targets) == len(dataset.dataset)  # type: ignore[arg-type]
+        return targets[torch.as_tensor(dataset.indices)] if several else targets  # type: ignore[index]
+    targets = None
+    if isinstance(dataset, _Pairs):
+        targets = dataset.different_targets()
+    elif isinstance(dataset, TensorDataset) and dataset.tensors:
+        targets = dataset.tensors[-1]
+    return None if targets is None or targets.is_floating_point() else targets
 
 
 def data_folder(root: str | None, advice: str) -> Path:
@@ -89,10 +124,22 @@ def collate_pairs(batch: Any) -> Any:
     if not isinstance(batch, list):
         return batch
     first = batch[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        names = [one.name for one in fields(first)]
-        return type(first)(**{n: default_collate([getattr(s, n) for s in batch]) for n in names})
-    return default_collate(batch)
+    try:
+        if is_dataclass(first) and not isinstance(first, type):
+            names = [one.name for one in fields(first)]
+            columns = {name: [getattr(sample, name) for sample in batch] for name in names}
+            batches = {name: default_collate(column) for name, column in columns.items()}
+            return type(first)(**batches)
+        return default_collate(batch)
+    except RuntimeError as error:
+        unequal = _UNEQUAL.search(str(error))
+        if unequal is None:
+            raise
+        shapes = f" ({unequal[1]} and {unequal[2]})" if unequal[1] else ""
+        raise UnequalSamples(
+            f"samples have different lengths{shapes}: data.collate=mine.pad names a function of a "
+            "list of samples that pads them (the collate_fn of a DataLoader)"
+        ) from None
 
 
 def own(
@@ -102,7 +149,7 @@ def own(
     seed: int = 0,
     items: Literal["samples", "tokens"] = "samples",
     tokens_per_sample: int | None = None,
-    columns: Sequence[str] | None = None,
+    columns: Columns = None,
 ) -> Data:
     """Train on one data set, evaluate on another or on a share of it; see conf/data/own.yaml."""
     if not 0 <= eval_fraction < 1:
@@ -112,18 +159,23 @@ def own(
             kind = type(made).__name__
             needed = "a data set has __len__ and __getitem__, or is an IterableDataset"
             raise DataUnavailable(f"{key} is of class {kind}, which is no data set: {needed}")
-    train, eval = (_tensors(one, columns) for one in (train, eval))
+    train, eval = _tensors(train, eval, columns)
     if eval is None and eval_fraction > 0 and not isinstance(train, IterableDataset):
-        samples = len(train)
-        held_out = max(1, round(eval_fraction * samples))
-        if held_out >= samples:
-            raise ValueError(
-                f"eval_fraction {eval_fraction} leaves none of {samples} samples to train on"
-            )
-        chosen = torch.randperm(samples, generator=generator_for("held out", seed, 0))
-        parts = (chosen[held_out:], chosen[:held_out])
-        train, eval = (_Part(train, part.sort().values.tolist()) for part in parts)
+        kept, held_out = split_off(len(train), eval_fraction, seed)
+        eval = _Part(train, held_out.tolist())
+        train = _Part(train, kept.tolist())
     return Data(train, eval, items, tokens_per_sample)
+
+
+def split_off(samples: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of samples to train on, and of a random share that is held out."""
+    if not 0 <= fraction < 1:
+        raise ValueError(f"eval_fraction {fraction} must be at least 0 and below 1")
+    held_out = max(1, round(fraction * samples)) if fraction > 0 else 0
+    if held_out >= samples:
+        raise ValueError(f"eval_fraction {fraction} leaves none of {samples} samples to train on")
+    chosen = torch.randperm(samples, generator=generator_for("held out", seed, 0))
+    return chosen[held_out:].sort().values, chosen[:held_out].sort().values
 
 
 class _Part(Subset[Any]):
@@ -135,32 +187,106 @@ class _Part(Subset[Any]):
         set_epoch(self.dataset, epoch)
 
 
-def _tensors(table: Any, columns: Sequence[str] | None) -> Any:
-    """Let a table of Hugging Face's ``datasets`` read tensors; return other data sets unchanged."""
-    if not callable(getattr(table, "with_format", None)):
-        return table
-    if isinstance(table, Mapping):
-        raise ValueError(f"these are several tables: choose a split of {', '.join(table)}")
-    if columns is None:
-        return table.with_format("torch")
-    return _Pairs(table.with_format("torch", columns=list(columns)), columns)
+def _tensors(train: Any, eval: Any, columns: Columns) -> tuple[Any, Any]:
+    """Let tables of Hugging Face's ``datasets`` read tensors; return other data sets unchanged."""
+    names: list[str] | None = None  # of the classes, if the targets of the training data are text
+    tables = []
+    for table in (train, eval):
+        if not callable(getattr(table, "with_format", None)):
+            tables.append(table)
+            continue
+        if isinstance(table, Mapping):
+            raise ValueError(f"these are several tables: choose a split of {', '.join(table)}")
+        if columns is None:
+            tables.append(table.with_format("torch"))
+            continue
+        if len(columns) < 2 or not isinstance(columns[-1], str):
+            raise ValueError("columns needs those of the inputs, and last that of the targets")
+        if table is train:
+            names = _class_names(table, columns[-1])
+        tables.append(_Pairs(table, columns, names))
+    return tables[0], tables[1]
 
 
-class _Pairs(Dataset[tuple[Any, Any]]):
+def _class_names(table: Any, target: str) -> list[str] | None:
+    """Return the different texts of the targets, in their order; None if they are no text."""
+    features = getattr(table, "features", None) or {}
+    if isinstance(table, IterableDataset) or not _is_text(features.get(target)):
+        return None
+    texts = table.unique(target)
+    if None in texts:
+        raise ValueError(f"column {target} has rows without a value: fill them, or leave them out")
+    return sorted(texts)
+
+
+def _is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", "") in ("string", "large_string")
+
+
+class _Pairs(Dataset[tuple[Any, ...]]):
+    """Rows of a table as (input, ..., target), with several columns in one input as a vector."""
+
     draws_nothing = True
 
-    def __init__(self, table: Any, columns: Sequence[str]) -> None:
-        self.table, (self.inputs, self.targets) = table, columns
+    def __init__(
+        self, table: Any, columns: Sequence[str | Sequence[str]], classes: Sequence[str] | None
+    ) -> None:
+        self.columns = columns
+        self.numbers: dict[str, int] | None = None  # of the classes that targets name
+        inputs: list[str] = []
+        for column in columns[:-1]:
+            inputs += [column] if isinstance(column, str) else column
+        target = str(columns[-1])
+        for name in (*inputs, target):
+            self._require_numbers(table, name, is_class=name == target and classes is not None)
+        if classes is not None:
+            self.numbers = {name: number for number, name in enumerate(classes)}
+            strange = sorted(set(map(str, table.unique(target))) - set(classes))
+            if strange:
+                text = f"class {strange[0]} of the held-out samples does not occur in training"
+                raise ValueError(text)
+        self.table = table.with_format("torch", columns=[*inputs, target])
+
+    def _require_numbers(self, table: Any, name: str, is_class: bool) -> None:
+        """Refuse text, and cells without a value, as far as the table tells."""
+        features = getattr(table, "features", None) or {}
+        if _is_text(features.get(name)) and not is_class:
+            text = f"column {name} holds text: choose columns of numbers, or make numbers of it"
+            raise ValueError(f"{text} (table.map)")
+        content = getattr(table, "data", None)
+        if name in features and content is not None and content.column(name).null_count:
+            text = f"column {name} has rows without a value: fill them, or leave them out"
+            raise ValueError(text)
+
+    def different_targets(self) -> Tensor | None:
+        """Return each number in the column of the targets once; None if it holds no numbers."""
+        if self.numbers is not None:
+            return torch.arange(len(self.numbers))
+        target = str(self.columns[-1])
+        features = getattr(self.table, "features", None) or {}
+        if not getattr(features.get(target), "dtype", "").startswith("int"):
+            return None
+        return torch.tensor(self.table.unique(target))
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, ...]]:
         rows = self.table.__getitems__(list(indices))
-        return [(row[self.inputs], row[self.targets]) for row in rows]
+        samples = []
+        for row in rows:
+            inputs = [self._value(row, column) for column in self.columns[:-1]]
+            target = row[self.columns[-1]]
+            samples.append((*inputs, target if self.numbers is None else self.numbers[target]))
+        return samples
+
+    def _value(self, row: Mapping[str, Any], column: str | Sequence[str]) -> Any:
+        if isinstance(column, str):
+            return row[column]
+        return torch.stack([torch.as_tensor(row[name], dtype=torch.float32) for name in column])
 
 
 SUCCESSORS = 4  # equally likely successors of a token: the lowest possible loss is log(4)

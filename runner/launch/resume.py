@@ -10,7 +10,7 @@ from typing import Any
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.environment import started_rank, variable
-from runner.config.identity import branching, config_hash, differences
+from runner.config.identity import NO_PATH, branching, config_hash, differences
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.reading import DamagedFile
@@ -19,7 +19,6 @@ from runner.run_folder import files, keys
 from runner.run_folder.status import RESUMED, is_unfinished, job_ids
 from runner.run_folder.strict_json import decode, encode, number, read_object
 
-WORDS = ("auto", "never")  # values of `resume` that are no path
 FROM = "resumed_from"  # entry of a status: checkpoint of another run that this one started from
 _BATCH = ("data.batch_size", "accumulation.steps")
 _CLASS = "optimizer._target_"
@@ -48,6 +47,7 @@ class Start:
 
 
 ANEW = Start()
+_KEEP = " (a run saves some with checkpoint.interval=1ep, say)"
 
 
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
@@ -60,17 +60,18 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     start = newest(folder, former) if former else ANEW
     if start.checkpoint is not None:
         path = Path(source).expanduser().absolute().resolve()
-        if source not in WORDS and path.is_relative_to(folder.resolve()):
+        if source not in NO_PATH and path.is_relative_to(folder.resolve()):
             asked = named(source).checkpoint
             if asked is None or asked.resolve() != start.checkpoint.resolve():
                 message = f"{start.checkpoint.name} is newer, and goes on in this folder"
                 raise RequestError([Problem("resume", source, message)])
     elif former and former.get("config_hash") != config_hash(plain):
         raise _taken(folder, "an unfinished run of another configuration, without a checkpoint")
-    elif source not in WORDS:
+    elif source not in NO_PATH:
         start = named(source)
-    if start.checkpoint is not None and (found := problems(config, plain, start.checkpoint)):
-        raise RequestError(found)
+    misfits = problems(config, plain, start)
+    if misfits:
+        raise RequestError(misfits)
     return start
 
 
@@ -137,18 +138,22 @@ def named(source: str) -> Start:
     if manifest is not None:
         if files.STATE in manifest["files"]:
             return Start(path, int(manifest.get("step") or 0))
-        message = "holds weights alone; name a checkpoint with the state of the training"
+        message = f"holds weights alone; name a checkpoint with the state of the training{_KEEP}"
     elif path.is_dir():
         start = newest(path)
         if start.checkpoint is not None:
             return start
-        message = "; ".join(start.warnings) or "holds no checkpoint to continue from"
+        message = "; ".join(start.warnings) or f"holds no checkpoint to continue from{_KEEP}"
     raise RequestError([Problem("resume", source, message)])
 
 
-def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> list[Problem]:
+def problems(config: RunConfig, plain: Mapping[str, Any], start: Start) -> list[Problem]:
+    """Return why a run of this configuration cannot continue from where it would start."""
     from runner.train import build
 
+    checkpoint = start.checkpoint
+    if checkpoint is None:
+        return []
     manifest, forced = checkpoints.manifest_of(checkpoint), config.resume.force
     force = "; resume.force=true continues all the same"
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
@@ -167,12 +172,30 @@ def problems(config: RunConfig, plain: Mapping[str, Any], checkpoint: Path) -> l
         text = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
         return [Problem(_BATCH[0], config.data.batch_size, text)]
     problems = []
+    replaced = [key for key in differing if key.endswith("._target_") and key.count(".") == 1]
     for key, (old, value) in differing.items():
+        if key not in replaced and f"{key.partition('.')[0]}._target_" in replaced:
+            continue  # arguments of another target
         was = "is not given" if old == MISSING else f"is {shown(old)}"
         end = "; its state cannot be used" if key == _CLASS else force
         typed = "(not given)" if value == MISSING else value
         problems.append(Problem(key, typed, f"{was} in {where}{end}"))
-    return problems
+    return problems or _nothing_left(config, start, where)
+
+
+def _nothing_left(config: RunConfig, start: Start, where: str) -> list[Problem]:
+    """Return a problem if a new run would begin where it ends."""
+    from runner.checkpoint.content import state_of
+    from runner.train.progress import Progress
+
+    if start.former or start.checkpoint is None:  # a run that was killed after its last step
+        return []
+    duration = config.train.max_duration
+    progress = state_of(start.checkpoint)["progress"]
+    if not isinstance(progress, Mapping) or not Progress(**progress).reached(duration):
+        return []
+    text = f"{where} has come as far already: give a longer train.max_duration"
+    return [Problem("train.max_duration", str(duration), text)]
 
 
 def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:

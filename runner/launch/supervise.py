@@ -280,7 +280,7 @@ def run(
         sink.close(summary, exit_code)
     if failed and (failed.state == "failed" or "\n" in failed.error):
         level = logging.ERROR if swept is None else logging.INFO
-        log.log(level, "failed: %s (see %s)", failed.line, folder / files.STATUS)
+        log.log(level, "failed: %s (traceback in %s)", failed.line, folder / files.LOG)
     if page is not None:
         place = page(folder) or folder
         _advise(folder, words, stopped=exit_code > 128)

@@ -14,7 +14,7 @@ import pickle
 import re
 import secrets
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -31,10 +31,12 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from runner.config.folders import Refusal, find, outputs
+from runner.config.folders import Refusal, find, outputs, read_yaml
 from runner.config.masking import masked_words
 from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.trust import Origin
 from runner.request.assignment import Assignment, add_defaults_of_the_mode, assign
+from runner.request.base import base_of, source_of, unrecorded_secrets
 from runner.request.composition import Composition, no_option, reason
 from runner.request.overrides import key_of, read_overrides, text_of
 from runner.request.recipes import Recipe, files_of, read
@@ -87,6 +89,8 @@ class Composer:
         self._read: dict[Path, Recipe] = {}
         self._compositions: dict[tuple[str, ...], bytes] = {}  # by choices; launchers get them too
         self._planned: dict[Path, str] | None = None  # digests of the files of a sweep
+        self._bases: dict[str, dict[str, Any]] = {}  # recorded configurations, by ``resume``
+        self._names: set[str] | None = None  # targets in the folder of options
         self._options: dict[str, list[str]] = {"": [], "recipe": ["none", *self.recipes]}
 
     @contextmanager
@@ -132,7 +136,45 @@ class Composer:
     def compose(
         self, overrides: Sequence[Override], base: Mapping[str, Any] | None = None
     ) -> Composition:
-        """Compose the overrides of one job, or of a run that has the configuration ``base``."""
+        """Compose the overrides of one job, over the configuration ``base`` of a run.
+
+        The run that ``resume`` names is the base of what continues it.
+        """
+        if base is not None:
+            return self._over(base, overrides)
+        composition = self._compose(overrides, {})
+        source = source_of(composition.config)
+        if source is None:
+            return composition
+        try:
+            if source not in self._bases:
+                self._bases[source] = base_of(source)
+        except RequestError as error:
+            composition.problems += error.problems
+            return composition
+        base = self._bases[source]
+        return self._over(base, overrides) if base else composition
+
+    def _over(self, base: Mapping[str, Any], overrides: Sequence[Override]) -> Composition:
+        """Compose overrides over the configuration of a run, and note what of it was typed."""
+        composition = self._compose(overrides, base)
+        composition.problems += unrecorded_secrets(composition.config)
+        composition.origin = Origin(names=self._names_of_folder())
+        for override in overrides:
+            whole = self.chooses(override)
+            composition.origin.add(key_of(override), override.value(), whole=whole)
+        return composition
+
+    def _names_of_folder(self) -> set[str]:
+        """Return the targets that the user's own folder of options names."""
+        if self._names is None:
+            origin = Origin()
+            if self.config_dir is not None:
+                origin.add_folder(self.config_dir)
+            self._names = origin.names
+        return {*self._names}
+
+    def _compose(self, overrides: Sequence[Override], base: Mapping[str, Any]) -> Composition:
         chosen = {key_of(override): override for override in overrides if self.chooses(override)}
         layers, choices, problems = self._layers(chosen)
         composition = self._choose(choices)
@@ -142,8 +184,7 @@ class Composer:
         config.hydra.overrides.task = texts
         # A folder may be named after it.
         config.hydra.job.override_dirname = ",".join(sorted(masked_words(texts)))
-        with open_dict(config):
-            config.update({key: value for key, value in (base or {}).items() if key not in chosen})
+        _set_base(config, base, {*chosen, *_groups_of(layers)})
         assignments = list(_of_layers(layers, chosen))
         # A recipe may have set keys of Hydra: those that are typed are set once more.
         typed = [chosen[key] for key in chosen if layers and key.startswith("hydra.")]
@@ -300,6 +341,28 @@ class Composer:
                 config.hydra.sweep.subdir = text.removeprefix(SUBDIR)
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
+
+
+def _set_base(config: DictConfig, base: Mapping[str, Any], chosen: Collection[str]) -> None:
+    """Set the sections of a run, but those whose option is ``chosen``.
+
+    Another clipping mode keeps what is the same beside every mode, such as ``clip.skip``.
+    """
+    with open_dict(config):
+        config.update({key: value for key, value in base.items() if key not in chosen})
+        clip = base.get("clip")
+        if "clip" not in chosen or "clip" not in config or not isinstance(clip, Mapping):
+            return
+        if clip.get("mode") == config.clip.get("mode") and "_target_" not in clip:
+            config.clip = clip
+        else:
+            shared = read_yaml(find("conf") / "clip_keys.yaml")
+            config.clip.update({key: clip[key] for key in shared if key in clip})
+
+
+def _groups_of(layers: Mapping[str, Recipe]) -> set[str]:
+    """Return the groups whose option a recipe or an experiment chooses."""
+    return {group for layer in layers.values() for group in layer.choices}
 
 
 def _of_layers(

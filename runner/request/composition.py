@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import KeyValidationError
 
 from runner.config.problem import Problem, did_you_mean
+from runner.config.trust import Origin
 from runner.request.overrides import OPEN
 
 _NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}
@@ -26,6 +27,7 @@ class Composition:
     choices: list[str] = field(default_factory=list)  # of options; Hydra composed these
     problems: list[Problem] = field(default_factory=list)
     unsettled: set[str] = field(default_factory=set)  # groups whose option does not exist
+    origin: Origin | None = None  # what was typed over a record; None: there is no record
 
 
 def refer_to(config: DictConfig) -> None:

@@ -21,7 +21,7 @@ from runner.config.masking import masked, masked_words, remember, secrets_in
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import RunConfig, examine
-from runner.config.trust import Origin, Recorded, unknown
+from runner.config.trust import Recorded, unknown
 from runner.request.composition import Composition, reason, refer_to
 
 
@@ -50,12 +50,10 @@ def job_of(
     composition: Composition,
     folder: Path,
     number: int | None = None,
-    origin: Origin | None = None,
 ) -> Job:
     """Return the job of a composition, in its folder or as this ``number`` of a sweep.
 
-    ``origin`` tells which of its targets a record has named. A RequestError says everything that
-    is wrong with it.
+    A RequestError says everything that is wrong with it.
     """
     hydra = composition.config.hydra
     if number is not None:  # as the launcher of a sweep does
@@ -75,8 +73,8 @@ def job_of(
         text = dict(leaves("", written)).get(key, NOTHING)
         problems.append(Problem(key, text, f"cannot be resolved: {reason(error)}"))
     targets: list[Recorded] = []
-    if origin is not None and resolved.get("trust") is not True:
-        targets = origin.recorded(resolved)
+    if composition.origin is not None and resolved.get("trust") is not True:
+        targets = composition.origin.recorded(resolved)
         strange = unknown(targets)
         if strange:  # before the check imports the class of a mode
             raise RequestError(strange)

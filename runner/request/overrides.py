@@ -50,7 +50,7 @@ def _why_unreadable(text: str) -> str:
     if text == "help":
         return "did you mean --help, or --help GROUP?"
     if text.endswith(_TABLES) and "=" not in text:
-        return "a file of data goes into a folder: data=datasets data.path=FOLDER"
+        return f"the data of a run is data=csv data.path={text} data.target=COLUMN"
     if re.fullmatch(r"\w+(\.\w+)+", text) and not re.fullmatch(r"[\d.]+", text):
         return f"has no value: {text}=VALUE, without spaces around the sign"
     if re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", text):
@@ -80,7 +80,8 @@ def _plain_value(override: Override) -> Any:
 def spelled_out(texts: Iterable[str]) -> list[str]:
     """Return overrides with ``resume.from=`` for ``resume=``, ``model._target_=`` for a class."""
     name = r"(?:\w+\.)+[^\W\d]\w*"
-    target = re.compile(rf"^({'|'.join(OPEN)})=({name}(?:,{name})*)$")
+    sections = "|".join((*OPEN, r"data\.collate"))
+    target = re.compile(rf"^({sections})=({name}(?:,{name})*)$")
     short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
 
     def with_key(match: re.Match[str]) -> str:

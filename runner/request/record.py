@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config.folders import Refusal, read_yaml
-from runner.config.identity import NOT_HASHED
-from runner.config.masking import is_recorded, masked, masked_words, remembered
-from runner.config.problem import NOTHING, Problem, RequestError, leaves
-from runner.config.trust import Origin
+from runner.config.masking import masked, masked_words, remembered
+from runner.config.problem import Problem
+from runner.request.base import configuration
 from runner.request.composer import Composer
 from runner.request.jobs import Job, job_of
-from runner.request.overrides import key_of, read_overrides, repeated_keys
+from runner.request.overrides import read_overrides, repeated_keys
 
 
 def write_composition(folder: Path, config: DictConfig) -> None:
@@ -50,12 +48,9 @@ def write_yaml(file: Path, content: Any) -> None:
 
 def recorded_job(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Job:
     """Return the job that the configuration file of a run describes, with overrides."""
-    content = _configuration(file)
+    content = configuration(file, "RUN", str(file.parent))
     content.pop("trust", None)  # the user trusts a folder, not the folder itself
     composer = Composer(config_dir)
-    origin = Origin()
-    if config_dir is not None:
-        origin.add_folder(config_dir)
     with composer.active():
         parsed, problems = read_overrides(overrides)
         problems += repeated_keys(overrides)
@@ -65,32 +60,11 @@ def recorded_job(file: Path, overrides: Sequence[str], config_dir: Path | None =
             problems.append(Problem(override.key_or_group, override.get_value_string(), message))
         free = [override for override in parsed if not _is_fixed(override)]
         composition = composer.compose(free, content)
-        for override in free:
-            whole = composer.chooses(override)
-            origin.add(key_of(override), override.value(), whole=whole)
-        composition.problems += [*problems, *_secrets(composition.config)]
-        return job_of(composition, file.parent, origin=origin)
-
-
-def _configuration(file: Path) -> dict[str, Any]:
-    try:
-        content = read_yaml(file)
-        if not isinstance(content, dict):
-            raise Refusal(f"{file} holds no configuration")
-    except Refusal as error:
-        raise RequestError([Problem("RUN", str(file.parent), str(error))]) from None
-    return content
+        composition.problems += problems
+        return job_of(composition, file.parent)
 
 
 def _is_fixed(override: Override) -> bool:
     """Return whether an override cannot be given for a run that is trained already."""
     is_sweep = override.is_sweep_override() or override.is_hydra_override()
     return is_sweep or override.key_or_group == "recipe"
-
-
-def _secrets(config: DictConfig) -> Iterator[Problem]:
-    """Yield the secrets that a record masks and the run would need."""
-    for key, value in leaves("", OmegaConf.to_container(config)):
-        if not is_recorded(str(value)) and key.partition(".")[0] not in NOT_HASHED:
-            message = f"is a secret, which is not recorded: give it again ({key}=???)"
-            yield Problem(key, NOTHING, message)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from runner.config.identity import NO_PATH
 from runner.config.problem import RequestError
-from runner.launch.resume import WORDS, named, newest, problems
+from runner.launch.resume import Start, named, newest, problems
 from runner.request.jobs import Job
 from runner.request.request import Request
 from runner.run_folder import files, keys
@@ -74,16 +75,16 @@ def continues(entry: Entry, sweep: Path) -> bool:
 
 def require_same(jobs: Sequence[Job]) -> None:
     """Check that the jobs of a sweep can continue from the checkpoint that ``resume`` names."""
-    source = jobs[0].config.resume.source
-    if source in WORDS:
-        return
-    checkpoint = named(source).checkpoint
-    assert checkpoint is not None
-    misfits = [
-        replace(problem, job=job.label)
-        for job in jobs
-        for problem in problems(job.config, job.plain, checkpoint)
-    ]
+    starts: dict[str, Start] = {}
+    misfits = []
+    for job in jobs:
+        source = job.config.resume.source
+        if source in NO_PATH:
+            continue
+        if source not in starts:
+            starts[source] = named(source)
+        for problem in problems(job.config, job.plain, starts[source]):
+            misfits.append(replace(problem, job=job.label))
     if misfits:
         raise RequestError(misfits)
 

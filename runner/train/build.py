@@ -10,7 +10,7 @@ import inspect
 import logging
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module
@@ -43,7 +43,7 @@ from runner.config.schema import (
 )
 from runner.config.section import Target
 from runner.data import Data
-from runner.data.dataset import is_dataset, length_of
+from runner.data.dataset import collate_pairs, is_dataset, length_of, own
 from runner.models.weights import load_weights
 from runner.optim.groups import GroupError, parameter_groups, require_settings
 from runner.telemetry.profile import Profile
@@ -105,13 +105,14 @@ def _data(section: bytes) -> Data:
     config = DataSection.model_validate(pickle.loads(section))
     make = maker(config)
     data = make()
+    if is_dataset(data) and not isinstance(data, tuple | Mapping | str):
+        data = own(data)
     if not isinstance(data, Data):
         kind = type(data).__name__
-        advice = "give a function that returns it, or data=own and the class of a data set"
-        advice += " as data.train._target_"
-        if is_dataset(data):
-            advice = f"for a data set: data=own data.train._target_={config.target}"
-        raise TargetError(f"makes a {kind}, not a runner.data.Data; {advice}")
+        raise TargetError(
+            f"makes a {kind}, not a data set nor a runner.data.Data; give a function that returns "
+            "one of them"
+        )
     for dataset in (data.train, data.test):
         if dataset is not None:
             length_of(dataset)  # all but streams need one
@@ -134,6 +135,14 @@ def make_model(section: ModelSection, from_weights: bool = True) -> nn.Module:
         if told:
             log.warning("model.weights: %s", told)
     return model
+
+
+def make_collate(config: DataSection) -> Callable[[Any], Any]:
+    """Return what makes a batch of a list of samples."""
+    if config.collate.target is None:
+        return collate_pairs
+    make = maker(config.collate)
+    return make() if isinstance(make.func, type) else make
 
 
 def make_criterion(config: LossSection) -> Criterion | None:
@@ -312,6 +321,7 @@ def make_trainer(
         batch_size=config.data.batch_size,
         num_workers=config.data.num_workers,
         seed=config.seed,
+        collate_fn=make_collate(config.data),
         pin_memory=device.type == "cuda",
         timeout=config.launch.timeout if config.data.num_workers else 0,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.booster import SinglePlugin
 from runner.booster.batch import BatchError, mapped, targets_of
+from runner.booster.criterion import is_of_torch
 from runner.booster.in_backward import why_not_in_parts
 from runner.booster.loss import Loss, WindowLoss
 from runner.booster.outputs import logits_of, returned_loss
@@ -49,8 +50,8 @@ from runner.config.problem import (
 )
 from runner.config.schema import OptimizerSection, RunConfig
 from runner.config.section import Target
-from runner.data import Data, DataUnavailable, collate_pairs
-from runner.data.dataset import first_sample, length_of
+from runner.data import Data, DataUnavailable
+from runner.data.dataset import UnequalSamples, first_samples, length_of, targets_in_memory
 from runner.models.weights import WeightsError, load_weights
 from runner.optim.groups import GroupError
 from runner.run_folder import keys
@@ -377,14 +378,15 @@ class _Trial:
         self.at_fault: tuple[str, str | None] = ("model._target_", config.model.target)
 
     def run(self, data: Data, criterion: Any) -> None:
-        """Run model, criterion and metrics on the first sample, twice."""
+        """Run model, criterion and metrics on the first two samples."""
         loss = self._loss
-        self._samples = collate_pairs([first_sample(data.train)] * 2)
+        self._samples = self._read(data)
         loss.items(self._samples)
         batch = mapped(self._samples, lambda t: t.to("meta"))
         if isinstance(criterion, nn.Module):
             criterion.to("meta")
-        with torch.device("meta"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with torch.device("meta"), torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             outputs = loss.forward(self._model, batch)
             if not loss.takes_batch and returned_loss(outputs) is None:
                 self.at_fault = ("loss._target_", self._config.loss.target)
@@ -393,9 +395,81 @@ class _Trial:
                         "must name a criterion, such as torch.nn.MSELoss: the targets are numbers, "
                         "not classes"
                     )
-            loss.sum(outputs, batch, items=1)
+            total = loss.sum(outputs, batch, items=1)
+        self._require_classes(data, outputs)
+        self._require_loss(total, outputs, caught)
         if self._config.eval.metrics:
             EvalMetrics(self._config.eval.metrics, loss).try_on(logits_of(outputs), self._samples)
+
+    def _require_classes(self, data: Data, outputs: Any) -> None:
+        """Refuse targets that are no classes of the outputs, of all samples that are in memory."""
+        classes = self._loss.classes(outputs, self._samples)
+        if classes is None:
+            return
+        seen = [targets_of(self._samples)]
+        if self._config.data.collate.target is None:  # which may change targets
+            seen += [targets_in_memory(dataset) for dataset in (data.train, data.test)]
+        for targets in seen:
+            if targets is None or not targets.numel():
+                continue
+            counted = targets[targets != self._loss.ignored]
+            wrong = counted[(counted < 0) | (counted >= classes)]
+            if not wrong.numel():
+                continue
+            self.at_fault = ("model._target_", self._config.model.target)
+            if int(wrong.max()) >= classes:
+                count = f"{classes} class{'' if classes == 1 else 'es'}"
+                raise TargetError(f"gives {count}, and targets go to {int(wrong.max())}")
+            text = f"a target is {int(wrong.min())}, and cross entropy ignores"
+            raise TargetError(f"{text} {self._loss.ignored} alone")
+
+    def _require_loss(self, loss: Any, outputs: Any, caught: Sequence[Any]) -> None:
+        """Refuse a loss that is no number, compares other shapes, or does not take the targets."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"has the shape {_shape(loss)}" if isinstance(loss, Tensor) else "is no tensor"
+            raise TargetError(f"the loss of a batch must be one number, and {kind}")
+        targets = targets_of(self._samples)
+        if targets is not None and any("a target size" in str(one.message) for one in caught):
+            shapes = f"outputs {_shape(logits_of(outputs))} with targets {_shape(targets)}"
+            advice = f"give both the same shape{self._how_to_get_numbers()}"
+            raise TargetError(f"compares {shapes}, which would be broadcast: {advice}")
+        criterion = self._loss.criterion
+        on_meta = isinstance(criterion, nn.Module) and len(criterion.state_dict()) > 0
+        if not is_of_torch(criterion) or on_meta or returned_loss(outputs) is not None:
+            return
+        with torch.enable_grad(), warnings.catch_warnings(action="ignore"):
+            loss = self._loss.mean(tree_map_only(Tensor, _made_up, outputs), self._samples)
+            torch.autograd.backward(loss)
+
+    def _how_to_get_numbers(self) -> str:
+        targets = targets_of(self._samples)
+        is_table = self._config.data.target == "runner.data.table.table"
+        if not is_table or targets is None or targets.is_floating_point():
+            return ""
+        return "; data.classes=false makes numbers of the whole numbers in a table"
+
+    def _read(self, data: Data) -> Any:
+        """Return a batch of the first two samples."""
+        try:
+            samples = first_samples(data.train)
+        except DataUnavailable:
+            raise
+        except Exception as error:
+            text = f"its first two samples cannot be read: {_first_line(error)}"
+            raise DataUnavailable(text) from error
+        section = self._config.data
+        collate = build.make_collate(section)
+        try:
+            return collate(samples)
+        except UnequalSamples:
+            raise
+        except Exception as error:
+            reason = _first_line(error)
+            if section.collate.target is not None:
+                self.at_fault = ("data.collate._target_", section.collate.target)
+                raise TargetError(f"makes no batch of two samples: {reason}") from error
+            text = f"two samples make no batch: {reason}; data.collate=mine.batch names a function"
+            raise DataUnavailable(f"{text} of a list of samples that makes one") from error
 
     def refusal(self, error: Exception) -> str:
         """Return that the target does not take the samples, with their shapes."""
@@ -406,7 +480,25 @@ class _Trial:
                 shapes.append(f"[{', '.join(sizes)}]")
         reason = _first_line(error)
         data = self._config.data.target
+        inputs = self._samples[0] if isinstance(self._samples, tuple | list) else None
+        if isinstance(inputs, Tensor) and inputs.ndim == 2 and inputs.is_floating_point():
+            size = inputs.shape[1]
+            reason += f"; torch.nn.Linear with model.in_features={size} takes vectors of {size}"
+        reason += self._how_to_get_numbers() if self.at_fault[0] == "loss._target_" else ""
         return f"does not take a sample of {data} ({', '.join(shapes)}): {reason}"
+
+
+def _made_up(output: Tensor) -> Tensor:
+    """Return values in the place of an output of the meta device."""
+    if not output.is_floating_point():
+        return torch.zeros(output.shape, dtype=output.dtype)
+    values = torch.linspace(0.1, 0.9, output.numel()).reshape(output.shape)
+    return values.to(output.dtype).requires_grad_()
+
+
+def _shape(tensor: Tensor) -> str:
+    """Return the shape of a tensor of samples, whose number is B."""
+    return f"[{', '.join(['B', *(str(size) for size in tensor.shape[1:])])}]"
 
 
 def _are_numbers(targets: Any) -> bool:

@@ -23,11 +23,11 @@ from runner.clip import ClipMode, build
 from runner.clip.mode import NEVER
 from runner.config.modes import MODES
 from runner.config.schema import RunConfig
-from runner.data.dataset import collate_pairs, length_of
+from runner.data.dataset import length_of
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples
 from runner.parallel.collectives import on_first
-from runner.train.build import device_of, make_criterion, make_data, make_model
+from runner.train.build import device_of, make_collate, make_criterion, make_data, make_model
 from runner.verify.comparison import relative, side_of
 
 
@@ -38,7 +38,8 @@ def collate_for(config: RunConfig) -> Callable[[Any], Any]:
     def convert(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return lambda samples: mapped(collate_pairs(samples), convert)
+    collate = make_collate(config.data)
+    return lambda samples: mapped(collate(samples), convert)
 
 
 def make_samples(config: RunConfig, parts: int) -> Dataset[Any]:

@@ -103,7 +103,10 @@ def test_other_data_may_be_evaluated_on(single, capsys):
 
 WRONG = [
     ("export sweep", "is a sweep; name one of its runs"),
-    ("export {run} --checkpoint 5", "has no checkpoint 5  (there are:"),
+    (
+        "export {run} --checkpoint 5",
+        "has no checkpoint 5: checkpoint.interval=2ba saves none at this step",
+    ),
     ("export {run} --output no/model.pt", "must name a file in a folder"),
     ("evaluate {run} {run}", "KEY=VALUE"),
     ("evaluate bare", "holds no checkpoint"),

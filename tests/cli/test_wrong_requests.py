@@ -49,7 +49,12 @@ OTHER_WORDS = [
     ("--clip.threshold=0.5", ["a key has no dashes: clip.threshold=0.5"]),
     (
         "train help clip=norm, mydata.csv",
-        ["no command of its own", "mean --help", "ends with a comma", "data=datasets data.path="],
+        [
+            "no command of its own",
+            "mean --help",
+            "ends with a comma",
+            "data.path=mydata.csv",
+        ],
     ),
     ("clip.threshold=inf", ["clip=none measures without clipping"]),
     ("model=torch.py", ["name a class or a function of the file: torch.NAME"]),
@@ -217,8 +222,7 @@ FIRST_HOUR = [
     *((f"precision={word}", ["did you mean fp16?"]) for word in ("16", "amp")),
     ("model=resnet50", ["did you mean resnet34?", "model=package.name"]),
     ("+model.id2label={null:cat}", ["a key of a mapping must be text, a number, true or false"]),
-    ("data=fractions.Fraction", ["makes a Fraction, not a runner.data.Data", "or data=own and"]),
-    ("data=tests.own_code.Flow +data.samples=9", ["data=own data.train._target_=tests.own_code.F"]),
+    ("data=fractions.Fraction", ["makes a Fraction, not a data set nor a runner.data.Data"]),
     ("data=own data.train=3", ["data.train is of class int, which is no data set"]),
     ("model=nomodule.Net", ["model._target_=nomodule.Net", "No module named 'nomodule'"]),
     ("model=torch.nn.Linaer", ["torch.nn has no Linaer; did you mean Linear?"]),
@@ -231,7 +235,7 @@ FIRST_HOUR = [
     ("loss=torch.nn.MSELoss", ["loss._target_=torch.nn.MSELoss", "does not take"]),
     ("plugin=tensor plugin.tp_size=2 plugin.nproc=3", ["plugin.nproc=3", "tp_size 2"]),
     ("resume=/nope", ["resume=/nope", "there is no", "auto, never, or the path of a run"]),
-    ("data=datasets", ["data.train.path", "no value given"]),
+    ("data=csv", ["data.path", "data.target", "no value given"]),
     (
         "data=own data.train._target_=tests.own_code.Flow data.train.samples=2000 "
         f"{LINEAR} model.in_features=20 model.out_features=2",

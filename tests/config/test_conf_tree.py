@@ -16,7 +16,7 @@ from tests.config.composed import changed, plain, problems
 FILES = sorted(find("conf").glob("*/*.yaml"))
 OPEN = ["model", "data", "optimizer", "scheduler"]
 OWNED = ["plugin", "clip", "accumulation", "precision", "tracker", "checkpoint"]
-NEEDED = {"clip=groups": ["clip.groups={*:1.0}"], "data=datasets": ["data.train.path=x"]}
+NEEDED = {"clip=groups": ["clip.groups={*:1.0}"], "data=csv": ["data.path=x", "data.target=y"]}
 """Keys without a default."""
 
 

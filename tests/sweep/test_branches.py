@@ -83,8 +83,8 @@ def test_a_branch_is_the_run_whose_threshold_was_changed_then(
 
 @branches
 def test_branches_from_two_steps_are_sweeps_of_their_own(outputs, parent):
-    run("-m", f"resume={parent}@6", "clip.threshold=1,0.5")
-    run("-m", f"resume={parent}@4", "clip=value,adaptive", "clip.threshold=1")
+    assert main(["-m", f"resume={parent}@6", "clip.threshold=1,0.5"]) == 0
+    assert main(["-m", f"resume={parent}@4", "clip=value,adaptive", "clip.threshold=1"]) == 0
     run("-m", "clip.threshold=1,0.5")
     assert len([*(outputs / "sweeps").iterdir()]) == 3
 
@@ -105,4 +105,7 @@ def test_a_branch_may_change_the_learning_rate(outputs, parent):
 @branches
 def test_a_branch_from_a_step_without_a_checkpoint_is_refused(outputs, parent, capsys):
     run(f"resume={parent}@5", code=2)
-    assert "has no checkpoint 5  (there are: 2, 4, 6, 8" in capsys.readouterr().err
+    message = (
+        "has no checkpoint 5: checkpoint.interval=2ba saves none at this step  (there are: 2, 4"
+    )
+    assert message in capsys.readouterr().err

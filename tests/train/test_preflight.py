@@ -16,6 +16,7 @@ from tests.process import overriding
 ODD = f"data._target_={__name__}"
 STEP_LR = "scheduler._target_=torch.optim.lr_scheduler.StepLR"
 TEXT = "model=gpt data=text"
+LINEAR = "model=torch.nn.Linear model.in_features=3 model."
 ADAFACTOR = f"{TEXT} optimizer=adafactor plugin.nproc=2"
 
 WRONG = [
@@ -45,6 +46,43 @@ WRONG = [
     (
         f"{ODD}.regression loss._target_=torch.nn.MSELoss eval.metrics=[f1]",
         "eval.metrics=f1|does not fit: TypeError",
+    ),
+    # The loss of the first two samples, and all targets that are in memory
+    (
+        f"data={__name__}.five {LINEAR}out_features=2",
+        "model._target_=torch.nn.Linear  gives 2 classes, and targets go to 4",
+    ),
+    (
+        f"data={__name__}.five {LINEAR}out_features=2 loss=torch.nn.CrossEntropyLoss",
+        "gives 2 classes, and targets go to 4",
+    ),
+    (
+        f"{LINEAR}out_features=2 data={__name__}.two_parts",
+        "gives 2 classes, and targets go to 4",
+    ),
+    (
+        f"{LINEAR}out_features=5 data={__name__}.labels_left_out",
+        "a target is -1, and cross entropy ignores -100 alone",
+    ),
+    (
+        f"{LINEAR}out_features=2 loss=torch.nn.MultiMarginLoss data={__name__}.last_classes",
+        "loss._target_=torch.nn.MultiMarginLoss|does not take a sample of|[B, 3], [B]",
+    ),
+    (
+        f"{LINEAR}out_features=2 loss=torch.nn.MSELoss data={__name__}.floats",
+        "loss._target_=torch.nn.MSELoss|compares outputs [B, 2] with targets [B, 1]|the same shape",
+    ),
+    (
+        f"{LINEAR}out_features=1 loss=torch.nn.MSELoss data={__name__}.flat",
+        "compares outputs [B, 1] with targets [B], which would be broadcast",
+    ),
+    (
+        f"data={__name__}.five {LINEAR}out_features=5 loss={__name__}.each_item",
+        "the loss of a batch must be one number, and has the shape [B, 5]",
+    ),
+    (
+        f"data={__name__}.five {LINEAR}out_features=5 eval.metrics=[mse]",
+        "eval.metrics=mse|does not fit",
     ),
     (f"{ADAFACTOR} plugin=fsdp", "(1 problem)|steps whole parameters: use plugin=ddp"),
     ("optimizer=muon", "(1 problem)|has no hidden matrix"),
@@ -132,6 +170,39 @@ def regression():
 
 def numbers():
     return both(TensorDataset(torch.zeros(8, 1, 8, 8), torch.arange(8.0).view(8, 1)))
+
+
+def vectors(targets):
+    return both(TensorDataset(torch.zeros(len(targets), 3), targets))
+
+
+def five():
+    return vectors(torch.tensor([0, 1, 2, 3, 4]))
+
+
+def two_parts():
+    train = TensorDataset(torch.zeros(2, 3), torch.tensor([0, 1]))
+    return Data(train, five().test, items="samples")
+
+
+def labels_left_out():
+    return vectors(torch.tensor([0, 1, -100, -1]))
+
+
+def last_classes():
+    return vectors(torch.tensor([1, 4, 1]))
+
+
+def floats():
+    return vectors(torch.zeros(4, 1))
+
+
+def flat():
+    return vectors(torch.zeros(4))
+
+
+def each_item(outputs, targets):
+    return (outputs - targets[:, None]) ** 2
 
 
 @pytest.mark.parametrize(

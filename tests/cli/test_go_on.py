@@ -1,0 +1,145 @@
+"""A run goes on for longer, or branches, with everything else from its own record."""
+
+import shlex
+
+import pytest
+import yaml
+
+from runner.cli.main import main
+from runner.config.problem import RequestError
+from runner.request.request import request
+from runner.run_folder import files
+from tests.kept import assert_same_checkpoint
+
+SHORT = ["device=cpu", "tracker=none", "model.width=8", "data.batch_size=16", "log.interval=2"]
+SHORT += ["scheduler=constant", "eval.interval=5ba", "checkpoint.interval=2ba", "checkpoint.keep=2"]
+NET = "{_target_:tests.cli.test_go_on.Net,width:3}"
+
+
+class Net:
+    """The model of a run whose record names it; it is never made."""
+
+
+def config_of(run):
+    return yaml.safe_load((run / files.CONFIG).read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "one"
+    assert main([*SHORT, f"hydra.run.dir={folder}", "train.max_duration=6ba"]) == 0
+    return folder
+
+
+def test_a_longer_run_is_the_run_that_was_as_long_from_the_start(finished, tmp_path, outputs):
+    whole, longer = tmp_path / "whole", tmp_path / "longer"
+    assert main([*SHORT, f"hydra.run.dir={whole}", "train.max_duration=9ba"]) == 0
+    words = [f"resume={finished}", "train.max_duration=9ba", f"hydra.run.dir={longer}"]
+    assert main(words) == 0
+    assert_same_checkpoint(longer / "checkpoints" / "final", whole / "checkpoints" / "final")
+    before, after = config_of(finished), config_of(longer)
+    assert {key for key in before if before[key] != after[key]} == {"train", "resume"}
+    overrides = yaml.safe_load((longer / files.OVERRIDES).read_text())
+    assert overrides[:2] == [f"resume.from={finished}", "train.max_duration=9ba"]
+
+
+def test_the_command_of_a_finished_run_with_a_longer_duration_names_what_continues_it(
+    finished, outputs, capsys
+):
+    own = [*SHORT, f"hydra.run.dir={finished}"]
+    assert main([*own, "train.max_duration=7ba"]) == 2
+    printed = capsys.readouterr().err
+    assert "holds a run that finished after 6ba; to go on in a new folder: " in printed
+    command = shlex.split(printed.partition("python -m runner ")[2])
+    assert command == [f"resume={finished}", "train.max_duration=7ba"]
+    assert main(command) == 0
+    assert main([*own, "train.max_duration=6ba"]) == 2
+    assert "holds the record of an earlier run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("resume={run}", "has come as far already: give a longer train.max_duration"),
+        ("resume={run} train.max_duration=3ba", "train.max_duration=3ba  is 6ba in the checkpoint"),
+        ("resume={run} train.max_duration=9ba seed=1", "seed=1  is 0 in the checkpoint one/step"),
+        ("resume={run} train.max_duration=9ba optimizer=adamw", "AdamW  is torch.optim.SGD in the"),
+        ("resume={run}@2", "checkpoint.keep=2 has deleted it  (there are: 4, 6, final)"),
+        ("-m resume={run}@2 clip.threshold=1,2", "checkpoint.keep=2 has deleted it  (there are"),
+        ("resume={run}@8", "has no checkpoint 8: its newest is that of step 6"),
+        ("-m resume={run}@4 clip.threshold=1,2 seed=1", "seed=1  is 0 in the checkpoint one/step"),
+        ("resume=lost", "must be auto, never, or the path of a run or checkpoint; there is no"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_once_in_one_sentence(
+    finished, words, message, outputs, capsys
+):
+    assert main(words.format(run=finished).split()) == 2
+    printed = capsys.readouterr().err
+    assert "(1 problem)" in printed
+    assert message in printed
+    assert not outputs.exists()
+
+
+def planted(folder, *words):
+    """Write the record of a run that was asked for by these words, and return its folder."""
+    [job] = request(["tracker=none", *words]).jobs
+    folder.mkdir(parents=True)
+    (folder / files.CONFIG).write_text(yaml.safe_dump(job.plain))
+    return folder
+
+
+def over(run, *words):
+    [job] = request([f"resume={run}", *words]).jobs
+    return job.plain
+
+
+def test_what_is_typed_changes_the_record_and_nothing_else(tmp_path):
+    run = planted(tmp_path / "run", "clip.skip=sigma", "clip.norm_type=inf", "model.width=9")
+    assert over(run)["clip"] == over(run, "clip=norm")["clip"] == config_of(run)["clip"]
+    clip = over(run, "clip=value", "clip.threshold=3")["clip"]
+    assert (clip["mode"], clip["threshold"], clip["skip"]["rule"]) == ("value", 3, "sigma")
+    assert over(run, "model=cnn")["model"]["width"] == 32
+    plain = over(run, "recipe=gpt")
+    assert (plain["recipe"], plain["optimizer"]["lr"]) == ("gpt", 0.0006)
+    assert "momentum" not in plain["optimizer"]
+    (run / "checkpoints" / "step_000000002").mkdir(parents=True)
+    for path in (run / "checkpoints", run / "checkpoints" / "step_000000002", f"{run}@2"):
+        assert over(path)["model"]["width"] == 9
+
+
+def test_a_run_leaves_its_sweep_and_what_belonged_to_one_command(tmp_path):
+    group = ["tracker.group=mine", "tracker.tags=[mine]"]
+    one = ["sweep.name=mine", "sweep.zip=[seed,data.seed]", "report.baseline=0", "trust=true"]
+    run = planted(tmp_path / "mine" / "0", *group, *one, "resume.force=true")
+    (tmp_path / "mine" / files.SWEEP).write_text("{}")
+    plain = over(run)
+    assert (plain["sweep"]["name"], plain["sweep"]["zip"]) == (None, [])
+    assert (plain["tracker"]["group"], plain["tracker"]["tags"]) == (None, [])
+    assert (plain["resume"], plain["trust"]) == ({"from": str(run), "force": False}, False)
+    assert plain["report"]["baseline"] is None
+
+
+def test_the_ranks_that_are_there_replace_those_of_the_record(tmp_path, monkeypatch):
+    run = planted(tmp_path / "run", "plugin=ddp", "plugin.nproc=4")
+    assert over(run)["plugin"]["nproc"] == 4
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert over(run)["plugin"]["nproc"] is None
+
+
+def test_a_class_of_the_user_in_a_record_is_typed_again_or_trusted(tmp_path):
+    run = planted(tmp_path / "run", f"model={NET}")
+    with pytest.raises(RequestError, match=r"comes from the run's config\.yaml"):
+        over(run)
+    for words in (["trust=true"], ["model=tests.cli.test_go_on.Net"]):
+        assert over(run, *words)["model"] == {"_target_": "tests.cli.test_go_on.Net", "width": 3}
+    with pytest.raises(RequestError, match=r"\(1 problem\)[^(]*comes from the run's config.yaml"):
+        request([f"resume={run}@2", "clip.threshold=1,2"], multirun=True)
+
+
+def test_a_secret_is_given_again(tmp_path):
+    run = planted(tmp_path / "run", "+model.api_key=hush-hush-1")
+    with pytest.raises(RequestError, match="is a secret, which is not recorded: give it again"):
+        over(run)
+    assert over(run, "model.api_key=hush-hush-2")["model"]["width"] == 32

@@ -122,6 +122,9 @@ def _sweep(
 ) -> Request:
     """Return the request of a sweep, whose runs share a composition."""
     params = setting(shared.config, "hydra.sweeper.params") or {}
+    if not isinstance(params, dict):
+        message = "must be a mapping of keys to their values"
+        raise RequestError([*problems, Problem("hydra.sweeper.params", params, message)])
     of_sweeper, unreadable = read_overrides(f"{key}={value}" for key, value in params.items())
     problems += unreadable
     problems += launcher_problems(shared.config)

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 from hydra._internal.config_repository import ConfigRepository
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from runner.cli import arguments
@@ -179,6 +179,7 @@ def read_once(monkeypatch):
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
+@example(words=["-m", "seed=1,2", "hydra.sweeper.params='${oc.env:HOME}'"])
 @given(words=REQUEST)
 def test_a_request_runs_or_is_refused_in_one_message(tmp_path, words):
     if {"-m", "--multirun"} & {*words} and not any("sweep" in word for word in words):

@@ -73,6 +73,8 @@ class SingleRun:
     def start(self) -> int:
         """Run the job, or join the ranks that do, and return an exit code."""
         job = self.job
+        if started_rank() is None:
+            resume.require_readable(job.config.resume.source, self.request.folder)
         check_jobs([job])
         require_same(job)
         if joins():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from runner.data.order import RandomState, generator_for, generators, set_epoch
-from runner.data.samples import draws_nothing
+from runner.data.samples import draws_nothing, place_of
 
 IGNORED = -100
 """Targets with this value add nothing to the loss and are not counted as items: the default
@@ -52,7 +52,11 @@ def is_dataset(made: Any) -> bool:
 def first_sample(dataset: Dataset[Any]) -> Any:
     """Return the first sample of a data set that is not empty; a stream is begun for it."""
     if not isinstance(dataset, IterableDataset):
-        return dataset[0]
+        try:
+            return dataset[0]
+        except Exception as error:
+            error.add_note(f"while {place_of(dataset, [0])} was read")
+            raise
     drawn = RandomState.now(generators(dataset))
     try:
         return next(iter(dataset))

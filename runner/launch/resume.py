@@ -74,6 +74,24 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     return start
 
 
+def require_readable(source: str, folder: Path) -> None:
+    """Refuse a record or a checkpoint to continue from that cannot be read, without torch.
+
+    :func:`decide` looks at the content: hashes of files, and the state, which needs torch.
+    """
+    read_object(folder / files.STATUS)
+    if source in WORDS or branching(source):
+        return
+    path = Path(source).expanduser().absolute()
+    if not path.exists():
+        raise _nothing_at(source, path)
+    if (path / files.MANIFEST).exists():
+        try:
+            checkpoints.manifest_of(path)
+        except DamagedCheckpoint as error:
+            raise RequestError([Problem("resume", source, str(error))]) from None
+
+
 def require_one_machine(config: RunConfig) -> None:
     """Refuse what only one machine has been started for."""
     if (config.plugin.nnodes or 1) > 1 and started_rank() is None:
@@ -114,6 +132,11 @@ def _taken(folder: Path, by: str) -> RequestError:
     return RequestError([Problem("hydra.run.dir", str(folder), message)])
 
 
+def _nothing_at(source: str, path: Path) -> RequestError:
+    message = f"must be auto, never, or the path of a run or checkpoint; there is no run at {path}"
+    return RequestError([Problem("resume", source, message)])
+
+
 def _require_usable(checkpoint: Path) -> dict[str, Any]:
     from runner.checkpoint.content import state_of
 
@@ -126,7 +149,6 @@ def _require_usable(checkpoint: Path) -> dict[str, Any]:
 def named(source: str) -> Start:
     """Return a start from a run, its checkpoints, one checkpoint, or ``RUN@STEP`` for a branch."""
     path = Path(source).expanduser().absolute()
-    message = f"must be auto, never, or the path of a run or checkpoint; there is no run at {path}"
     try:
         if not path.exists() and (branch := branching(source)):
             run = Path(branch[0]).expanduser().absolute()
@@ -143,6 +165,8 @@ def named(source: str) -> Start:
         if start.checkpoint is not None:
             return start
         message = "; ".join(start.warnings) or "holds no checkpoint to continue from"
+    else:
+        raise _nothing_at(source, path)
     raise RequestError([Problem("resume", source, message)])
 
 

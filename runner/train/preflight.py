@@ -36,7 +36,7 @@ from runner.config.environment import (
     started_rank,
     variable,
 )
-from runner.config.notation import message_of, plural
+from runner.config.notation import in_one_line, message_of, plural
 from runner.config.problem import (
     MISSING,
     NOTHING,
@@ -346,7 +346,7 @@ class _Trial:
     def run(self, data: Data, criterion: Any) -> None:
         """Run model, criterion and metrics on the first sample, twice."""
         loss = self._loss
-        self._samples = collate_pairs([first_sample(data.train)] * 2)
+        self._samples = collate_pairs([_readable(data)] * 2)
         loss.items(self._samples)
         batch = mapped(self._samples, lambda t: t.to("meta"))
         if isinstance(criterion, nn.Module):
@@ -374,6 +374,16 @@ class _Trial:
         reason = _first_line(error)
         data = self._config.data.target
         return f"does not take a sample of {data} ({', '.join(shapes)}): {reason}"
+
+
+def _readable(data: Data) -> Any:
+    """Return the first sample; DataUnavailable, which names it, if it cannot be read."""
+    try:
+        return first_sample(data.train)
+    except DataUnavailable:
+        raise
+    except Exception as error:
+        raise DataUnavailable(f"cannot be read: {in_one_line(error)}") from error
 
 
 def _are_numbers(targets: Any) -> bool:

@@ -53,8 +53,7 @@ ANEW = Start()
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     """Return where a run in ``folder`` starts; a RequestError says why it cannot."""
     source, former = config.resume.source, read_object(folder / files.STATUS)
-    if bool(former) != is_unfinished(folder):
-        raise _taken(folder, f"{'an earlier run' if former else 'a damaged run'} ({files.STATUS})")
+    _require_free(folder, former)
     if former and source == "never":
         raise _taken(folder, "an unfinished run, and resume=never")
     start = newest(folder, former) if former else ANEW
@@ -79,17 +78,21 @@ def require_readable(source: str, folder: Path) -> None:
 
     :func:`decide` looks at the content: hashes of files, and the state, which needs torch.
     """
-    read_object(folder / files.STATUS)
+    _require_free(folder, read_object(folder / files.STATUS))
     if source in WORDS or branching(source):
         return
     path = Path(source).expanduser().absolute()
     if not path.exists():
         raise _nothing_at(source, path)
-    if (path / files.MANIFEST).exists():
+    candidates = [path] if (path / files.MANIFEST).exists() else _checkpoints_of(path)
+    damaged = list[str]()
+    for checkpoint in candidates:
         try:
-            checkpoints.manifest_of(path)
+            checkpoints.require_files(checkpoint)
         except DamagedCheckpoint as error:
-            raise RequestError([Problem("resume", source, str(error))]) from None
+            damaged.append(str(error))
+    if damaged and len(damaged) == len(candidates):
+        raise RequestError([Problem("resume", source, "; ".join(damaged))])
 
 
 def require_one_machine(config: RunConfig) -> None:
@@ -100,8 +103,8 @@ def require_one_machine(config: RunConfig) -> None:
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
-    damaged, place = list[str](), run / files.CHECKPOINTS
-    for checkpoint in checkpoints.checkpoints_in(place if place.is_dir() else run):
+    damaged = list[str]()
+    for checkpoint in _checkpoints_of(run):
         try:
             manifest = _require_usable(checkpoint)
         except DamagedCheckpoint as error:
@@ -109,6 +112,11 @@ def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
             continue
         return Start(checkpoint, int(manifest.get("step") or 0), former or {}, tuple(damaged))
     return Start(warnings=tuple(damaged))
+
+
+def _checkpoints_of(run: Path) -> list[Path]:
+    place = run / files.CHECKPOINTS
+    return checkpoints.checkpoints_in(place if place.is_dir() else run)
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
@@ -125,6 +133,11 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
         if same and any(status.get(key) == job for key, job in again.items()):
             return path.parent
     return None
+
+
+def _require_free(folder: Path, former: Mapping[str, Any]) -> None:
+    if bool(former) != is_unfinished(folder):
+        raise _taken(folder, f"{'an earlier run' if former else 'a damaged run'} ({files.STATUS})")
 
 
 def _taken(folder: Path, by: str) -> RequestError:

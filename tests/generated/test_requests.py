@@ -179,6 +179,9 @@ def read_once(monkeypatch):
     print_blob=True,
     suppress_health_check=list(HealthCheck),
 )
+@example(words=["hydra.mode='${seed}'"])
+@example(words=["clip._target_=${clip}"])
+@example(words=["hydra.job.chdir='${nowhere}'"])
 @example(words=["-m", "seed=1,2", "hydra.sweeper.params='${oc.env:HOME}'"])
 @given(words=REQUEST)
 def test_a_request_runs_or_is_refused_in_one_message(tmp_path, words):

@@ -119,6 +119,9 @@ MORE_PARTS = [
 
 
 IMPORTED = "callbacks=[{_target_: tests.launch.raising_import.Callback}]"
+# An import and a constructor fail where the command checks the request, a process that calls
+# os._exit ends with what it says, and a KeyboardInterrupt in this process is Ctrl-C.
+NOT_SINGLE = ("constructor", "import", "keyboard", "os exit 0", "os exit 3")
 ODD_CASES = [
     (fault, plugin, where)
     for fault in ODD
@@ -126,11 +129,8 @@ ODD_CASES = [
         *(("single", "all ranks"), ("ddp", "rank 1"), ("ddp", "all ranks")),
         *(("fsdp", "rank 1"), ("pipeline", "rank 1"), ("pipeline", "all ranks")),
     ]
-    # The first fails where the request is checked, the second is planted on rank 1 alone.
-    if (fault, plugin) not in [("constructor", "single"), ("import", "single")]
-    and (fault, where) != ("import", "all ranks")
-    # A process that calls os._exit ends with what it says.
-    if not (fault.startswith("os exit") and plugin == "single")
+    if not (plugin == "single" and fault in NOT_SINGLE)
+    if not (fault == "import" and where == "all ranks")
 ]
 
 

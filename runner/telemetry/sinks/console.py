@@ -76,6 +76,10 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 class LogFile(logging.FileHandler):
     """Append log messages to a file, as far as they fit: a full disk is reported elsewhere."""
 
+    def __init__(self, file: Path) -> None:
+        # The name of a file may hold bytes that are no text.
+        super().__init__(file, encoding="utf-8", errors="backslashreplace")
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore that the disk is full; show other errors, such as a message without its values."""
         if not isinstance(sys.exception(), OSError):

@@ -87,10 +87,11 @@ def place_of(dataset: Any, indices: Sequence[int] = ()) -> str:
 
 
 def is_in_memory(dataset: Any) -> bool:
-    """Return True if reading a sample calls no code of a user's."""
-    if type(dataset) is Subset:
+    """Return True if samples are tensors in memory, or in a list: reading one cannot fail."""
+    if is_share(dataset):
         return is_in_memory(dataset.dataset)
-    return type(dataset) in (TensorDataset, list, tuple)
+    tensors = isinstance(dataset, TensorDataset) and draws_nothing(dataset)
+    return tensors or type(dataset) in (list, tuple)
 
 
 @dataclass(eq=False, repr=False)

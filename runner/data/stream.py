@@ -94,14 +94,14 @@ class Stream(IterableDataset[Read]):
     def __iter__(self) -> Iterator[Read | Unread]:  # type: ignore[override]
         info = get_worker_info()
         if info is None:
-            return self._noted()
+            return self._noted(self._microbatches(0))
         return self._sent(info.id)
 
-    def _noted(self) -> Iterator[Read]:
+    def _noted(self, reads: Iterator[Read]) -> Iterator[Read]:
         """Yield the microbatches of the training process; a note names one that fails."""
         number = 0
         try:
-            for read in self._microbatches(0):
+            for read in reads:
                 yield read
                 number += 1
         except Exception as error:

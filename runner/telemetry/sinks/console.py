@@ -77,9 +77,9 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 class LogFile(logging.FileHandler):
     """Append log messages to a file, as far as they fit: a full disk is reported elsewhere."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, filename: str | Path) -> None:
         # The name of a file may hold bytes that are no text.
-        super().__init__(file, encoding="utf-8", errors="backslashreplace")
+        super().__init__(filename, encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore that the disk is full; show other errors, such as a message without its values."""

@@ -27,7 +27,7 @@ PARTS = [
 ]
 PARTS += ["callbacks=[{_target_: tests.launch.raising.Callback}]", "optimizer.lr=0.01"]
 SHORT = ["device=cpu", "tracker=none", "data.batch_size=4", "train.max_duration=20ba"]
-SHORT += ["eval.interval=1ba", "checkpoint.interval=1ba", "launch.timeout=60"]
+SHORT += ["eval.interval=1ba", "checkpoint.interval=1ba", "launch.timeout=300"]
 MEMORY = "can't allocate memory"
 ERROR = "tests.launch.raising.PlantedError: planted error"
 CAUSE = "KeyError: 'planted cause'"
@@ -50,7 +50,7 @@ DAILY = [
     ("hook", "ddp", "rank 1"),
     ("backward memory", "fsdp", "all ranks"),
     ("in-place", "zero", "rank 1"),
-    ("forward", "pipeline", "rank 1"),
+    ("evaluation", "pipeline", "all ranks"),
 ]
 PRODUCT = [
     (fault, plugin, where)
@@ -122,6 +122,7 @@ IMPORTED = "callbacks=[{_target_: tests.launch.raising_import.Callback}]"
 # An import and a constructor fail where the command checks the request, a process that calls
 # os._exit ends with what it says, and a KeyboardInterrupt in this process is Ctrl-C.
 NOT_SINGLE = ("constructor", "import", "keyboard", "os exit 0", "os exit 3")
+DAILY_ODD = ("os exit 0", "ddp", "all ranks")
 ODD_CASES = [
     (fault, plugin, where)
     for fault in ODD
@@ -134,8 +135,13 @@ ODD_CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "plugin", "where"), ODD_CASES)
+@pytest.mark.parametrize(
+    ("fault", "plugin", "where"),
+    [
+        pytest.param(*case, marks=() if case == DAILY_ODD else pytest.mark.slow)
+        for case in ODD_CASES
+    ],
+)
 def test_an_odd_end_of_a_rank_is_named(outputs, capsys, fault, plugin, where):
     ranks = [1] if where == "rank 1" else [0, 1, 2, 3]
     if plugin == "single":

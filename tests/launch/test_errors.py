@@ -132,6 +132,8 @@ ODD_CASES = [
     ]
     if not (plugin == "single" and fault in NOT_SINGLE)
     if not (fault == "import" and where == "all ranks")
+    # torch's pipeline reads the text, and raises another exception because there is none.
+    if not (fault == "bad text" and plugin == "pipeline")
 ]
 
 

@@ -69,6 +69,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         text = hidden(super().format(record)).rstrip()
+        text = text.encode("utf-8", "backslashreplace").decode()  # bytes that are no text
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
         return f"\r\x1b[K{text}" if is_watched(self.stream) else text

@@ -18,7 +18,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from runner.booster.batch import batch_size, mapped
 from runner.booster.candidates import Candidate, Candidates
@@ -51,15 +54,38 @@ _BY_VALUES = (
 )
 
 
+_WHILE_MEASURED = (
+    "raised while it was measured what the loss divides by (loss.items=samples, labels or none "
+    "states it)"
+)
+
+
 @dataclass
 class _Model:
-    """A model and its loss, run on batches of this rank."""
+    """A model and its loss, run on batches of this rank.
+
+    ``is_inside`` is true in a forward pass in which other ranks may wait for this one. An exception
+    there ends the run: the ranks would not meet again.
+    """
 
     module: nn.Module
     pipeline: Pipeline | None
     loss: WindowLoss
     together: bool
     training: bool = False
+    is_inside: bool = False
+
+    def communicates(self) -> bool:
+        """Return whether ranks exchange tensors in a forward pass."""
+        if self.pipeline is not None:
+            return True
+        for module in self.module.modules() if self.together else ():
+            values = (*vars(module).values(), *module._parameters.values())
+            if isinstance(module, FSDPModule):
+                return True
+            if any(isinstance(value, dist.ProcessGroup | DTensor) for value in values):
+                return True
+        return False
 
     def from_ranks(self, value: Any) -> list[Any]:
         return from_all(value) if self.together else [value]
@@ -73,10 +99,15 @@ class _Model:
     def outputs(self, batch: Any) -> Any:
         for module in self.modules():
             module.training = self.training
+        call = self.loss.call(batch)
+        self.is_inside = self.communicates()
         if self.pipeline is not None:
-            return self.pipeline.evaluate(self.loss.call(batch).only_tensor())
-        args, kwargs = self.loss.call(batch)
-        return self.module(*args, **kwargs)
+            outputs = self.pipeline.evaluate(call.only_tensor())
+        else:
+            args, kwargs = call
+            outputs = self.module(*args, **kwargs)
+        self.is_inside = False
+        return outputs
 
     def without_a_trace(self, batch: Any) -> AbstractContextManager[Trace]:
         device = next((tensor.device for tensor in held_tensors(batch)), torch.device("cpu"))
@@ -269,6 +300,9 @@ def _measured(model: _Model, batch: Any, trace: Trace) -> list[Finding]:
             with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
                 parts.append(_shown(part, loss_of(numbers)))
         except Exception as error:
+            if model.is_inside:
+                error.add_note(_WHILE_MEASURED)
+                raise
             reason = f"it does not take a part of a batch ({type(error).__name__})"
     if whole is not None:
         try:
@@ -300,6 +334,9 @@ def _first_pass(model: _Model, batch: Any, trace: Trace) -> tuple[Shown | Findin
         except DivisorError as error:
             return Finding(problem=str(error)), loss_of
         except Exception as error:
+            if model.is_inside:
+                error.add_note(_WHILE_MEASURED)
+                raise
             reason = f"its model does not take the batch alone ({type(error).__name__})"
             finding = finding if is_exact else Finding(reason=reason)
             if model.pipeline is not None:

@@ -104,6 +104,19 @@ def _require_listed(checkpoint: Path, names: Collection[str]) -> None:
         raise DamagedCheckpoint(f"{checkpoint} holds {min(unlisted)}, which its manifest does not")
 
 
+def require_files(checkpoint: Path) -> None:
+    """Check that the files of a checkpoint are there; :func:`require_whole` reads them."""
+    for name in manifest_of(checkpoint)["files"]:
+        path = checkpoint / name
+        try:
+            with opened(path):
+                pass
+        except DamagedFile as error:
+            raise DamagedCheckpoint(str(error)) from None
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+
+
 def require_whole(checkpoint: Path) -> dict[str, Any]:
     """Check the files of a checkpoint against its manifest, and return the manifest."""
     manifest = manifest_of(checkpoint)

@@ -161,13 +161,16 @@ def evaluate(argv: Sequence[str]) -> Answer:
         plugin = job.config.plugin.model_copy(update=unset)
         job = replace(job, config=job.config.model_copy(update={"plugin": plugin}))
     require_one_machine(job.config)
+    checkpoint: Path | None = None
+    manifest: dict[str, Any] = {}
+    is_alone = started_rank() is None
+    if is_alone:  # a damaged checkpoint is refused before torch is imported
+        checkpoint, manifest = choose_checkpoint(arguments.run, arguments.checkpoint)
     check_jobs([job])
     require_same(job, RUN=str(arguments.run), checkpoint=arguments.checkpoint)
     from runner.train.run import evaluate as work
 
-    checkpoint: Path | None = None
-    manifest: dict[str, Any] = {}
-    if not joins():  # the first rank tells the others which checkpoint
+    if not is_alone and not joins():  # the first rank tells the others which checkpoint
         checkpoint, manifest = choose_checkpoint(arguments.run, arguments.checkpoint)
     # Local ranks log to the folder of a run; nothing of it is kept.
     with tempfile.TemporaryDirectory(prefix="clip-runner-") as scratch:

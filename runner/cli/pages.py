@@ -126,9 +126,9 @@ def export(argv: Sequence[str]) -> int:
         raise RequestError([Problem("--output", str(file), "must name a file in a folder")])
     if file.exists() and not arguments.force:
         raise RequestError([Problem("--output", str(file), "exists; --force replaces it")])
+    checkpoint, manifest = choose_checkpoint(run, arguments.checkpoint)  # before torch is imported
     from runner.checkpoint.content import whole_model, write_model
 
-    checkpoint, manifest = choose_checkpoint(run, arguments.checkpoint)
     model = whole_model(checkpoint, manifest)
     about = {"run": run.name}
     for name, key in (("step", "step"), ("config", "config_hash")):

@@ -76,6 +76,8 @@ class SingleRun:
     def start(self) -> Answer:
         """Run the job, or join the ranks that do."""
         job = self.job
+        if started_rank() is None:
+            resume.require_readable(job.config.resume.source, self.request.folder)
         check_jobs([job])
         require_same(job)
         if joins():

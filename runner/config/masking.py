@@ -1,10 +1,11 @@
 """Decide what is secret, and mask it in containers, in overrides and in texts.
 
-Secret are the value of a key whose words say so (:func:`is_secret`), the user part of a URL, the
-default of ``${oc.env:NAME,DEFAULT}``, what ``hydra.job.env_set`` sets, and the value of an
-environment variable with a secret name, wherever it stands. A reference such as ``${oc.env:TOKEN}``
-is no secret. Secrets that this process has read (:func:`remember`) are masked in all texts, unless
-one is equal to a name or a path of this program (`ordinary.py`).
+Secret are the value of a key whose words say so (:func:`is_secret`), a value that looks random
+under a key such as ``salt`` or ``session_id`` (:func:`hides`), the user part of a URL, the default
+of ``${oc.env:NAME,DEFAULT}``, what ``hydra.job.env_set`` sets, and the value of an environment
+variable with a secret name, wherever it stands. A reference such as ``${oc.env:TOKEN}`` is no
+secret. Secrets that this process has read (:func:`remember`) are masked in all texts, unless one is
+equal to a name or a path of this program (`ordinary.py`).
 """
 
 from __future__ import annotations
@@ -29,20 +30,30 @@ _ABOUT = re.compile(
     r"file|path|dir|folder|names?|ids?|length|len|size|count|types?|policy|env|var|field|format"
     r"|prefix|expiry|ttl|required|enabled|hint|manager|store|provider|index|idx|sock|version"
     r"|dim|rate|prob|weight|loss|layers?|width|depth|heads|embeddings?|limit"
+    r"|timeout|seconds|interval|retries|port|host|mode|method|scheme"
 )
 _ALWAYS = re.compile(
     r"(passwords?|passwd|passphrases?|secrets?)(_|$)"  # also PGPASSWORD, clientsecret
     r"|(^|_)(passcode|credentials?|creds|bearer|authorization|cookies?|jwt|webhook|env_set|t?otp"
-    r"|(recovery|backup)_codes?|mnemonic|seed_phrase"
+    r"|(recovery|backup|activation)_codes?|mnemonic|seed_(phrase|words)|pin_?code|dsn|auth_header"
+    r"|csrf|xsrf|conn(ection)?str(ing)?"
     r"|(api|access|secret|private|auth|encryption|decryption|signing|account|master|service"
     r"|licen[sc]e|ssh|ssl|tls|cert|client|rsa|pgp|gpg|hmac|aes|fernet|deploy|storage|subscription"
+    r"|app|application|admin|shared|session|wallet|cookie|jwt"
     r"|pass|openai|anthropic|wandb|hf|aws|azure|google|github|gitlab|kaggle|comet|neptune)_?keys?"
-    r"|(db|user|smtp|mysql|redis|ftp|http|proxy|login|mail|pg|postgres|root|admin|key|ssh|sudo)"
+    r"|(db|user|smtp|mysql|redis|ftp|http|proxy|login|mail|pg|postgres|root|admin|key|store|keystore"
+    r"|ssh|sudo)"
     r"_?pass)(_|$)"
-    r"|(^|_)(o?auth|hmac)$|._(pwd|pat)$"
+    r"|(^|_)(o?auth|hmac|pswd|passw|pword)$|._(pwd|pat|pw|sas|pem)$"
 )
 # A key that is one of these words and no more, unless its value is a path or a small number.
-_SHORT = ("pass", "pwd", "pin", "sas", "pem")
+_SHORT = ("pass", "pwd", "pw", "pin", "sas", "pem")
+# A key with this end may be secret or ordinary: its value decides.
+_DOUBTFUL = re.compile(
+    r"(^|_)(salt|pat|cert|certificate|sig|signature|nonce|sid|(php)?sessid"
+    r"|j?session(_?id|_?hash)?)$|^pepper$"
+)
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.~$:%-]{16,}")
 _LOGINS = (
     "access|api|auth|bearer|refresh|session|secret|github|gitlab|hub|hf|wandb|bot|id|csrf|xsrf"
     "|oauth|oauth2|bearer|security|service|personal|deploy|job"
@@ -100,7 +111,7 @@ def is_secret(key: str) -> bool:
 
 def _names_secret(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
-    if words[-2:] == ["connection", "string"]:
+    if len(words) > 1 and words[-2] in ("conn", "connection") and words[-1] in ("str", "string"):
         return True
     while words and (words[-1].isdecimal() or words[-1] in _WHICH):
         words.pop()
@@ -114,9 +125,27 @@ def _names_secret(name: str) -> bool:
     return words[-1] == "token" and not _OF_MODELS.search(joined)
 
 
+@lru_cache(maxsize=4096)
+def _is_doubtful(key: str) -> bool:
+    """Return whether the value of a dotted key is secret if it looks random: ``salt``, ``sig``."""
+    name = re.split(r"[.@/:]", key)[-1]
+    words = [word.lower() for word in _WORD.findall(name)]
+    return _DOUBTFUL.search("_".join(words)) is not None
+
+
 def hides(key: str, value: Any) -> bool:
     """Return whether the value of this key must not be shown."""
-    return is_secret(key) and not _is_open(key, value)
+    if is_secret(key):
+        return not _is_open(key, value)
+    return _looks_secret(key, value)
+
+
+def _looks_secret(key: str, value: Any) -> bool:
+    """Return whether a doubtful key has a value of 16 or more letters and digits, and no path."""
+    if not _is_doubtful(key) or not isinstance(value, str):
+        return False
+    text = value.strip().strip("'\"")
+    return _RANDOM.fullmatch(text) is not None and not _PATH.fullmatch(text)
 
 
 def _is_open(key: str, value: Any) -> bool:
@@ -178,6 +207,8 @@ def _masked(value: Any, key: str, secret: bool, known: list[str]) -> Any:
     if secret and not _is_open(key, value):
         text = _defaults_masked(str(value), secret=True)
         return text if text != str(value) and _is_reference(text) else MASK
+    if _looks_secret(key, value):
+        return MASK
     if isinstance(value, str):
         return _text_masked(value, known)
     return MASK if value is not None and str(value) in known else value
@@ -241,7 +272,7 @@ def secrets_in(value: Any, key: str = "", secret: bool = False) -> Iterator[str]
     elif isinstance(value, list):
         for item in value:
             yield from secrets_in(item, key, secret)
-    elif secret and not _is_open(key, value):
+    elif (secret and not _is_open(key, value)) or _looks_secret(key, value):
         yield str(value)
     if isinstance(value, str):
         yield from _secrets_in_text(value, secret)
@@ -353,7 +384,7 @@ def _pairs_masked(text: str) -> str:
     parts, end = [], 0
     for found in _PAIR.finditer(text):
         key, sign, space = found.groups()
-        if found.start() < end or not is_secret(key):
+        if found.start() < end or not (is_secret(key) or _is_doubtful(key)):
             continue
         value = _VALUE.match(text, found.end())
         if value is None or not hides(key, value[0]):

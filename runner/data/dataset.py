@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from runner.data.order import RandomState, generator_for, generators, set_epoch
-from runner.data.samples import draws_nothing
+from runner.data.samples import draws_nothing, place_of
 
 IGNORED = -100
 """Targets with this value add nothing to the loss and are not counted as items: the default
@@ -69,7 +69,14 @@ def first_samples(dataset: Dataset[Any]) -> list[Any]:
     The only sample of a data set is returned twice.
     """
     if not isinstance(dataset, IterableDataset):
-        return [dataset[0], dataset[min(1, len(dataset) - 1)]]  # type: ignore[arg-type]
+        samples = []
+        for index in (0, min(1, len(dataset) - 1)):  # type: ignore[arg-type]
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                error.add_note(f"while {place_of(dataset, [index])} was read")
+                raise
+        return samples
     drawn = RandomState.now(generators(dataset))
     try:
         samples = list(islice(dataset, 2))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
+from runner.config.notation import first_few
 from runner.data.order import (
     Generator,
     Indices,
@@ -72,6 +73,27 @@ def origin(dataset: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
             return dataset, indices
 
 
+def place_of(dataset: Any, indices: Sequence[int] = ()) -> str:
+    """Return ``data set Images, sample 3``, or ``..., samples 3, 5, 6, 8 and 7 more``.
+
+    Of a share of a data set, that are the indices in the whole one.
+    """
+    dataset, indices = origin(dataset, indices)
+    name = f"data set {type(dataset).__name__}"
+    if not indices:
+        return name
+    numbers = first_few([str(index) for index in indices], most=4)
+    return f"{name}, sample{'s' if len(indices) > 1 else ''} {numbers}"
+
+
+def is_in_memory(dataset: Any) -> bool:
+    """Return True if samples are tensors in memory, or in a list: reading one cannot fail."""
+    if is_share(dataset):
+        return is_in_memory(dataset.dataset)
+    tensors = isinstance(dataset, TensorDataset) and draws_nothing(dataset)
+    return tensors or type(dataset) in (list, tuple)
+
+
 @dataclass(eq=False, repr=False)
 class SeededSamples(Dataset[Any]):
     """A data set whose samples depend on seed, epoch and index alone.
@@ -111,6 +133,13 @@ class SeededSamples(Dataset[Any]):
             return self._sample(index, own)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
+        try:
+            return self._read(indices)
+        except Exception as error:
+            error.add_note(f"while {place_of(self.dataset, self.reading)} was read")
+            raise
+
+    def _read(self, indices: Sequence[int]) -> Any:
         if isinstance(indices, Indices) and indices.epoch != self.epoch:
             self.set_epoch(indices.epoch)
         if draws_nothing(self.dataset):

@@ -33,11 +33,11 @@ from runner.data.order import (
     set_epoch,
     unchanged,
 )
+from runner.data.samples import place_of
 from runner.data.workers import (
     Unread,
     arrived,
     begin,
-    place_of,
     shielded,
     start_method,
     unread,
@@ -94,8 +94,19 @@ class Stream(IterableDataset[Read]):
     def __iter__(self) -> Iterator[Read | Unread]:  # type: ignore[override]
         info = get_worker_info()
         if info is None:
-            return self._microbatches(0)
+            return self._noted(self._microbatches(0))
         return self._sent(info.id)
+
+    def _noted(self, reads: Iterator[Read]) -> Iterator[Read]:
+        """Yield the microbatches of the training process; a note names one that fails."""
+        number = 0
+        try:
+            for read in reads:
+                yield read
+                number += 1
+        except Exception as error:
+            error.add_note(f"while {place_of(self.dataset)}, microbatch {number} was read")
+            raise
 
     def _sent(self, worker: int) -> Iterator[Read | Unread]:
         """Yield the microbatches of a worker; last what it failed to read, as workers send it."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from runner.config.notation import first_few, in_one_line
-from runner.data.samples import SeededSamples, origin
+from runner.config.notation import in_one_line
+from runner.data.samples import SeededSamples, place_of
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class WorkerDataset(SeededSamples):
         if get_worker_info() is None:
             return super().__getitems__(indices)
         try:
-            return super().__getitems__(indices)
+            return self._read(indices)
         except (Exception, SystemExit) as error:
             # Not the exception itself: a class that cannot be pickled would never arrive
             return unread(place_of(self.dataset, self.reading), error)
@@ -88,8 +88,10 @@ class Collate:
                 return unread(place_of(self.dataset, missing), reason)
             if missing:
                 raise DataError(f"{place_of(self.dataset, missing)}: it is None") from error
+            place = place_of(self.dataset, self.indices_of_batch())
             if in_worker:
-                return unread(place_of(self.dataset, self.indices_of_batch()), error)
+                return unread(place, error)
+            error.add_note(f"while a batch was made of {place}")
             raise
         return batch
 
@@ -171,19 +173,6 @@ def unread(place: str, error: BaseException) -> Unread:
     worker = "" if info is None else f", worker {info.id}"
     called = "".join(traceback.format_exception(error))
     return Unread(f"{place}{worker}: {in_one_line(error)}\n\nIn the worker:\n{called}")
-
-
-def place_of(dataset: Any, indices: Sequence[int] = ()) -> str:
-    """Return ``data set Images, sample 3``, or ``..., samples 3, 5, 6, 8 and 7 more``.
-
-    Of a share of a data set, that are the indices in the whole one.
-    """
-    dataset, indices = origin(dataset, indices)
-    name = f"data set {type(dataset).__name__}"
-    if not indices:
-        return name
-    numbers = first_few([str(index) for index in indices], most=4)
-    return f"{name}, sample{'s' if len(indices) > 1 else ''} {numbers}"
 
 
 def start_workers_anew(loader: Any) -> None:

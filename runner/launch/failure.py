@@ -22,7 +22,11 @@ KNOBS = (
 _WORKER = re.compile(r"DataLoader worker \(pid.*\) (exited unexpectedly|is killed by signal)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory", re.I)
 # Gloo writes its file before each message. Where it only checks arguments it adds "enforce fail".
-_GLOO = re.compile(r"^(?!.*enforce fail).*(gloo/transport/|Gloo connectFullMesh failed)", re.S)
+_GLOO = re.compile(
+    r"^(?!.*enforce fail).*"
+    r"(gloo/transport/|Gloo connectFullMesh failed|Application timeout caused pair closure)",
+    re.S,
+)
 
 
 @dataclass(eq=False)
@@ -97,7 +101,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def stopped_by(error: BaseException) -> int:
     """Return the signal that ``error`` follows from; 0 for none."""
     if isinstance(error, KeyboardInterrupt):
-        return SIGINT
+        return SIGINT if signals.may_have_raised() else 0
     if isinstance(error, stop.Stopped | signals.Terminated):
         return error.signal
     return stop.requested() if _WORKER.search(message_of(error)) or is_lost_peer(error) else 0

@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,8 @@ def local_main(job: Job) -> dict[str, Any]:
     torch.set_num_threads(max(1, cores // started.local_world_size))
     _log_to(job.folder / files.LOG, started.rank)
     try:
-        return train_as_rank(job, job.config.launch.timeout, reported, seed=job.config.seed)
+        with _reporting_exits(reported):
+            return train_as_rank(job, job.config.launch.timeout, reported, seed=job.config.seed)
     except BaseException as error:
         abandon()
         if number := stopped_by(error):
@@ -180,7 +182,32 @@ def _answer_signals(job: Job, reported: Reports) -> None:
 
     for number in signals.ASKING:
         signal.signal(number, note)
+    signals.answered_otherwise()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ASKING)
+
+
+@contextmanager
+def _reporting_exits(reported: Reports) -> Iterator[None]:
+    """Let ``os._exit(0)`` of a user's code be the failure of this rank.
+
+    Otherwise torch's agent would wait for ever for what the rank returns.
+    """
+    leave_process = os._exit
+    rank = os.getpid()
+
+    def leave_rank(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == rank:  # and not a process that this one has forked
+            caller = sys._getframe(1)
+            place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            reported.fail(RuntimeError(f"{place} called os._exit(0) before the training ended"))
+            status = 1
+        leave_process(status)
+
+    os._exit = leave_rank
+    try:
+        yield
+    finally:
+        os._exit = leave_process
 
 
 def _end_with_launcher() -> None:

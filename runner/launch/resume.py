@@ -53,8 +53,7 @@ _KEEP = " (a run saves some with checkpoint.interval=1ep, say)"
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     """Return where a run in ``folder`` starts; a RequestError says why it cannot."""
     source, former = config.resume.source, read_object(folder / files.STATUS)
-    if bool(former) != is_unfinished(folder):
-        raise _taken(folder, f"{'an earlier run' if former else 'a damaged run'} ({files.STATUS})")
+    _require_free(folder, former)
     if former and source == "never":
         raise _taken(folder, "an unfinished run, and resume=never")
     start = newest(folder, former) if former else ANEW
@@ -75,6 +74,28 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     return start
 
 
+def require_readable(source: str, folder: Path) -> None:
+    """Refuse a record or a checkpoint to continue from that cannot be read, without torch.
+
+    :func:`decide` looks at the content: hashes of files, and the state, which needs torch.
+    """
+    _require_free(folder, read_object(folder / files.STATUS))
+    if source in NO_PATH or branching(source):
+        return
+    path = Path(source).expanduser().absolute()
+    if not path.exists():
+        raise _nothing_at(source, path)
+    candidates = [path] if (path / files.MANIFEST).exists() else _checkpoints_of(path)
+    damaged = list[str]()
+    for checkpoint in candidates:
+        try:
+            checkpoints.require_files(checkpoint)
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+    if damaged and len(damaged) == len(candidates):
+        raise RequestError([Problem("resume", source, "; ".join(damaged))])
+
+
 def require_one_machine(config: RunConfig) -> None:
     """Refuse what only one machine has been started for."""
     if (config.plugin.nnodes or 1) > 1 and started_rank() is None:
@@ -83,8 +104,8 @@ def require_one_machine(config: RunConfig) -> None:
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
-    damaged, place = list[str](), run / files.CHECKPOINTS
-    for checkpoint in checkpoints.checkpoints_in(place if place.is_dir() else run):
+    damaged = list[str]()
+    for checkpoint in _checkpoints_of(run):
         try:
             manifest = _require_usable(checkpoint)
         except DamagedCheckpoint as error:
@@ -92,6 +113,11 @@ def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
             continue
         return Start(checkpoint, int(manifest.get("step") or 0), former or {}, tuple(damaged))
     return Start(warnings=tuple(damaged))
+
+
+def _checkpoints_of(run: Path) -> list[Path]:
+    place = run / files.CHECKPOINTS
+    return checkpoints.checkpoints_in(place if place.is_dir() else run)
 
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
@@ -110,9 +136,19 @@ def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     return None
 
 
+def _require_free(folder: Path, former: Mapping[str, Any]) -> None:
+    if bool(former) != is_unfinished(folder):
+        raise _taken(folder, f"{'an earlier run' if former else 'a damaged run'} ({files.STATUS})")
+
+
 def _taken(folder: Path, by: str) -> RequestError:
     message = f"holds the record of {by}; choose another name or remove it"
     return RequestError([Problem("hydra.run.dir", str(folder), message)])
+
+
+def _nothing_at(source: str, path: Path) -> RequestError:
+    message = f"must be auto, never, or the path of a run or checkpoint; there is no run at {path}"
+    return RequestError([Problem("resume", source, message)])
 
 
 def _require_usable(checkpoint: Path) -> dict[str, Any]:
@@ -127,7 +163,6 @@ def _require_usable(checkpoint: Path) -> dict[str, Any]:
 def named(source: str) -> Start:
     """Return a start from a run, its checkpoints, one checkpoint, or ``RUN@STEP`` for a branch."""
     path = Path(source).expanduser().absolute()
-    message = f"must be auto, never, or the path of a run or checkpoint; there is no run at {path}"
     try:
         if not path.exists() and (branch := branching(source)):
             run = Path(branch[0]).expanduser().absolute()
@@ -144,6 +179,8 @@ def named(source: str) -> Start:
         if start.checkpoint is not None:
             return start
         message = "; ".join(start.warnings) or f"holds no checkpoint to continue from{_KEEP}"
+    else:
+        raise _nothing_at(source, path)
     raise RequestError([Problem("resume", source, message)])
 
 

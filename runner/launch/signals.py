@@ -43,6 +43,7 @@ class Interrupted(KeyboardInterrupt):
 class _State:
     number, at, timeout = 0, 0.0, 30.0
     listens = raised = False
+    raises_no_interrupt = False  # as in a local rank
     last: tuple[Callable[[int, str], object], ...] = ()
 
 
@@ -76,6 +77,18 @@ def handled() -> list[int]:
 def ignore() -> None:
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
+
+
+def answered_otherwise() -> None:
+    """Note that this process answers signals by handlers that raise no KeyboardInterrupt."""
+    _State.raises_no_interrupt = True
+
+
+def may_have_raised() -> bool:
+    """Return whether Ctrl-C may be the reason of a KeyboardInterrupt, and not a user's code."""
+    if _State.raises_no_interrupt:
+        return False
+    return _State.raised or not _State.listens
 
 
 def set_timeout(seconds: float) -> None:

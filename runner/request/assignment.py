@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.modes import MODES, NAMES, options_of
 from runner.config.problem import NOTHING, Problem, leaves, unknown_key
@@ -122,10 +123,12 @@ def _unknown(assignment: Assignment, sections: Mapping[str, Any]) -> Iterator[Pr
 
 def add_defaults_of_the_mode(config: DictConfig) -> None:
     """Add the options of a clipping mode that no file and no override gives."""
-    clip = config.get("clip")
-    if not isinstance(clip, DictConfig) or clip.get("_target_") is not None:
+    try:
+        clip = config.get("clip")
+        is_own = not isinstance(clip, DictConfig) or clip.get("_target_") is not None
+        mode = None if is_own else clip.get("mode")
+    except OmegaConfBaseException:  # the check of a job reports it
         return
-    mode = clip.get("mode")
     if mode not in NAMES:
         return
     with open_dict(clip):

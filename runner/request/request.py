@@ -30,6 +30,7 @@ from runner.request.sweep_settings import (
     place_of,
     searches,
     setting,
+    unresolved_settings,
 )
 
 _LISTED = "a list of values is a sweep: add -m; one value goes in brackets, [a,b], or in quotes"
@@ -84,6 +85,9 @@ def request(
         problems += repeated_keys(overrides)
         single = [override for override in parsed if not override.is_sweep_override()]
         composition = composer.compose(single)
+        unresolved = list(unresolved_settings(composition.config))
+        if unresolved:
+            raise RequestError([*problems, *composition.problems, *unresolved])
         if multirun or composition.config.hydra.mode == RunMode.MULTIRUN:
             return _sweep(composer, composition, parsed, problems, after_each)
         return _one_run(composer, composition, parsed, problems, after_each)
@@ -122,6 +126,9 @@ def _sweep(
 ) -> Request:
     """Return the request of a sweep, whose runs share a composition."""
     params = setting(shared.config, "hydra.sweeper.params") or {}
+    if not isinstance(params, dict):
+        message = "must be a mapping of keys to their values"
+        raise RequestError([*problems, Problem("hydra.sweeper.params", params, message)])
     of_sweeper, unreadable = read_overrides(f"{key}={value}" for key, value in params.items())
     problems += unreadable
     problems += launcher_problems(shared.config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from runner.config.ordinary import show_path
 from runner.config.problem import NOTHING, Problem, RequestError
@@ -33,6 +33,21 @@ def setting(shared: DictConfig, key: str) -> Any:
     except OmegaConfBaseException:  # the check of a job reports it
         return None
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def unresolved_settings(config: DictConfig) -> Iterator[Problem]:
+    """Yield what Hydra would read of its own part as it runs a job, and that refers to nothing."""
+    refer_to(config)
+    for name in ("mode", "verbose", "job", "job_logging", "hydra_logging", "help"):
+        key = f"hydra.{name}"
+        try:
+            value = OmegaConf.select(config, key)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
+        except InterpolationToMissingValueError:  # such as a folder, which is not chosen yet
+            continue
+        except OmegaConfBaseException as error:
+            yield Problem(key, NOTHING, f"cannot be resolved: {reason(error)}")
 
 
 def searches(shared: DictConfig) -> bool:

@@ -38,7 +38,7 @@ from runner.config.environment import (
     started_rank,
     variable,
 )
-from runner.config.notation import message_of, plural
+from runner.config.notation import in_one_line, message_of, plural
 from runner.config.problem import (
     MISSING,
     NOTHING,
@@ -455,7 +455,7 @@ class _Trial:
         except DataUnavailable:
             raise
         except Exception as error:
-            text = f"its first two samples cannot be read: {_first_line(error)}"
+            text = f"its first two samples cannot be read: {in_one_line(error)}"
             raise DataUnavailable(text) from error
         section = self._config.data
         collate = build.make_collate(section)

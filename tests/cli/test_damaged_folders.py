@@ -12,7 +12,7 @@ import yaml
 from runner.checkpoint.content import STATE_KEYS
 from runner.cli.main import main
 from runner.request.request import request
-from tests.process import run_here
+from tests.process import python, run_here
 from tests.report.examples import NORM, rows, sweep, write_run
 
 DEEP = 200_000
@@ -56,6 +56,7 @@ READERS = [
     ("resume={run}", f"{STEP}/state.pt", ["none", *SPECIAL]),
     ("hydra.run.dir={run}", "run/status.json", JSON),
     ("plan -m clip.threshold=1,2 sweep.name=s", "sweeps/s/sweep.json", [*JSON, "none"]),
+    ("-m clip.threshold=1,2 sweep.name=s", "sweeps/s/sweep.json", ["deep JSON", "pipe"]),
     ("plan plugin.tp_plan={run}/plan.yaml plugin=tensor", "run/plan.yaml", YAML),
 ]
 
@@ -117,6 +118,32 @@ def test_a_reader_names_the_file_that_is_damaged(home, words, name, damages, cap
         assert len(lines) == 1, (damage, said)
         assert file.name in said or str(file.parent) in said, (damage, said)
         print(damage, words, code, lines[0])
+
+
+WITHOUT_TORCH = """
+import sys
+from runner.cli.main import main
+sys.modules["torch"] = None  # to import it would fail
+run = sys.argv[1]
+sys.exit(not all(
+    main([*command.split(), *more]) in (1, 2)
+    for command, *more in (
+        [f"evaluate {run}"],
+        [f"export {run}"],
+        [f"resume={run}/checkpoints/final", "device=cpu", "tracker=none"],
+        [f"hydra.run.dir={run}", "device=cpu", "tracker=none"],
+    )
+))
+"""
+
+
+def test_a_damaged_folder_is_refused_before_torch_is_imported(home):
+    run = home / "run"
+    for file in (run / "status.json", home / FINAL / "manifest.json"):
+        file.write_text("no JSON")
+    said = python("-c", WITHOUT_TORCH, str(run)).stderr
+    assert said.count(" is damaged: it is no JSON object") == 3
+    assert "holds the record of a damaged run (status.json)" in said
 
 
 TRAIN = ["device=cpu", "tracker=none", "eval.interval=3ba", "checkpoint.interval=3ba"]

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from runner import CheckpointSaver, Evaluate, Log, Trainer
 from runner.booster import SinglePlugin
+from runner.config.notation import in_one_line
 from runner.data import TensorPairs
 from runner.data.dataset import own
 from runner.data.workers import DataError
@@ -241,6 +242,19 @@ def test_the_index_of_a_sample_of_a_share_is_that_in_the_whole_data_set(fault):
 
 def test_a_sample_that_is_none_is_named_without_workers():
     assert error_of(Bad("none"), workers=0) == "data set Bad, sample 6: it is None"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (own(Bad("raise"), eval_fraction=0.5).train, "data set Bad, sample 6 was read"),
+        (BadStream("raise"), "data set BadStream, microbatch 1 was read"),
+    ],
+)
+def test_an_exception_without_workers_has_a_note_that_names_the_sample(dataset, place):
+    with pytest.raises(Exception, match="planted error") as raised:
+        list(SinglePlugin().prepare_dataloader(dataset, BATCH))
+    assert in_one_line(raised.value).endswith(f"; while {place}; from KeyError: 'planted cause'")
 
 
 def test_an_exception_of_a_stream_arrives_from_its_worker():

@@ -3,8 +3,11 @@
 The model is made with the place of the fault and the ranks that raise it; ``PLANTED`` has both.
 """
 
+import gc
 import os
 import signal
+import threading
+import warnings
 
 import torch
 from torch import nn
@@ -44,6 +47,55 @@ def fail(out_of_memory=False):
     raise PlantedError("planted error") from KeyError("planted cause")
 
 
+class BadTextError(Exception):
+    """Its text can't be made."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def unpicklable():
+    class LocalError(Exception):
+        """Cannot be pickled: it is defined in a function, and holds a lock."""
+
+    error = LocalError("planted error")
+    error.lock = threading.Lock()
+    return error
+
+
+ODD_ERRORS = {
+    "unpicklable": unpicklable,
+    "keyboard": lambda: KeyboardInterrupt("planted error"),
+    "system exit": lambda: SystemExit(0),
+    "group": lambda: ExceptionGroup("planted group", [PlantedError("planted error"), KeyError(2)]),
+    "surrogate": lambda: PlantedError("planted \udcff\x00 error"),
+    "bad text": BadTextError,
+    "stop iteration": lambda: StopIteration("planted error"),
+    "generator exit": lambda: GeneratorExit("planted error"),
+}
+ODD = [*ODD_ERRORS, "os exit 0", "os exit 3", "recursion", "warning"]
+
+
+def fail_oddly(fault):
+    """End in a way that is no ordinary exception."""
+    if fault.startswith("os exit"):
+        os._exit(int(fault[-1]))
+    if fault == "recursion":
+        fail_oddly(fault)
+    if fault == "warning":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.warn("planted warning", UserWarning, stacklevel=1)
+    raise ODD_ERRORS[fault]()
+
+
+class InDel:
+    """Raises an exception where none can be raised."""
+
+    def __del__(self):
+        raise PlantedError("planted error")
+
+
 class Backward(torch.autograd.Function):
     """Fails in its backward pass."""
 
@@ -69,7 +121,7 @@ class Planted(nn.Module):
     def __init__(self):
         super().__init__()
         names = ("forward", "forward memory", "function", "backward memory", "hook", "in-place")
-        self.counted = Counted(*names, "kill", "kill backward")
+        self.counted = Counted(*names, "kill", "kill backward", "thread", "del", *ODD)
         self.evaluated = Counted("evaluation")
 
     def forward(self, hidden):
@@ -80,6 +132,17 @@ class Planted(nn.Module):
             return hidden
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "thread":
+            thread = threading.Thread(target=fail)
+            thread.start()
+            thread.join()
+            return hidden
+        if fault == "del":
+            InDel()
+            gc.collect()
+            return hidden
+        if fault in ODD:
+            fail_oddly(fault)
         if fault in ("forward", "forward memory"):
             fail("memory" in fault)
         if fault == "hook":
@@ -136,12 +199,30 @@ class Criterion(nn.Module):
 class Optimizer(torch.optim.SGD):
     def __init__(self, parameters, lr):
         super().__init__(parameters, lr)
+        made = Counted("constructor")
+        made.calls = BEFORE
+        if made.fails():
+            fail()
         self.counted = Counted("step", "step memory")
 
     def step(self, closure=None):
         if self.counted.fails():
             fail("memory" in PLANTED["fault"])
         super().step(closure)
+
+
+class Scheduler(torch.optim.lr_scheduler.LambdaLR):
+    def __init__(self, optimizer):
+        self.counted = Counted("scheduler")
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def step(self, *args):
+        if self.counted.fails():
+            fail()
+        super().step(*args)
+
+    def state_dict(self):
+        return {key: value for key, value in super().state_dict().items() if key != "counted"}
 
 
 class Callback:

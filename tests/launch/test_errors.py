@@ -27,7 +27,7 @@ PARTS = [
 ]
 PARTS += ["callbacks=[{_target_: tests.launch.raising.Callback}]", "optimizer.lr=0.01"]
 SHORT = ["device=cpu", "tracker=none", "data.batch_size=4", "train.max_duration=20ba"]
-SHORT += ["eval.interval=1ba", "checkpoint.interval=1ba"]
+SHORT += ["eval.interval=1ba", "checkpoint.interval=1ba", "launch.timeout=300"]
 MEMORY = "can't allocate memory"
 ERROR = "tests.launch.raising.PlantedError: planted error"
 CAUSE = "KeyError: 'planted cause'"
@@ -41,7 +41,7 @@ FAULTS = {
     "step": (ERROR, CAUSE),
     "step memory": (MEMORY, "out of memory: lower data.batch_size"),
     "criterion": (ERROR, CAUSE),
-    "data": (ERROR, CAUSE),
+    "data": (ERROR, CAUSE, "data set Tokens, sample"),
     "evaluation": (ERROR, CAUSE),
     "checkpoint": (ERROR, CAUSE),
     "callback": (ERROR, CAUSE),
@@ -50,7 +50,7 @@ DAILY = [
     ("hook", "ddp", "rank 1"),
     ("backward memory", "fsdp", "all ranks"),
     ("in-place", "zero", "rank 1"),
-    ("forward", "pipeline", "rank 1"),
+    ("evaluation", "pipeline", "all ranks"),
 ]
 PRODUCT = [
     (fault, plugin, where)
@@ -94,3 +94,74 @@ def test_the_rank_that_was_killed_is_named(outputs, plugin, fault):
     status = read(only_run(outputs))
     assert (status["state"], status["rank"]) == ("failed", 1)
     assert status["error"].startswith("rank 1 was ended by SIGKILL")
+
+
+ODD = {
+    "scheduler": (ERROR, CAUSE),
+    "metric": (ERROR, CAUSE),
+    "constructor": (ERROR, CAUSE),
+    "import": (ERROR, CAUSE),
+    "unpicklable": ("LocalError: planted error",),
+    "keyboard": ("KeyboardInterrupt: planted error",),
+    "system exit": ("SystemExit",),
+    "os exit 0": ("called os._exit(0) before the training ended",),
+    "os exit 3": ("exited with code 3",),
+    "recursion": ("RecursionError: maximum recursion depth exceeded",),
+    "warning": ("UserWarning: planted warning",),
+    "group": ("ExceptionGroup: planted group",),
+    "surrogate": ("PlantedError: planted ",),
+    "bad text": ("BadTextError",),
+    "stop iteration": ("StopIteration: planted error",),
+    "generator exit": ("GeneratorExit: planted error",),
+}
+MORE_PARTS = [
+    "scheduler._target_=tests.launch.raising.Scheduler",
+    "eval.metrics=[{_target_: tests.launch.raising_metric.Metric}]",
+]
+
+
+IMPORTED = "callbacks=[{_target_: tests.launch.raising_import.Callback}]"
+# An import and a constructor fail where the command checks the request, a process that calls
+# os._exit ends with what it says, and a KeyboardInterrupt in this process is Ctrl-C.
+NOT_SINGLE = ("constructor", "import", "keyboard", "os exit 0", "os exit 3")
+DAILY_ODD = ("os exit 0", "ddp", "all ranks")
+ODD_CASES = [
+    (fault, plugin, where)
+    for fault in ODD
+    for plugin, where in [
+        *(("single", "all ranks"), ("ddp", "rank 1"), ("ddp", "all ranks")),
+        *(("fsdp", "rank 1"), ("pipeline", "rank 1"), ("pipeline", "all ranks")),
+    ]
+    if not (plugin == "single" and fault in NOT_SINGLE)
+    if not (fault == "import" and where == "all ranks")
+    # torch's pipeline reads the text, and raises another exception because there is none.
+    if not (fault == "bad text" and plugin == "pipeline")
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "plugin", "where"),
+    [
+        pytest.param(*case, marks=() if case == DAILY_ODD else pytest.mark.slow)
+        for case in ODD_CASES
+    ],
+)
+def test_an_odd_end_of_a_rank_is_named(outputs, capsys, fault, plugin, where):
+    ranks = [1] if where == "rank 1" else [0, 1, 2, 3]
+    if plugin == "single":
+        ranks = [-1]
+    parts = [IMPORTED if fault == "import" and "callbacks" in part else part for part in PARTS]
+    words = [*SHORT, *parts, *MORE_PARTS, *PLUGINS.get(plugin, [])]
+    words += [f"+model.fault={fault}", f"+model.ranks={ranks}"]
+    assert main(words) == 1
+    folder, printed = only_run(outputs), capsys.readouterr().err
+    status, log = read(folder), (folder / "runner.log").read_text()
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    for text in ODD[fault]:
+        for record in (printed, status["error"], log):
+            assert text in record
+    if plugin != "single":
+        assert status["rank"] in ranks
+        assert f"failed: rank {status['rank']}" in printed
+    assert "Traceback" not in printed
+    assert "lost the connection" not in printed + status["error"]

@@ -39,6 +39,8 @@ slack_bot_token id_token hf_token hub_token my_token tokenOfMine.token use_auth_
 bearer authorization auth cookie webhook connection_string jwt
 pass pwd pin sas pem mysql_pwd PGPASSWORD clientsecret sshpass github_pat oauth totp_seed
 recovery_code mnemonic seed_phrase tls_key fernet_key client_cert_key passkey hmac
+session_token webhook_url x-api-key dsn csrf conn_str connectionString auth_header azure_sas
+pin_code activation_code app_key shared_key session_key keypass storepass pw user_pw private_pem
 """
 KEYS = SECRET_KEYS.split()
 """Keys whose words say that their value is secret."""
@@ -75,6 +77,12 @@ PARTS = [
     "+model.at_{n}=[run,'--api-key={s}']",
     "+model.at_{n}='docker run -e HF_TOKEN={s} image'",
     "+model.at_{n}='{s}, as a value'",  # the value of a variable
+    "+model.salt_{n}.salt={s}",
+    "+model.at_{n}={{session_id:{s}}}",
+    "+model.at_{n}={{pat:[{s}]}}",
+    "+model.at_{n}='Cookie: sessionid={s}; csrftoken={s}'",
+    "+model.at_{n}='x-api-key: {s}9'",
+    "+model.at_{n}='https://host/x?sid={s}'",
 ]
 """Other ways: the user part of URLs, defaults of variables, texts, values of variables."""
 
@@ -190,6 +198,8 @@ additional_special_tokens tokenizer key keys sort_key query_key public_key key_p
 keypoints
 monkey author secretary password_file secret_dim forward_pass OLDPWD SSH_AUTH_SOCK passes compass
 TOKENIZERS_PARALLELISM id_tokens hf_tokens first_pass pin_memory spin pattern patch oauth_provider
+salt salt_and_pepper salt_prob session_id session pat patience signature sigma nonce sid basalt
+webhook_timeout auth_mode partition_key root_key hash_buckets
 """
 SHOWN = {
     "a": "${oc.env:DATA,/data/x}",
@@ -208,6 +218,14 @@ SHOWN = {
     "api_tokens": 4,
     "PWD": "/home/user@team/x",
     "pass": 2,
+    "salt": 0.02,
+    "pepper": "black",
+    "session": "2024-03-15",
+    "session_id": "ses-20240315",
+    "pat": "*.png",
+    "signature": "serving_default_of_the_model",
+    "salt_and_pepper": "package1.transforms.SaltAndPepper",
+    "cert": "/etc/ssl/certificate17.pem",
 }
 
 

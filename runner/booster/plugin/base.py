@@ -16,7 +16,7 @@ from runner.clip import Layout
 from runner.clip.transfer import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
-from runner.data.samples import SeededSamples, draws_nothing
+from runner.data.samples import SeededSamples, is_in_memory
 from runner.data.stream import StreamLoader
 from runner.data.workers import Collate, WorkerLoader
 from runner.parallel.distribution import ParallelModel
@@ -136,7 +136,7 @@ class Plugin(ABC):
         kwargs["collate_fn"] = Collate(
             dataset, kwargs["collate_fn"], partial(getattr, order, "last")
         )
-        samples = dataset if draws_nothing(dataset) else SeededSamples(dataset, seed)
+        samples = dataset if is_in_memory(dataset) else SeededSamples(dataset, seed)
         return DataLoader(samples, **kwargs)
 
     prepare_train_dataloader = prepare_dataloader  # its earlier name in Colossal-AI

@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from runner.config.environment import started_rank
@@ -107,6 +108,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         text = hidden(super().format(record)).rstrip()
+        text = text.encode("utf-8", "backslashreplace").decode()  # bytes that are no text
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
         if record.exc_info is None:
@@ -116,6 +118,10 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
 
 class LogFile(logging.FileHandler):
     """Append log messages to a file, as far as they fit: a full disk is reported elsewhere."""
+
+    def __init__(self, filename: str | Path) -> None:
+        # The name of a file may hold bytes that are no text.
+        super().__init__(filename, encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore that the disk is full; show other errors, such as a message without its values."""

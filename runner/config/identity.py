@@ -45,7 +45,7 @@ MAY_CHANGE = (
 NO_PATH = ("auto", "never")
 """Values of ``resume`` that name no run."""
 
-IMPLIED = {"loss.items": "auto"}
+IMPLIED = {"loss.items": "auto", "data.collate._target_": None}
 """Values by which earlier versions acted, of keys that their records lack."""
 
 

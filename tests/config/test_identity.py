@@ -66,3 +66,9 @@ def test_values_of_secret_keys_are_masked_and_references_stay():
 def test_a_record_that_lacks_a_later_key_acted_by_its_default():
     now = CONFIG | {"loss": {"_target_": None, "items": "auto"}}
     assert differences(CONFIG | {"loss": {"_target_": None}}, now) == {}
+
+
+def test_a_record_without_a_later_key_is_one_with_its_default():
+    before = {"data": {"batch_size": 1}}
+    assert not differences(before, {"data": {"batch_size": 1, "collate": {"_target_": None}}})
+    assert differences(before, {"data": {"batch_size": 1, "collate": {"_target_": "mine.pad"}}})

@@ -46,6 +46,7 @@ NO_PATH = ("auto", "never")
 """Values of ``resume`` that name no run."""
 
 IMPLIED = {
+    "data.collate._target_": None,
     "loss.items": "auto",
     "model.leave_out": [],
     "model.strict": True,

@@ -97,3 +97,9 @@ def test_a_value_of_which_only_a_part_is_a_reference_is_masked(value):
 def test_a_record_that_lacks_a_later_key_acted_by_its_default():
     current = CONFIG | {"loss": {"_target_": None, "items": "auto"}}
     assert differences(CONFIG | {"loss": {"_target_": None}}, current) == {}
+
+
+def test_a_record_without_a_later_key_is_one_with_its_default():
+    before = {"data": {"batch_size": 1}}
+    assert not differences(before, {"data": {"batch_size": 1, "collate": {"_target_": None}}})
+    assert differences(before, {"data": {"batch_size": 1, "collate": {"_target_": "mine.pad"}}})

@@ -207,7 +207,7 @@ def describe(
     return described | {
         "suggested": suggested,
         "would_clip": {str(t): would_clip(peaks, t) for t in thresholds},
-        "next": commands(words, mode, suggested["start"]) if suggested else {},
+        "next": commands(words, mode, suggested) if suggested else {},
         "norms": norms,
         "peaks": peaks,
     }
@@ -234,20 +234,31 @@ def _apart(values: Sequence[float], first: int) -> dict[str, Any]:
     }
 
 
-def commands(words: Sequence[str], mode: str, start: float) -> dict[str, str]:
-    """Return commands of a run and of a sweep to try next, for the arguments ``words``."""
+def commands(words: Sequence[str], mode: str, suggested: Mapping[str, float]) -> dict[str, str]:
+    """Return commands of a run and of a sweep to try next, for the arguments ``words``.
+
+    The sweep covers the suggested range, from end to end.
+    """
     settled = ("clip", "clip.threshold", "clip.what_if")
     named = {word: word.lstrip("+~").partition("=")[0] for word in words}
     base = [w for w in words if named[w] not in settled and not named[w].startswith("calibrate.")]
     if "clip._target_" not in named.values():
         base.append(f"clip={mode}")
-    grid = [float(f"{start * factor:.3g}") for factor in (0.25, 0.5, 1, 2, 4)]
+    start = suggested["start"]
+    grid = _grid(suggested)
     what_if = ",".join(f"{threshold:g}" for threshold in grid if threshold != start)
     swept = ",".join(f"{threshold:g}" for threshold in grid)
     runner = ["python", "-m", "runner"]
     run = [*runner, *base, f"clip.threshold={start:g}", f"clip.what_if=[{what_if}]"]
     sweep = [*runner, "-m", *base, f"clip.threshold={swept}"]
     return {"run": shlex.join(run), "sweep": shlex.join(sweep)}
+
+
+def _grid(suggested: Mapping[str, float]) -> list[float]:
+    """Return the range, the threshold to begin with, and the geometric means between them."""
+    least, middle, most = sorted(suggested.values())
+    thresholds = [least, math.sqrt(least * middle), middle, math.sqrt(middle * most), most]
+    return sorted({float(f"{threshold:.3g}") for threshold in thresholds})
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -285,9 +296,9 @@ def _distributions(found: Mapping[str, Any], info: ModeInfo) -> Iterator[str]:
         if key in found and found[key][part]["steps"]
     ]
     width = max(len(label) for label, _ in rows)
-    yield " " * width + "".join(f"{column:>10}" for column in COLUMNS)
+    yield " " * width + "".join(f"{column:>9}" for column in COLUMNS)
     for label, values in rows:
-        yield f"{label:<{width}}" + "".join(f"{rounded(values[column]):>10}" for column in COLUMNS)
+        yield f"{label:<{width}}" + "".join(f"{rounded(values[column]):>9}" for column in COLUMNS)
     if "parts" in found:
         parts = found["parts"]
         points = "  ".join(f"p{point} {rounded(parts[f'p{point}'])}" for point in POINTS)

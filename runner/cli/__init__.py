@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         raise RequestError([Problem(name, NOTHING, text)])
 
 
-def command_parser(command: Callable[..., int]) -> Parser:
+def command_parser(command: Callable[..., object]) -> Parser:
     """Return the parser of a command with arguments of its own, whose docstring describes it."""
     return Parser(
         prog=f"python -m runner {command.__name__}",
@@ -37,7 +37,7 @@ def command_parser(command: Callable[..., int]) -> Parser:
     )
 
 
-def checkpoint_parser(command: Callable[..., int]) -> Parser:
+def checkpoint_parser(command: Callable[..., object]) -> Parser:
     """Return the parser of a command that uses the checkpoint of a run."""
     parser = command_parser(command)
     parser.add_argument("run", type=_run_folder, metavar="RUN", help="folder of a run")

@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from runner.config.environment import started_rank
+from runner.config.environment import most_ranks_on_cpus, started_rank
 from runner.config.identity import digest
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig
@@ -17,6 +18,11 @@ from runner.telemetry.sinks.console import announce, print_line
 def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
     """Refuse jobs that cannot be trained, by all their problems; print notes on the others."""
     started = started_rank()
+    on_this_machine = place != "elsewhere"
+    if on_this_machine and started is None:
+        problems = _too_many_ranks(jobs)
+        if problems:
+            raise RequestError(problems)
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
     from runner.launch.supervise import importing_torch, prepare
@@ -24,7 +30,6 @@ def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
     if place == "here" and (started is None or started.world_size == 1):
         # Ranks import torch while this process does.
         prepare(*(job.config for job in jobs))
-    on_this_machine = place != "elsewhere"
     with importing_torch():
         problems = _problems(jobs, on_this_machine)
     if problems:
@@ -33,6 +38,21 @@ def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
     notes = {note for job in jobs for note in _notes(job.config, starts_ranks)}
     for note in sorted(notes):
         print_line(f"clip-runner: note: {note}", sys.stderr)
+
+
+def _too_many_ranks(jobs: Sequence[Job]) -> list[Problem]:
+    """Return the jobs with more ranks than cores can share, on a machine without a GPU."""
+    if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
+        return []
+    problems = []
+    for job in jobs:
+        plugin = job.config.plugin
+        ranks = plugin.least_ranks
+        limit = most_ranks_on_cpus()
+        if plugin.name != "single" and plugin.nnodes in (None, 1) and ranks > limit:
+            message = f"at most {limit} on this machine (four ranks a core)"
+            problems.append(Problem("plugin.nproc", ranks, message, job=job.label))
+    return problems
 
 
 def _problems(jobs: Sequence[Job], on_this_machine: bool) -> list[Problem]:

@@ -15,6 +15,14 @@ from importlib import import_module
 from inspect import getdoc
 
 from runner.checkpoint.folder import DamagedCheckpoint
+from runner.cli.answer import (
+    FLAG,
+    Answer,
+    content_of_failure,
+    content_of_refusal,
+    printing_to_stderr,
+    text_of,
+)
 from runner.config.environment import join_slurm_step, joins, started_rank
 from runner.config.problem import RefusedOnAllRanks, RequestError
 from runner.config.reading import DamagedFile
@@ -36,7 +44,10 @@ COMMANDS = {
     "plan": "run",
     "run": "run",
 }
-"""Commands, each with its module, which has a function ``COMMAND(argv) -> exit code``."""
+"""Commands, each with its module, which has a function ``COMMAND(argv)``.
+
+It returns an exit code, or an :class:`Answer` with what ``--json`` prints.
+"""
 
 FINISHED = 0
 FAILED = 1
@@ -67,26 +78,40 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     _set_environment()
-    code = FINISHED
+    words = list(argv)
+    if FLAG not in words or words[0] == "report":
+        return _answer(words).exit_code
+    words.remove(FLAG)
+    with printing_to_stderr():
+        answer = _answer(words)
+    if not joins():
+        print_line(text_of(answer))
+    return answer.exit_code
+
+
+def _answer(argv: list[str]) -> Answer:
+    """Run a command, print what ended it early, and return its answer."""
     try:
-        code = _exit_code(list(argv))
+        answer = _answer_or_exit(argv)
         sys.stdout.flush()  # at the end of the interpreter a broken pipe could not be caught
     except RequestError as error:
         _print_once(error)
-        code = WRONG_REQUEST
+        return Answer(WRONG_REQUEST, content_of_refusal(error))
     except KeyboardInterrupt as interrupt:
         if not isinstance(interrupt, signals.Interrupted) and not joins():
             print_line("interrupted", sys.stderr)
-        code = INTERRUPTED
+        return Answer(INTERRUPTED)
     except BrokenPipeError:
         leave_unread(sys.stdout)
+        return Answer(FINISHED)
     except Failure as failure:
         print_line(f"clip-runner: {failure.line}", sys.stderr)
-        code = failure.exit_code
+        return Answer(failure.exit_code, content_of_failure(failure))
     except (DamagedCheckpoint, DamagedFile, OSError) as error:  # such as a disk that is full
-        print_line(f"clip-runner: {disk_full(error) or error}", sys.stderr)
-        code = FAILED
-    return code
+        why = disk_full(error) or str(error)
+        print_line(f"clip-runner: {why}", sys.stderr)
+        return Answer(FAILED, {"error": why})
+    return answer
 
 
 def _set_environment() -> None:
@@ -99,15 +124,15 @@ def _set_environment() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
-def _exit_code(argv: list[str]) -> int:
-    """Run a command, and return its exit code, also if it ends by SystemExit."""
+def _answer_or_exit(argv: list[str]) -> Answer:
+    """Run a command, and return its answer, also if it ends by SystemExit."""
     try:
         return _command(argv)
     except SystemExit as end:  # argparse, or a run that was terminated
         code = end.code if isinstance(end.code, int) else FAILED
         if isinstance(end, signals.Terminated) and not joins():
             print_line(ending(code), sys.stderr)
-        return code
+        return Answer(code)
 
 
 def _print_once(error: RequestError) -> None:
@@ -124,8 +149,8 @@ def _is_first_of_machine() -> bool:
     return started is None or started.rank == 0 or started.local_rank == 0
 
 
-def _command(argv: list[str]) -> int:
-    """Import the module of a command, and return what the command returns."""
+def _command(argv: list[str]) -> Answer:
+    """Import the module of a command, and return the answer of the command."""
     command = argv.pop(0) if argv and argv[0] in COMMANDS else "run"
     module = COMMANDS[command]
     if "--version" in argv:
@@ -134,7 +159,7 @@ def _command(argv: list[str]) -> int:
         from runner import __version__
 
         print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
-        return FINISHED
+        return Answer(FINISHED)
     flags = {argument for argument in argv if argument.startswith("-")}
     trains = command != "bench" and module != "pages"
     if trains:
@@ -145,13 +170,14 @@ def _command(argv: list[str]) -> int:
         run_command = getattr(import_module(f"runner.cli.{module}"), command)
     if flags & {"-h", "--help"} and command in ("calibrate", "plan", "verify"):
         print(getdoc(run_command))
-        return FINISHED
+        return Answer(FINISHED)
     try:
-        return int(run_command(argv))
+        returned = run_command(argv)
     except RequestError as error:
         if trains:
             raise _refused(error) from None
         raise
+    return returned if isinstance(returned, Answer) else Answer(int(returned))
 
 
 def _refused(error: RequestError) -> RequestError:

@@ -16,6 +16,7 @@ from runner.cli import (
     existing_folder,
     new_folder,
 )
+from runner.cli.answer import Answer
 from runner.cli.arguments import composed, read
 from runner.cli.check import check_jobs
 from runner.cli.ranks import on_ranks, require_same
@@ -38,7 +39,7 @@ from runner.telemetry.sinks.console import TerminalSink, announce, print_line
 FILE = "verify.json"
 
 
-def calibrate(argv: Sequence[str]) -> int:
+def calibrate(argv: Sequence[str]) -> Answer:
     """Measure gradients without clipping, and suggest thresholds.
 
         python -m runner calibrate [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -65,10 +66,10 @@ def calibrate(argv: Sequence[str]) -> int:
     description = describe(config, measured, masked_words(argv))
     write_object(folder / "calibrate.json", description)
     print_line("\n".join(["", *lines(description), "", str(folder / "calibrate.json")]))
-    return 0
+    return Answer(0, {"file": str(folder / "calibrate.json"), **description})
 
 
-def verify(argv: Sequence[str]) -> int:
+def verify(argv: Sequence[str]) -> Answer:
     """Compare a plugin's steps with those of one process.
 
         python -m runner verify [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -105,7 +106,7 @@ def verify(argv: Sequence[str]) -> int:
     write_object(folder / FILE, {**comparison, **about})
     text = [*lines(comparison), "", str(folder / FILE), last_line(comparison)]
     print_line("\n".join(text))
-    return 0 if comparison["ok"] else 1
+    return Answer(0 if comparison["ok"] else 1, {"file": str(folder / FILE), **comparison})
 
 
 def _single(argv: Sequence[str], purpose: str) -> Request:
@@ -135,7 +136,7 @@ def _require_two_sides(config: RunConfig) -> None:
     raise RequestError([Problem("plugin.nproc", config.plugin.nproc, text)])
 
 
-def evaluate(argv: Sequence[str]) -> int:
+def evaluate(argv: Sequence[str]) -> Answer:
     """Evaluate a checkpoint of a run on held-out data.
 
     Prints loss and accuracy. Plugin and number of local ranks are those of the run, so that a large
@@ -178,10 +179,11 @@ def evaluate(argv: Sequence[str]) -> int:
     print_line(f"{checkpoint}{step}; plugin={job.config.plugin.name} on {ranks}")
     for key, value in result["metrics"].items():
         print_line(f"{key:<14} {value}")
-    return 0
+    content = {"checkpoint": str(checkpoint), "step": manifest.get("step"), **result}
+    return Answer(0, content)
 
 
-def bench(argv: Sequence[str]) -> int:
+def bench(argv: Sequence[str]) -> Answer:
     """Measure this project against plain PyTorch.
 
     Prints medians of paired ratios with quartiles. This takes about 15 minutes on two cores. Leave
@@ -232,7 +234,7 @@ def bench(argv: Sequence[str]) -> int:
     if isinstance(result, Failure):
         raise result
     print_line(f"\n{folder / FILE}")
-    return 0
+    return Answer(0, {"file": str(folder / FILE), **result})
 
 
 def config_of(overrides: list[str]) -> RunConfig:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from runner.cli.answer import Answer
 from runner.cli.arguments import Arguments, checked, composed, read
 from runner.cli.check import check_jobs
 from runner.cli.ranks import require_same
@@ -24,17 +25,19 @@ if TYPE_CHECKING:
     from runner.sweep.control import Sweep
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the request of the arguments, or print what their flags ask for; return an exit code."""
+def run(argv: Sequence[str]) -> Answer:
+    """Run the request of the arguments, or print what their flags ask for."""
     arguments = read(argv)
     if arguments.prints:
         _print_answer(arguments)
-        return 0
+        return Answer(0)
     request = checked(arguments)
     for job in request.jobs:
         resume.require_one_machine(job.config)
-    work = _sweep(request, arguments.command) if request.sweep else SingleRun(request)
-    return work.start()
+    if request.sweep:
+        exit_code = _sweep(request, arguments.command).start()
+        return Answer(exit_code, {"folder": str(request.folder)})
+    return SingleRun(request).start()
 
 
 def _print_answer(arguments: Arguments) -> None:
@@ -70,15 +73,15 @@ class SingleRun:
         self.request = request
         [self.job] = request.jobs
 
-    def start(self) -> int:
-        """Run the job, or join the ranks that do, and return an exit code."""
+    def start(self) -> Answer:
+        """Run the job, or join the ranks that do."""
         job = self.job
         check_jobs([job])
         require_same(job)
         if joins():
             from runner.launch.rank import join
 
-            return join(timeout=job.config.launch.timeout)
+            return Answer(join(timeout=job.config.launch.timeout))
         with signals.deferred():
             from runner.launch import supervise
             from runner.report.page import written
@@ -98,7 +101,9 @@ class SingleRun:
                 )
                 return failure.exit_code if failure else 0
 
-            return int(self.request.run(train, folder))
+            exit_code = int(self.request.run(train, folder))
+        summary = read_object(folder / files.SUMMARY)
+        return Answer(exit_code, {"folder": str(folder), "summary": summary})
 
 
 class Planned(NamedTuple):
@@ -110,13 +115,13 @@ class Planned(NamedTuple):
     done: bool
 
 
-def plan(argv: Sequence[str]) -> int:
+def plan(argv: Sequence[str]) -> Answer:
     """List what a command would run, without running it.
 
         python -m runner plan [OVERRIDES OF A RUN OR A SWEEP]
 
     For every run it prints the overrides that set it apart, its optimizer steps, and whether it is
-    done already. It creates nothing.
+    done already. It creates nothing. `--json` prints one line of JSON.
     """
     request = checked(read(argv, "a plan"))
     check_jobs(request.jobs)
@@ -125,6 +130,7 @@ def plan(argv: Sequence[str]) -> int:
 
     planned = _planned(request)
     rows = [("run", "", "steps", "state")]
+    runs: list[dict[str, Any]] = []
     steps_to_run: list[int | None] = []  # None: the number is unknown
     for run in planned:
         steps = build.steps_of(run.job.config, build.make_data(run.job.config.data))
@@ -132,9 +138,10 @@ def plan(argv: Sequence[str]) -> int:
             steps_to_run.append(steps)
         state = "done" if run.done else "to run"
         rows.append((run.number, run.label, "unknown" if steps is None else str(steps), state))
+        runs.append({"run": run.number, "label": run.label, "steps": steps, "state": state})
     print_line(live.columns(rows))
     print_line(_summary(request, len(planned), steps_to_run))
-    return 0
+    return Answer(0, {"runs": runs, "folder": str(request.folder) if request.sweep else None})
 
 
 def _planned(request: Request) -> list[Planned]:

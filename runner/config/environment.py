@@ -114,6 +114,11 @@ def started_nodes() -> int | None:
     return started.world_size // local_ranks if local_ranks else None
 
 
+def most_ranks_on_cpus() -> int:
+    """Return how many ranks may share the cores of this machine: four a core, at least 8."""
+    return max(8, 4 * (os.cpu_count() or 1))
+
+
 def joins() -> bool:
     """Return whether a launcher started this process as a rank other than the first."""
     return bool(variable("WORLD_SIZE") and variable("RANK"))

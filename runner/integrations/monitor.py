@@ -1,9 +1,8 @@
 """Record the gradients of a training loop of your own: norms before clipping, and what it did."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -14,13 +13,10 @@ from runner.clip import Decision, GradStats, Number, transfer
 from runner.clip.over_ranks import ProcessGroups, process_groups_of
 from runner.clip.shard import is_dtensor
 from runner.integrations.clipping import plain_clipper, warn_without_gradients
-from runner.run_folder import files, keys
-from runner.run_folder.strict_json import JsonlSink, Row, cut
+from runner.run_folder import keys
+from runner.run_folder.strict_json import cut
 from runner.telemetry.meter import Meter, StepMetrics
-from runner.telemetry.sinks import Sink
-
-To = Path | str | Sink | Callable[[Row], Any]
-"""Where rows go: a file, a sink, or a function of one row."""
+from runner.telemetry.sinks.destination import To, file_of, sink_of
 
 
 class GradientMonitor:
@@ -68,8 +64,8 @@ class GradientMonitor:
         if flush is None:
             flush = 1 if self._world == 1 and transfer.can_read(self._device) else 50
         destinations = to if writes else ()
-        self._files = [_file(path) for path in destinations if isinstance(path, str | Path)]
-        sinks = [_sink(destination) for destination in destinations]
+        self._files = [file_of(path) for path in destinations if isinstance(path, str | Path)]
+        sinks = [sink_of(destination) for destination in destinations]
         self._meter = Meter(sinks, interval, flush, what_if=what_if)
         self.steps = 0
         self._samples: int | None = None
@@ -194,18 +190,6 @@ class GradientMonitor:
         total = torch.tensor(values, dtype=transfer.widest(self._device), device=self._device)
         dist.all_reduce(total)
         return list((total / self._world).tolist())
-
-
-def _sink(to: To) -> Any:
-    if isinstance(to, str | Path):
-        path = _file(to)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return JsonlSink(path)
-    return SimpleNamespace(write=to, close=lambda *_: None) if callable(to) else to
-
-
-def _file(to: Path | str) -> Path:
-    return Path(to) / files.ROWS if Path(to).is_dir() else Path(to)
 
 
 def _number(value: Tensor | float) -> Number:

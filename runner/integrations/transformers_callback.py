@@ -18,8 +18,9 @@ from runner.integrations.clipping import (
     clipping_state_dict,
     load_clipping_state_dict,
 )
-from runner.integrations.monitor import GradientMonitor, To
+from runner.integrations.monitor import GradientMonitor
 from runner.run_folder import keys
+from runner.telemetry.sinks.destination import To
 
 _REMADE = "remade_from_a_checkpoint"
 

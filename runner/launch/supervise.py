@@ -325,8 +325,10 @@ def _advise(folder: Path, words: Sequence[str], stopped: bool) -> None:
         kept = [word for word in words if not word.startswith("resume")]
         again = shlex.join([f"resume={folder}", *kept])
         print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
-    for offline in folder.glob("wandb/offline-run-*"):
-        print_line(f"clip-runner: to upload: wandb sync {offline}", sys.stderr)
+    if any(word.startswith("tracker") for word in words) or os.environ.get("WANDB_API_KEY"):
+        for offline in folder.glob("wandb/offline-run-*"):
+            path = min(str(offline), os.path.relpath(offline), key=len)
+            print_line(f"clip-runner: to upload: wandb sync {path}", sys.stderr)
 
 
 def name_of(words: Sequence[str], swept: Sequence[str] | None, folder: Path) -> str:

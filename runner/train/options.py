@@ -1,15 +1,17 @@
-"""What a :class:`runner.Trainer` is told in groups: clipping, evaluation, records, measurements."""
+"""What a :class:`runner.Trainer` is told in groups, and the summary that it returns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runner.clip import ClipMode, build
-from runner.config.notation import Duration
+from runner.config.notation import Duration, percent, rounded
+from runner.run_folder import keys
 from runner.telemetry.profile import Profile
-from runner.telemetry.sinks import Sink
+from runner.telemetry.sinks.destination import To
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,20 @@ class Log:
     """What a :class:`Trainer` records, and where.
 
     Args:
-        sinks: where rows go. Give them on the first rank only.
+        sinks: where rows go: the path of a file, which they are appended to, a sink, a function of
+            one row, or a list of these. Give sinks and functions on the first rank only. A training
+            that continues takes the rows of later steps back from a file.
         interval: steps between rows.
         flush: steps between transfers of metrics to the host.
         what_if: thresholds of which the share of steps that they would have clipped is logged.
         per_layer: also log each parameter's gradient norm.
         measurements: what else is measured, see :class:`runner.Measurements`.
-        bar: whether :meth:`Trainer.fit` shows a bar where standard error is a terminal.
+        bar: whether :meth:`Trainer.fit` shows a bar on standard error, or lines if that is no
+            terminal.
         profile: what profiles some of the steps; give it on one rank only.
     """
 
-    sinks: Sequence[Sink] = ()
+    sinks: To | Sequence[To] = ()
     interval: int = 1
     flush: int = 50
     what_if: Sequence[float] = ()
@@ -107,3 +112,18 @@ class Evaluate:
 
 
 Algorithm = GradientClipping | ClipMode | InBackward
+
+
+class Summary(dict[str, Any]):
+    """What :meth:`runner.Trainer.fit` returns: the content of ``summary.json``, shown in a line."""
+
+    def __repr__(self) -> str:
+        """Return the number of steps, the last metrics, and the share of steps clipped."""
+        facts = {"steps": self.get("steps")}
+        for key in (keys.TRAIN_LOSS, keys.EVAL_LOSS, keys.EVAL_ACCURACY):
+            if key in self.get("final", {}):
+                facts[key] = rounded(self["final"][key])
+        facts["grad/norm p50"] = rounded(self.get(keys.GRAD_NORM, {}).get("p50", math.nan))
+        facts["clipped"] = percent(self.get(keys.CLIP_RATIO_TOTAL, math.nan))
+        shown = ", ".join(f"{name} {value}" for name, value in facts.items())
+        return f"<Summary: {shown}; a dict of {', '.join(self)}>"

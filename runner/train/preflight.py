@@ -7,7 +7,6 @@ of the data go through it.
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from runner.clip.second_moment import OptimizerMisfit
 from runner.config.environment import (
     StartedRank,
     in_slurm_step,
+    most_ranks_on_cpus,
     started_nodes,
     started_rank,
     variable,
@@ -178,7 +178,7 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
         key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
         yield Problem(key, "tensorboard", INSTALL)
     ranks = build.ranks_of(config)
-    limit = torch.cuda.device_count() if gpu else max(8, 4 * (os.cpu_count() or 1))
+    limit = torch.cuda.device_count() if gpu else most_ranks_on_cpus()
     if ranks > limit and started_rank() is None and config.plugin.nnodes in (None, 1):
         per = "one rank a GPU" if gpu else "four ranks a core"
         yield Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({per})")

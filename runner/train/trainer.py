@@ -27,11 +27,13 @@ from runner.clip import ClipMode, Number, build, transfer
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
+from runner.run_folder.strict_json import cut
 from runner.telemetry.meter import Gauges, Meter, StepMetrics
 from runner.telemetry.sinks.console import TerminalSink, is_watched
+from runner.telemetry.sinks.destination import To, file_of, sink_of
 from runner.train.callbacks import Callbacks, SkippedSteps
 from runner.train.metrics import EvalMetrics
-from runner.train.options import Algorithm, Evaluate, GradientClipping, InBackward, Log
+from runner.train.options import Algorithm, Evaluate, GradientClipping, InBackward, Log, Summary
 from runner.train.passes import (
     NO_NOISE_SCALE,
     NO_UPDATE_RATIO,
@@ -47,6 +49,7 @@ from runner.train.windows import Window, Windows
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_LINES = 10  # of a training, where there is no terminal
 
 
 class Trainer:
@@ -184,7 +187,7 @@ class Trainer:
         log = self._log
         ranks = self.plugin.data_size
         layout = self.optimizer.layout
-        meter = Meter(log.sinks, log.interval, log.flush, what_if=log.what_if)
+        meter = Meter([], log.interval, log.flush, what_if=log.what_if)
         meter.skips = self.booster.skip is not None
         meter.follow = self.skipped_steps.follow
         if log.measurements.noise_scale:
@@ -202,7 +205,7 @@ class Trainer:
     def _mean_over_data(self, values: list[float]) -> list[float]:
         return [total / self.plugin.data_size for total in self.plugin.sum_over_data(values)]
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> Summary:
         """Train until ``max_duration``, from where ``state`` stands.
 
         Returns:
@@ -216,8 +219,8 @@ class Trainer:
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
         """
         state = self.state
-        terminal = self._terminal()
-        state.meter.sinks = [*self._log.sinks, *terminal]
+        opened = self._open_sinks()
+        state.meter.sinks = [*self._given_sinks(), *opened]
         try:
             summary = self._train()
         except BaseException as error:
@@ -225,14 +228,14 @@ class Trainer:
             with suppress(Exception):
                 state.meter.flush(together=False)
             signal = SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signal", 0)
-            for sink in terminal:
+            for sink in opened:
                 sink.close(None, 128 + signal if signal else 1)
             raise
-        for sink in terminal:
+        for sink in opened:
             sink.close(summary, 0)
         return summary
 
-    def _train(self) -> dict[str, Any]:
+    def _train(self) -> Summary:
         """Train up to the end, and return the summary."""
         state = self.state
         callbacks = self.callbacks
@@ -259,25 +262,50 @@ class Trainer:
         if self.saver is not None:
             state.meter.flush()
             self.saver.finish(self, state.progress.step, state.meter.last)
-        summary = state.meter.summary()
+        summary = Summary(state.meter.summary())
         if callbacks.ended:
             summary[keys.ENDED_EARLY] = callbacks.ended
         callbacks.call("on_end", self, summary)
         return summary
 
-    def _terminal(self) -> list[TerminalSink]:
-        """Return the bar of this training, if it shows one; every step is a row of it."""
-        if not self._log.bar or self.plugin.rank > 0 or not is_watched(sys.stderr):
+    def _given_sinks(self) -> list[Any]:
+        """Return the sinks and functions of ``Log.sinks``, which their maker closes."""
+        return [sink_of(to) for to in self._destinations() if not isinstance(to, str | Path)]
+
+    def _open_sinks(self) -> list[Any]:
+        """Return what :meth:`fit` closes: files of ``Log.sinks``, and what the terminal shows."""
+        if self.plugin.rank > 0:
             return []
-        if self.plugin.world_size == 1 and transfer.can_read(self.device):  # a flush is collective
-            self.state.meter.flush_every = 1
+        opened: list[Any] = []
+        for to in self._destinations():
+            if isinstance(to, str | Path):
+                if self.state.progress.step > 0:
+                    cut(file_of(to), self.state.progress.step)
+                opened.append(sink_of(to))
+        if self._log.bar:
+            opened.append(self._terminal())
+        return opened
+
+    def _destinations(self) -> list[To]:
+        sinks = self._log.sinks
+        return list(sinks) if isinstance(sinks, list | tuple) else [sinks]  # type: ignore[list-item]
+
+    def _terminal(self) -> TerminalSink:
+        """Return the bar of this training, or its lines where there is no terminal."""
+        if (
+            is_watched(sys.stderr)
+            and self.plugin.world_size == 1
+            and transfer.can_read(self.device)
+        ):
+            self.state.meter.flush_every = 1  # where a flush is no collective
         microbatches = None
         with suppress(TypeError):  # a stream has no length
             microbatches = len(self.train_dataloader)  # type: ignore[arg-type]
         steps = None
         if self.max_duration.unit != "sp":
             steps = total_steps(self.max_duration, microbatches, self._accumulation_steps, None)
-        return [TerminalSink(steps, self._log.interval, "training")]
+        interval = max(self._log.interval, (steps or _LINES * 100) // _LINES)
+        return TerminalSink(steps, interval, "training", is_recorded=bool(self._destinations()))
 
     def _step(self, window: Window) -> None:
         """Take one optimizer step; ``state.progress`` then stands behind it."""

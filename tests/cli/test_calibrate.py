@@ -65,8 +65,9 @@ def test_two_ranks_measure_what_one_process_measures(outputs, capsys):
         ["+optimizer.foreach=false", "clip.what_if=[1]"],
     ],
 )
-def test_the_commands_to_run_next_are_right(words):
-    run, sweep = commands(words, "norm", 0.37).values()
+def test_the_commands_to_run_next_cover_the_suggested_range(words):
+    suggested = {"start": 0.37, "low": 0.1, "high": 2.0}
+    run, sweep = commands(words, "norm", suggested).values()
     dropped = ("clip=", "calibrate.", "clip.w", "clip.threshold")
     kept = [word for word in words if not word.startswith(dropped)]
     typed = shlex.split(run)[3:]
@@ -75,4 +76,4 @@ def test_the_commands_to_run_next_are_right(words):
     assert (job.config.clip.mode, job.config.clip.threshold) == ("norm", 0.37)
     assert len(job.config.clip.what_if) == 4
     jobs = request(shlex.split(sweep)[4:], multirun=True).jobs
-    assert [job.config.clip.threshold for job in jobs] == [0.0925, 0.185, 0.37, 0.74, 1.48]
+    assert [job.config.clip.threshold for job in jobs] == [0.1, 0.192, 0.37, 0.86, 2.0]

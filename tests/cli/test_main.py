@@ -73,10 +73,9 @@ def test_ctrl_c_while_ranks_train_ends_with_the_way_to_continue(environment):
     )
     assert code == 130, seen
     (folder,) = Path(environment["RUNNER_OUTPUTS"], "runs").iterdir()
-    *_, bar, told, again, report = seen.splitlines()
-    assert again.startswith(
-        f"clip-runner: to continue: python -m runner resume={folder} tracker=none "
-    )
+    *_, bar, told, to_continue, command, report = seen.splitlines()
+    assert to_continue == "clip-runner: to continue:"
+    assert command.startswith(f"  python -m runner resume={folder} tracker=none ")
     assert "/100000 " in bar
     assert re.fullmatch(rf"{folder.name}: interrupted after \d+ of 100000 steps", told)
     assert report == str(folder / "report.html")
@@ -94,11 +93,12 @@ UNUSED = {"torchvision", "sklearn", "scipy", "pandas", "wandb", "optuna"}
 
 
 def test_an_answer_imports_no_library_that_it_does_not_need(tmp_path, environment):
-    wrong = ["clip=nrom clip.treshold=1", "-m seed=1,2 clip.treshold=1"]
+    wrong = ["clip=nrom clip.treshold=1", "-m seed=1,2 clip.treshold=1", "evaluate nowhere"]
+    wrong += ["export", "plugin=ddp plugin.nproc=6400"]
     right = ["--help", "--cfg job", "--info", "new demo"]
     done = python("-c", PROGRAM, *right, *wrong, cwd=tmp_path, env=environment)
     codes, names = done.stderr.splitlines()[-1].split("] ")
-    assert codes == "[0, 0, 0, 0, 2, 2"
+    assert codes == "[0, 0, 0, 0, 2, 2, 2, 2, 2"
     assert not {*names.split()} & (UNUSED | {"torch", "numpy", "asyncio"})
 
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.xdist_group("new")  # it trains once
 WRITTEN = {
     *("demo.py", "test_demo.py", "conf/model/demo.yaml", "conf/data/demo.yaml"),
     "conf/recipe/demo.yaml",
+    "pytest.ini",
 }
 
 

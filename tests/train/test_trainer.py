@@ -67,8 +67,8 @@ def test_a_training_that_has_ended_does_no_more():
     assert trainer.fit()["steps"] == trainer.fit()["steps"] == 7
 
 
-def test_a_training_that_nobody_watches_prints_nothing(capfd):
-    Trainer(*parts(), "1ep").fit()
+def test_a_training_whose_bar_is_off_prints_nothing(capfd):
+    Trainer(*parts(), "1ep", log=Log(bar=False)).fit()
     assert capfd.readouterr() == ("", "")
 
 

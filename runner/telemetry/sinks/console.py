@@ -4,6 +4,8 @@ import logging
 import math
 import os
 import sys
+import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, TextIO
@@ -27,10 +29,47 @@ def print_line(text: str = "", stream: TextIO | None = None) -> None:
     """Print ``text`` at once. A reader that left does not change how the command ends."""
     stream = sys.stdout if stream is None else stream
     try:
-        stream.write(f"{hidden(text)}\n")  # in one piece: other processes print too
+        # In one piece: other processes print too.
+        stream.write(f"{fitted(hidden(text), stream)}\n")
         stream.flush()
     except BrokenPipeError:
         leave_unread(stream)
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the columns of a terminal; None for another stream, and where they are not known."""
+    if not is_watched(stream):
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Return ``text`` whose lines end at a word before the edge of a terminal."""
+    columns = columns_of(stream)
+    if columns is None:
+        return text
+    return "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+
+
+def _wrapped(line: str, columns: int) -> str:
+    """Wrap a line; a command stays in one piece, so that it can be copied."""
+    if len(line) <= columns:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    sentence, command, options = line.partition("python -m runner")
+    lines = textwrap.wrap(
+        sentence,
+        width=columns,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if command:
+        lines.append(f"{indent}{command}{options}")
+    return "\n".join(lines)
 
 
 def open_streams() -> None:
@@ -70,6 +109,8 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         text = hidden(super().format(record)).rstrip()
         if record.levelno == logging.WARNING:
             text = f"warning: {text}"
+        if record.exc_info is None:
+            text = fitted(text, self.stream)
         return f"\r\x1b[K{text}" if is_watched(self.stream) else text
 
 
@@ -87,10 +128,16 @@ class LogFile(logging.FileHandler):
             super().close()
 
 
+_COUNTS = "{n_fmt}/{total_fmt}  eta {remaining}  {desc}"
+_BAR = "  |{bar}|"
+_LEAST_BAR = 8  # columns; numbers are worth more than a bar that is shorter
+
+
 class TerminalSink:
     """Shows rows: a bar on a terminal, otherwise a line each ``interval`` steps.
 
-    If other runs print there too (not ``alone``), there is no bar, and lines have the title.
+    If other runs print there too (not ``alone``), there is no bar, and lines have the title. The
+    end says if no other sink has recorded the rows.
     """
 
     def __init__(
@@ -100,15 +147,24 @@ class TerminalSink:
         title: str,
         stream: TextIO | None = None,
         alone: bool = True,
+        is_recorded: bool = True,
     ) -> None:
-        self._total, self._interval, self._title = total_steps, interval, title
+        self._total = total_steps
+        self._interval = interval
+        self._title = title
         self._stream = sys.stderr if stream is None else stream
-        self._alone, self._closed = alone, False
-        self._step = self._shown = 0
+        self._alone = alone
+        self._is_recorded = is_recorded
+        self._closed = False
+        self._step = 0
+        self._shown = 0
         self._row: Row = {}  # the last one, with the last evaluation
         # Rows leave the device together, so the times at which they arrive mean nothing.
-        self._seconds = self._clipped = 0.0
-        self._bar: Any = self._open_bar() if alone and is_watched(self._stream) else None
+        self._seconds = 0.0
+        self._clipped = 0.0
+        self._begun = time.time()
+        self._has_bar = alone and is_watched(self._stream)
+        self._bar: Any = None  # opened with the first row: what is printed before stands above it
 
     def write(self, row: Row) -> None:
         passed = int(row[keys.TRAIN_STEP]) - self._step
@@ -116,7 +172,7 @@ class TerminalSink:
         self._seconds += row.get(keys.TIME_STEP, 0.0) * passed
         self._clipped += row.get(keys.CLIP_RATIO, 0.0) * passed
         evaluated = any(key.startswith(keys.EVAL) for key in row)
-        if self._bar is not None:
+        if self._has_bar:
             self._row |= row
             self._draw(now=evaluated)
             return
@@ -141,17 +197,31 @@ class TerminalSink:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # each row redraws the bar, and no thread does
-        shape = "{n_fmt}/{total_fmt}  eta {remaining}  {desc}  |{bar}|"
-        shape = shape if self._total else "step {n_fmt}  {desc}"
-        colour = None if os.environ.get("NO_COLOR") else "green"
-        look: dict[str, Any] = {"dynamic_ncols": True, "miniters": 1, "bar_format": shape}
-        return tqdm(total=self._total, file=self._stream, colour=colour, **look)
+        bar = tqdm(
+            total=self._total,
+            file=self._stream,
+            colour=None if os.environ.get("NO_COLOR") else "green",
+            dynamic_ncols=True,
+            miniters=1,
+            delay=1e-9,  # the empty bar is not drawn
+            bar_format=_COUNTS + _BAR if self._total else "step {n_fmt}  {desc}",
+        )
+        bar.start_t = self._begun
+        return bar
 
     def _draw(self, now: bool) -> None:
-        """Draw the bar; what does not fit the terminal is cut off at the end."""
-        shown = _parts(self._row, self._row.get(keys.CLIP_RATIO_TOTAL, math.nan))
+        """Draw the bar with as many parts of the row as fit the terminal."""
+        parts = _parts(self._row, self._row.get(keys.CLIP_RATIO_TOTAL, math.nan))
+        columns = columns_of(self._stream)
         with suppress(OSError, ValueError):  # the terminal is gone
-            self._bar.set_description_str("  ".join(shown), refresh=False)
+            if self._bar is None:
+                self._bar = self._open_bar()
+            if columns is not None and self._total:
+                free = columns - len(f"{self._step}/{self._total}  eta 00:00  ")
+                parts = _fitting(parts, free)
+                free -= len("  ".join(parts))
+                self._bar.bar_format = _COUNTS + (_BAR if free >= _LEAST_BAR else "")
+            self._bar.set_description_str("  ".join(parts), refresh=False)
             self._bar.update(self._step - self._bar.n)
             if now:
                 self._bar.refresh()
@@ -187,13 +257,26 @@ class TerminalSink:
             spread.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
         if spread:
             yield "  ".join(["gradient norm", *spread])
+        what_if = {key: share for key, share in summary.items() if key.startswith(keys.WHAT_IF)}
+        if what_if:
+            clipped = [f"{_threshold(key)} {percent(share)}" for key, share in what_if.items()]
+            yield "  ".join(["other thresholds would have clipped", *clipped])
         yield from summary.get("guidance", ())
+        if exit_code == 0 and not self._is_recorded:
+            yield 'nothing was recorded: Trainer(log=Log("runs/mine/metrics.jsonl")) keeps the rows'
 
     def _print(self, line: str) -> None:
         if not self._alone and not line.startswith(self._title):
             line = f"{self._title}: {line}"
         with suppress(OSError, ValueError):
             print_line(line, self._stream)
+
+
+def _fitting(parts: list[str], columns: int) -> list[str]:
+    """Return the first parts of a line that fit ``columns``."""
+    while parts and len("  ".join(parts)) > columns:
+        parts = parts[:-1]
+    return parts
 
 
 def _parts(row: Row, clipped: float) -> list[str]:
@@ -211,6 +294,10 @@ def _evaluation(row: Row) -> list[str]:
     if keys.EVAL_ACCURACY in row:
         parts.append(f"{100 * row[keys.EVAL_ACCURACY]:.1f} %")
     return [f"eval {' / '.join(parts)}"] if parts else []
+
+
+def _threshold(key: str) -> str:
+    return f"{float(key.removeprefix(keys.WHAT_IF)):g}"
 
 
 def _number(value: float) -> str:

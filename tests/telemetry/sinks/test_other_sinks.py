@@ -6,10 +6,13 @@ import os
 import sys
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
+from runner import GradientClipping, Log, Trainer
 from runner.cli.main import main
-from runner.run_folder.strict_json import Row
+from runner.run_folder.strict_json import Row, read_rows
 from runner.telemetry.sinks import TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink
 from runner.train import preflight
@@ -89,6 +92,28 @@ def test_a_terminal_gets_a_live_bar_that_fits_it(columns, shown, cut):
     assert "look at clip.threshold" in ended
 
 
+LINES = """
+import logging, sys
+from runner.telemetry.sinks.console import ConsoleHandler, TerminalSink, print_line
+sink = TerminalSink(1, 1, "run", sys.stderr)
+print_line("clip-runner: cpu, one rank")
+sink.write({"train/step": 1})
+sink.close({"guidance": ["the threshold clipped all of the steps, raise clip.threshold"]}, 0)
+logging.getLogger().addHandler(ConsoleHandler())
+logging.warning("a message that is longer than the terminal: see python -m runner report RUN")
+"""
+
+
+def test_lines_on_a_terminal_end_at_a_word_and_leave_a_command_whole():
+    seen, code = on_a_terminal([sys.executable, "-c", LINES], ENVIRONMENT, 40)
+    shown = seen.replace("\x1b[K", "").replace("\r", "\n").splitlines()
+    assert code == 0
+    assert shown[0] == "clip-runner: cpu, one rank"
+    assert "  raise clip.threshold" in shown
+    assert "  python -m runner report RUN" in shown
+    assert all(len(line) <= 40 or "python -m runner" in line for line in shown)
+
+
 SCRIPT = """
 from torch import nn, zeros
 from runner import Trainer
@@ -102,6 +127,44 @@ def test_a_script_on_a_terminal_shows_the_bar():
     assert code == 0
     assert "4/4  eta 00:00  loss 0." in seen
     assert "training: finished after 4 steps" in seen
+
+
+def fit_in_lines(log, capsys):
+    """Train a model of two classes for 4 steps; the summary, and what is printed."""
+    torch.manual_seed(0)
+    loader = [(torch.randn(2, 3), torch.zeros(2).long())] * 4
+    summary = Trainer(nn.Linear(3, 2), loader, "1ep", GradientClipping("norm", 0.1), log=log).fit()
+    return summary, capsys.readouterr().err.splitlines()
+
+
+def test_a_script_without_a_terminal_shows_lines(capsys):
+    _, shown = fit_in_lines(Log(), capsys)
+    assert [line.split()[1] for line in shown[:4]] == ["1/4", "2/4", "3/4", "4/4"]
+
+
+def test_a_training_without_a_record_says_so(capsys, tmp_path):
+    _, without = fit_in_lines(Log(), capsys)
+    _, recorded = fit_in_lines(Log(tmp_path / "rows.jsonl"), capsys)
+    assert any("nothing was recorded" in line for line in without)
+    assert not any("nothing was recorded" in line for line in recorded)
+
+
+def test_a_file_that_log_names_has_the_row_of_each_step(capsys, tmp_path):
+    summary, _ = fit_in_lines(Log([tmp_path / "mine" / "rows.jsonl"]), capsys)
+    rows = [*read_rows(tmp_path / "mine" / "rows.jsonl")]
+    assert [row["train/step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["train/loss"] == summary["final"]["train/loss"]
+
+
+def test_the_end_of_a_run_says_what_other_thresholds_would_have_clipped(capsys):
+    _, shown = fit_in_lines(Log(what_if=[1e-6, 1e6]), capsys)
+    assert "other thresholds would have clipped  1e-06 100 %  1e+06 0 %" in shown
+
+
+def test_a_summary_is_shown_in_one_line(capsys):
+    summary, _ = fit_in_lines(Log(bar=False), capsys)
+    assert repr(summary).startswith("<Summary: steps 4, train/loss 0.")
+    assert "clipped 100 %" in repr(summary)
 
 
 SHORT = ["device=cpu", "train.max_duration=4ba", "eval.interval=2ba", "model.width=4"]

@@ -1,0 +1,69 @@
+"""The answer of a command to a program: ``--json`` prints one line of JSON on standard output."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, NamedTuple
+
+from runner.config.masking import hidden, hidden_in, masked
+from runner.config.problem import NOTHING, Problem, RequestError
+from runner.launch.failure import Failure
+from runner.run_folder.strict_json import encode
+
+FLAG = "--json"
+
+
+class Answer(NamedTuple):
+    """The exit code of a command, and what it answers to a program."""
+
+    exit_code: int
+    content: Mapping[str, Any] = {}
+
+
+def text_of(answer: Answer) -> str:
+    """Return an answer as one line of JSON, without secrets."""
+    return encode(hidden_in({"exit_code": answer.exit_code, **answer.content}))
+
+
+def content_of_refusal(error: RequestError) -> dict[str, Any]:
+    """Return the problems of a wrong request, each with key, value, message and suggestion."""
+    return {"problems": [_content_of_problem(problem) for problem in error.problems]}
+
+
+def _content_of_problem(problem: Problem) -> dict[str, Any]:
+    suggestion = re.search(r"did you mean (.+?)\?", problem.message)
+    key, _, typed = problem.key.partition("=")  # of a group, or of a text that is no override
+    value = (typed or None) if problem.value is NOTHING else problem.value
+    return {
+        "key": key,
+        "value": _plain(masked(value, key)),
+        "message": hidden(problem.message),
+        "suggestion": None if suggestion is None else suggestion[1],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
+
+
+def content_of_failure(failure: Failure) -> dict[str, Any]:
+    """Return why a command failed, in one line, and the rank that failed."""
+    return {"error": failure.line, "rank": failure.rank}
+
+
+@contextmanager
+def printing_to_stderr() -> Iterator[None]:
+    """Send to standard error what this process, and what it starts, prints on standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,63 @@
+"""``--json``: one line of JSON on standard output, everything else on standard error."""
+
+import json
+
+import pytest
+
+from runner.cli.main import main
+from tests.cli.test_run import TINY
+
+
+@pytest.fixture
+def answer(outputs, capfd):
+    """Run a command with ``--json``; its exit code and the one line that it answers."""
+
+    def ask(*words):
+        code = main([*words, "--json"])
+        [line] = capfd.readouterr().out.splitlines()
+        content = json.loads(line)
+        assert content["exit_code"] == code
+        return content
+
+    return ask
+
+
+def test_a_refusal_names_key_value_message_and_suggestion_of_each_problem(answer):
+    content = answer("clip=nrom", "optimizer.lrr=3")
+    first, second = content["problems"]
+    assert (first["key"], first["value"], first["suggestion"]) == ("clip", "nrom", "norm")
+    assert (second["key"], second["value"]) == ("optimizer.lrr", 3)
+    assert second["suggestion"] == "optimizer.lr"
+    assert second["message"].startswith("unknown key")
+
+
+def test_a_refusal_masks_secrets(answer):
+    content = answer("+optimizer.github_token=ghp_hidden", "clip=nrom")
+    assert "ghp_hidden" not in json.dumps(content)
+
+
+def test_a_plan_lists_its_runs(answer):
+    content = answer("plan", "-m", "clip.threshold=0.5,1", *TINY)
+    steps = [run["steps"] for run in content["runs"]]
+    states = {run["state"] for run in content["runs"]}
+    assert (steps, states) == ([1, 1], {"to run"})
+
+
+def test_a_run_answers_its_folder_and_summary(answer, outputs):
+    content = answer(*TINY)
+    [folder] = (outputs / "runs").iterdir()
+    assert content["folder"] == str(folder)
+    assert content["summary"]["steps"] == 1
+
+
+def test_an_evaluation_answers_the_metrics_of_the_checkpoint(answer, outputs):
+    run = answer(*TINY[:-1], "hydra.run.dir=" + str(outputs / "one"))
+    content = answer("evaluate", run["folder"])
+    assert content["metrics"]["eval/loss"] == run["summary"]["final"]["eval/loss"]
+
+
+def test_a_calibration_answers_what_its_file_says(answer):
+    content = answer("calibrate", "calibrate.steps=8", *TINY)
+    with open(content["file"], encoding="utf-8") as file:
+        description = json.load(file)
+    assert {**description, "exit_code": 0, "file": content["file"]} == content

@@ -62,7 +62,7 @@ def test_ctrl_c_before_training_ends_in_one_sentence(environment, stage, words):
         assert lines == ["interrupted"], seen
 
 
-def test_ctrl_c_while_ranks_train_ends_in_three_lines(environment):
+def test_ctrl_c_while_ranks_train_ends_with_the_way_to_continue(environment):
     """How far the run came, how to continue it, and where its page is."""
     words = ["tracker=none", "train.max_duration=100000ba", "device=cpu", *RANKS]
     trains = re.compile(r"[1-9]\d*/100000 ")

@@ -79,7 +79,8 @@ def section(tmp_path_factory):
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("WANDB_BASE_URL", server.url)
         patch.setenv("WANDB_API_KEY", "local-" + "a" * 40)
-        patch.delenv("WANDB_MODE", raising=False)
+        for key in ("WANDB_MODE", "WANDB_ENTITY", "NETRC"):
+            patch.delenv(key, raising=False)
         code = main(["dashboard", "--project", "clips", "--group", GROUP])
     server.close()
     assert code == 0

@@ -21,6 +21,7 @@ _VIRIDIS = np.frombuffer(
 # The parts of it whose contrast is at least 3:1 on white, and on the dark screen
 _BRIGHTEST = 0.58
 _DARKEST = 0.38
+_EVENLY = 0.82  # steps are wider at the dark end, whose colours are closer to each other
 _LEVELS = 96  # parts of viridis, so that each colour has one counterpart
 
 # Of choices: at least 3:1 on both backgrounds, and far apart for the colour-blind
@@ -64,8 +65,10 @@ def viridis(place: float) -> str:
 
 
 def ordered(count: int) -> list[str]:
-    """Return ``count`` colours from dark to bright, as far apart as possible."""
-    places = [0.3] if count == 1 else [_BRIGHTEST * i / (count - 1) for i in range(count)]
+    """Return ``count`` colours from dark to bright, about equally far apart for the eye."""
+    places = [0.3]
+    if count > 1:
+        places = [_BRIGHTEST * (i / (count - 1)) ** _EVENLY for i in range(count)]
     return [viridis(round(place * _LEVELS) / _LEVELS) for place in places]
 
 

@@ -187,7 +187,10 @@
     layout.yaxis.uirevision = `${chart.resets} ${chart.log}`;
     if (touch) layout.dragmode = false; // a finger scrolls the page
     if (plot.clientWidth < 420) narrow(chart, data, layout);
-    if (state.paper) [layout.width, layout.height] = [480, Math.min(layout.height - 80, 300)];
+    if (state.paper) {
+      layout.width = chart.figure.closest("#answer") ? 800 : 480;
+      layout.height = Math.min(layout.height - 80, 300);
+    }
     plot.style.height = `${layout.height}px`;
     // With another configuration, the library would forget the zoom.
     chart.config ??= { responsive: true, displaylogo: false, doubleClick: false, modeBarButtons: [

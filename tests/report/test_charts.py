@@ -3,6 +3,7 @@
 import json
 import math
 from importlib import resources
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -314,6 +315,24 @@ def test_texts_of_the_page_are_read_on_both_backgrounds():
             assert contrast(color[name], paper) >= 4.5, name
             assert contrast(color[name], color["wash"]) >= 4.5, name
         assert contrast(color["edge"], paper) >= 3
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_colours_of_neighbouring_thresholds_are_told_apart(count):
+    colors = ordered(count)
+    for theme in ({}, on_dark()):
+        shown = [lab(theme.get(color, color)) for color in colors]
+        for first, second in pairwise(shown):
+            assert math.dist(first, second) > 14, (colors, theme)
+
+
+def lab(color):
+    """CIE L*, a* and b* of a colour, in which distances are about those that the eye sees."""
+    channels = np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt(to_xyz @ linear / np.array([0.9505, 1.0, 1.089])).tolist()
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def contrast(first, second):

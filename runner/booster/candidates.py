@@ -27,7 +27,12 @@ class Observed(NamedTuple):
 
 
 def tolerance_of(loss: Tensor, terms: Sequence[Term]) -> float:
-    """Return by how much a divisor may differ from a count, as it is rounded."""
+    """Return by how much a divisor may differ from a count, as it is rounded.
+
+    Losses in float64 are exact: what they divide by has to be so too.
+    """
+    if loss.dtype == torch.float64:
+        return _TOLERANCES[loss.dtype]
     dtypes = {loss.dtype, *(term.dtype for term in terms if term.dtype is not None)}
     return max(_TOLERANCES.get(dtype, 4e-3) for dtype in dtypes)
 

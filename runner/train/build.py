@@ -41,6 +41,7 @@ from runner.data.dataset import is_dataset, length_of
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
+from runner.train.model import make_on_first
 from runner.train.progress import total_steps
 from runner.train.trainer import Evaluate, InBackward, Log, Measurements, Trainer
 
@@ -262,10 +263,8 @@ def make_trainer(
     device = device_of(config.device)
     plugin = make_plugin(config)
     data = make_data(config.data)
-    # All ranks draw the same weights; then each data-parallel rank drops other activations.
-    torch.manual_seed(config.seed)
-    make_model = maker(config.model)
-    model = make_model().to(device)
+    model = _make_model(config, plugin, device)
+    # All ranks have the same weights; from now on each data-parallel rank drops other activations.
     rank_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
     torch.manual_seed(rank_seed)
     # Transforms and models of a user may draw from these.
@@ -310,6 +309,20 @@ def make_trainer(
         ),
         callbacks=[SkippedSteps(config.clip.max_skips), *callbacks],
     )
+
+
+def _make_model(config: RunConfig, plugin: Plugin, device: torch.device) -> nn.Module:
+    """Make the model, equal on all ranks; on the host if ``boost`` gives each rank its part."""
+    make = maker(config.model)
+    if not (plugin.splits_model and plugin.world_size > 1):
+        torch.manual_seed(config.seed)
+        model: nn.Module = make().to(device)
+        return model
+    plugin.device = device
+    model, reason = make_on_first(make, config.seed)
+    if reason and plugin.rank == 0:
+        log.warning("every rank makes the whole model before it keeps its part: %s", reason)
+    return model
 
 
 def _algorithm(config: RunConfig) -> ClipMode | InBackward:

@@ -182,7 +182,7 @@ class Trainer:
         self.booster = Booster() if booster is None else booster
         self.plugin = self.booster.plugin
         self.criterion = criterion.criterion if isinstance(criterion, Loss) else criterion
-        self.device = next(model.parameters()).device
+        self.device = self.plugin.device or next(model.parameters()).device
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.train_dataloader = train_dataloader
         self.max_duration = Duration.parse(str(max_duration))

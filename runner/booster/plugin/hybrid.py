@@ -104,6 +104,7 @@ class HybridParallelPlugin(base.Plugin):
         self.data_rank = self.distribution.data_rank
         self.data_size = sizes.dp
         self.reports_metrics = self.distribution.has_loss
+        self.splits_model = self.distribution.splits_model
 
     @classmethod
     def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
@@ -139,7 +140,8 @@ class HybridParallelPlugin(base.Plugin):
 
     def configure(self, model: nn.Module) -> ParallelModel:
         """Distribute ``model`` over the ranks, in place."""
-        return self.distribution.distribute(model)
+        device = self.device or next(model.parameters()).device
+        return self.distribution.distribute(model, device)
 
 
 def _tensor_problems(

@@ -95,6 +95,7 @@ class Distribution:
     param_dtype: torch.dtype | None
     cpu_offload: bool
     sync_batchnorm: bool
+    no_sync: bool
     dp_replicate: int = 1
 
     def __post_init__(self) -> None:
@@ -106,6 +107,8 @@ class Distribution:
             raise ValueError(
                 f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {self.zero_stage}"
             )
+        if self.zero_stage < 2 and not self.no_sync:
+            raise ValueError(f"no_sync goes with zero_stage 2 and 3, not {self.zero_stage}")
         pp = self.sizes.pp
         schedule = SCHEDULES[self.schedule]
         self.stage_count = pp * schedule.stages_per_rank
@@ -202,7 +205,7 @@ class Distribution:
             steps=steps,
             pipeline=pipeline,
             renamed=own_stages.renamed,
-            hold=lambda held: hold(model, averagings, held),
+            hold=lambda held: hold(model, averagings, held and self.no_sync),
             forget=usage.forget,
             once=bool(own_stages.copies or experts),
         )

@@ -184,6 +184,7 @@ class Trainer:
         self.criterion = criterion.criterion if isinstance(criterion, Loss) else criterion
         self.device = self.plugin.device or next(model.parameters()).device
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self.train_dataloader = train_dataloader
         self.max_duration = Duration.parse(str(max_duration))
         self.stop: Callable[[], int] = requested

@@ -123,7 +123,8 @@ def plan(argv: Sequence[str]) -> Answer:
         python -m runner plan [OVERRIDES OF A RUN OR A SWEEP]
 
     For every run it prints the overrides that set it apart, its optimizer steps, and whether it is
-    done already. It creates nothing. `--json` prints one line of JSON.
+    done already, and how often ranks send gradients. It creates nothing. `--json` prints one line
+    of JSON.
     """
     request = checked(read(argv, "a plan"))
     check_jobs(request.jobs)
@@ -142,8 +143,23 @@ def plan(argv: Sequence[str]) -> Answer:
         rows.append((run.number, run.label, "unknown" if steps is None else str(steps), state))
         runs.append({"run": run.number, "label": run.label, "steps": steps, "state": state})
     print_line(live.columns(rows))
+    for sent in dict.fromkeys(_sent(run.job) for run in planned):
+        if sent:
+            print_line(sent)
     print_line(_summary(request, len(planned), steps_to_run))
     return Answer(0, {"runs": runs, "folder": str(request.folder) if request.sweep else None})
+
+
+def _sent(job: Job) -> str:
+    """Return how often the ranks of a job send gradients; empty if that cannot be known."""
+    from runner.train.communication import gradients_sent
+    from runner.train.preflight import make_on_meta
+
+    model = make_on_meta(job.config.model)
+    if model is None:
+        return ""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return gradients_sent(job.config, sum(parameter.nbytes for parameter in trained))
 
 
 def _planned(request: Request) -> list[Planned]:

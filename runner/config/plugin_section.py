@@ -24,7 +24,7 @@ def read_plan(value: Any) -> Any:
     return read_yaml(Path(value).expanduser()) if isinstance(value, str) else value
 
 
-_FROM_STAGE = {"reshard_after_forward": 3, "param_dtype": 2, "cpu_offload": 2}
+_FROM_STAGE = {"reshard_after_forward": 3, "param_dtype": 2, "cpu_offload": 2, "no_sync": 2}
 """Keys that have a meaning from a stage of ZeRO on."""
 
 Plan = Annotated[dict[str, str], Field(min_length=1), BeforeValidator(read_plan)]
@@ -66,6 +66,7 @@ class PluginSection(Section):
     tp_plan: Plan | None = key("tensor: modules with styles, or a file; null: the model's")
     param_dtype: Literal["bf16", "fp16"] | None = key("fsdp, zero 2, 3: compute in this type")
     cpu_offload: bool = key("fsdp, zero_stage 2, 3: keep shards in host memory")
+    no_sync: bool = key("fsdp, zero_stage 2, 3: false sends each microbatch, saves memory")
     sync_batchnorm: bool = key("GPUs: compute batch norm over all data-parallel ranks")
 
     def conflicts(self) -> Conflicts:

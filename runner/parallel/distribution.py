@@ -17,7 +17,8 @@ from runner.clip import Layout
 from runner.clip.units import head_weights
 from runner.parallel import gradient_sync as sync
 from runner.parallel import mesh, stages, tensor_styles
-from runner.parallel.collectives import broadcast, on_any_rank
+from runner.parallel.collectives import on_any_rank
+from runner.parallel.full_state_dict import FirstRankValues
 from runner.parallel.hooks import AfterBatch, Usage, require_no_post_accumulate
 from runner.parallel.mesh import Axes, MeshSizes, grid
 from runner.parallel.pipeline import Pipeline
@@ -94,6 +95,7 @@ class Distribution:
     param_dtype: torch.dtype | None
     cpu_offload: bool
     sync_batchnorm: bool
+    no_sync: bool
     dp_replicate: int = 1
 
     def __post_init__(self) -> None:
@@ -105,6 +107,8 @@ class Distribution:
             raise ValueError(
                 f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {self.zero_stage}"
             )
+        if self.zero_stage < 2 and not self.no_sync:
+            raise ValueError(f"no_sync goes with zero_stage 2 and 3, not {self.zero_stage}")
         pp = self.sizes.pp
         schedule = SCHEDULES[self.schedule]
         self.stage_count = pp * schedule.stages_per_rank
@@ -131,12 +135,15 @@ class Distribution:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         return options
 
-    def distribute(self, model: nn.Module) -> ParallelModel:
-        """Split into stages, distribute experts, shard weights, then shard over data ranks."""
+    def distribute(self, model: nn.Module, device: torch.device) -> ParallelModel:
+        """Split into stages, distribute experts, shard weights, then shard over data ranks.
+
+        The values are those of the first rank, whose model may lie on the host. Each rank gets its
+        parts of them on ``device``.
+        """
         sizes = self.sizes
         world = dist.group.WORLD
         assert world is not None
-        device = next(model.parameters()).device
         axes = Axes.of(device.type, sizes)
         if self.sync_batchnorm:
             data = axes.dp.get_group()
@@ -147,18 +154,20 @@ class Distribution:
         experts = mesh.of_experts(model) if sizes.ep > 1 else frozenset()
         styles = self._tensor_styles(model)
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
-        # Ranks may have drawn different weights.
-        broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())], world)
+        values = FirstRankValues(model)
         own_stages = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
         if sizes.ep > 1:
             mesh.spread_experts(model, axes.ep.get_group())
         if sizes.tp > 1:
-            parallelize(model, styles, axes.tp, sequence=self.sequence_parallel)
+            # fully_shard allocates what it keeps.
+            kept = torch.device("meta") if self.sharded else device
+            parallelize(model, styles, axes.tp, kept, sequence=self.sequence_parallel)
         modules = {number: stages.Stage(model, parts[number]) for number in own_stages.numbers}
         roots = list(modules.values()) if parts else [model]
         usage = Usage()
         if self.sharded:
-            self._shard_over_data(roots, axes, usage, ends=not parts)
+            self._shard_over_data(roots, axes, usage, device, ends=not parts)
+        values.fill(model, own_stages.renamed, device)
         if self._is_replicated():
             # All ranks have bitwise equal gradients, so that clipping needs no collective.
             layout = Layout.of_model(model)
@@ -196,15 +205,20 @@ class Distribution:
             steps=steps,
             pipeline=pipeline,
             renamed=own_stages.renamed,
-            hold=lambda held: hold(model, averagings, held),
+            hold=lambda held: hold(model, averagings, held and self.no_sync),
             forget=usage.forget,
             once=bool(own_stages.copies or experts),
         )
 
+    @property
+    def splits_model(self) -> bool:
+        """Whether each rank holds a part of the parameters only."""
+        sizes = self.sizes
+        return self.sharded or max(sizes.tp, sizes.pp, sizes.ep) > 1
+
     def _is_replicated(self) -> bool:
         """Return True if every rank holds and steps the whole model."""
-        sizes = self.sizes
-        return max(sizes.tp, sizes.pp, sizes.ep) == 1 and self.zero_stage == 0
+        return not self.splits_model and self.zero_stage == 0
 
     def _tensor_styles(self, model: nn.Module) -> Mapping[str, str]:
         """Return how each layer is split over tensor-parallel ranks."""
@@ -229,15 +243,22 @@ class Distribution:
             require_no_post_accumulate(model.named_parameters(), reason)
 
     def _shard_over_data(
-        self, roots: Iterable[nn.Module], axes: Axes, usage: Usage, ends: bool
+        self,
+        roots: Iterable[nn.Module],
+        axes: Axes,
+        usage: Usage,
+        device: torch.device,
+        ends: bool,
     ) -> None:
+        if self.cpu_offload:
+            device = torch.device("cpu")
         over = axes.dp
         if self.dp_replicate > 1:
             shape = (self.dp_replicate, self.sizes.dp // self.dp_replicate)
             over = grid(over.device_type, shape, ("dp_replicate", "dp_shard"))
         experts = axes.edp if self.sizes.ep > 1 else None
         for root in roots:
-            shard_model(root, over, self.fsdp, usage, experts, ends=ends)
+            shard_model(root, over, self.fsdp, usage, device, experts, ends=ends)
 
     def _num_replicas(
         self, own_stages: stages.OwnStages, experts: frozenset[str]

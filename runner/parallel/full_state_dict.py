@@ -26,7 +26,15 @@ from torch.distributed.tensor import DTensor
 from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.config.reading import opened
-from runner.parallel.collectives import from_all, full, is_first, on_first, several_ranks, sharded
+from runner.parallel.collectives import (
+    buckets,
+    from_all,
+    full,
+    is_first,
+    on_first,
+    several_ranks,
+    sharded,
+)
 
 _ADVICE = "torch.distributed is disabled"  # torch warns where one process saves
 
@@ -118,6 +126,79 @@ def _copy_part(whole: Tensor, tensor: Tensor) -> None:
     if isinstance(tensor, DTensor):
         part = sharded(whole, tensor.device_mesh, tensor.placements)
     local(tensor).copy_(local(part))
+
+
+class FirstRankValues:
+    """The values of the model on the first rank, of which each rank gets its parts after the split.
+
+    Args:
+        model: the whole model, before it is split. Only the first rank reads its values, so other
+            ranks may hold memory that was never written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self._buffers = dict(model.named_buffers())
+        self._tensors: dict[str, Tensor] = {**parameters, **self._buffers}
+        names = {id(buffer): name for name, buffer in self._buffers.items()}
+        self._places: list[tuple[str, nn.Module, str]] = []  # of each buffer, also of a shared one
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._places.append((names[id(buffer)], module, key))
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, renamed: Mapping[str, str], device: torch.device) -> None:
+        """Give the tensors of ``model``, this rank's part, their values on ``device``.
+
+        Every rank calls this. At most one parameter, or a few small ones, are whole at a time.
+        """
+        here = self._parameters_here(model, renamed, device)
+        here |= self._buffers_here(device)
+        names = {id(tensor): name for name, tensor in self._tensors.items()}
+        to_send = [tensor for tensor in self._tensors.values() if tensor.numel()]
+        for bucket in buckets(to_send):
+            for tensor, whole in zip(bucket, _from_first(bucket, device), strict=True):
+                for part in here.get(names[id(tensor)], ()):
+                    _copy_part(whole, part)
+
+    def _parameters_here(
+        self, model: nn.Module, renamed: Mapping[str, str], device: torch.device
+    ) -> dict[str, list[Tensor]]:
+        """Return the parameters of this rank by their names in the whole model, on ``device``."""
+        here: dict[str, list[Tensor]] = {}
+        for local_name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor) and parameter.device != device:
+                parameter.data = torch.empty_like(parameter, device=device)
+            here.setdefault(renamed.get(local_name, local_name), []).append(parameter)
+        return here
+
+    def _buffers_here(self, device: torch.device) -> dict[str, list[Tensor]]:
+        """Return the buffers of this rank by their names in the whole model, on ``device``."""
+        on_device: dict[str, Tensor] = {}
+        for name, module, key in self._places:
+            if module._buffers[key] is None:  # it belongs to another rank
+                continue
+            buffer = self._buffers[name]
+            if name not in on_device:
+                moves = buffer.device != device
+                on_device[name] = torch.empty_like(buffer, device=device) if moves else buffer
+            module._buffers[key] = on_device[name]
+        return {name: [buffer] for name, buffer in on_device.items()}
+
+
+def _from_first(bucket: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the values that the first rank has for tensors of one dtype; every rank calls this."""
+    if is_first():
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+    else:
+        elements = sum(tensor.numel() for tensor in bucket)
+        flat = torch.empty(elements, dtype=bucket[0].dtype, device=device)
+    if several_ranks():
+        dist.broadcast(flat.view(torch.uint8), src=0)  # bytes: a dtype need not be known to gloo
+    sizes = [tensor.numel() for tensor in bucket]
+    parts = torch.split(flat, sizes)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
 
 
 def _problems(

@@ -22,17 +22,22 @@ def shard_model(
     mesh: DeviceMesh,
     options: Mapping[str, Any],
     usage: Usage,
+    device: torch.device,
     experts: DeviceMesh | None = None,
     ends: bool = True,
 ) -> None:
-    """Shard each block (an element of a ModuleList, except experts), then the rest of ``root``."""
-    _prepare(root)
+    """Shard each block (an element of a ModuleList, except experts), then the rest of ``root``.
+
+    Shards are allocated on ``device``, without values.
+    """
+    _require_elements(root)
     hooks = {
         (module, key): parameter._backward_hooks
         for module in root.modules()
         for key, parameter in module._parameters.items()
         if parameter is not None and parameter._backward_hooks
     }
+    _replace_by_meta(root)
     for _, mixture in mixtures(root) if experts is not None else ():
         for expert in mixture.get_submodule("experts").children():
             if any(True for _ in expert.parameters()):
@@ -46,6 +51,7 @@ def shard_model(
         full = replace(options["mp_policy"], output_dtype=torch.float32)
         options = {**options, "mp_policy": full}
     fully_shard(root, mesh=mesh, **options)
+    root.to_empty(device=device)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_hook(_require_seen)
@@ -115,15 +121,34 @@ def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:
         )
 
 
-def _prepare(root: nn.Module) -> None:
-    """Refuse empty parameters, and convert channels-last weights: fully_shard supports neither."""
+def _require_elements(root: nn.Module) -> None:
+    """Refuse empty parameters, which fully_shard does not support."""
     for name, parameter in root.named_parameters():
         if not parameter.numel():
             raise ValueError(
                 f"{name} has no elements, and fully_shard cannot reduce its gradient: leave it out "
                 "of the model, or choose TorchDDPPlugin (plugin=ddp) or zero_stage=1"
             )
-        parameter.data = parameter.data.contiguous()
+
+
+def _replace_by_meta(root: nn.Module) -> None:
+    """Replace parameters by ones without memory, so that no device holds them whole.
+
+    They are contiguous, because fully_shard does not support channels-last weights.
+    """
+    # By its id each original parameter, held so that no other tensor gets this id, and its new one.
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in root.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in replaced:
+                empty = torch.empty_like(
+                    parameter.detach(), device="meta", memory_format=torch.contiguous_format
+                )
+                new_parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                replaced[id(parameter)] = parameter, new_parameter
+            setattr(module, key, replaced[id(parameter)][1])
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:

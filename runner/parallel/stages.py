@@ -190,7 +190,10 @@ def keep_own(
 def untie(
     model: nn.Module, stages: Sequence[Sequence[Part]]
 ) -> tuple[dict[str, str], dict[str, list[int]]]:
-    """Give each stage its own copy of a parameter; return new names, and the stages of each."""
+    """Give each stage its own copy of a parameter; return new names, and the stages of each.
+
+    Copies have no values.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     renamed: dict[str, str] = {}
     copies_of: dict[str, dict[int, nn.Parameter]] = {}  # by name and stage
@@ -206,7 +209,9 @@ def untie(
                 elif number not in copies:
                     why = "several stages have a copy of this parameter each"
                     require_no_post_accumulate([(name, parameter)], why)
-                    copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    copy = nn.Parameter(
+                        torch.empty_like(parameter.detach()), parameter.requires_grad
+                    )
                     carry_over(parameter._backward_hooks, copy)
                     copies[number] = copy
                     names[copy] = name

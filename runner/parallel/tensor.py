@@ -178,9 +178,17 @@ def _local_parameters(module: nn.Module, partial: frozenset[str]) -> Iterator[No
 
 
 def parallelize(
-    model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool
+    model: nn.Module,
+    styles: Mapping[str, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    sequence: bool,
 ) -> None:
-    """Shard the parameters of planned modules in place, and replicate all others as DTensors."""
+    """Shard the parameters of planned modules in place, and replicate all others as DTensors.
+
+    They are allocated on ``device``, without values.
+    """
     # Modules inside these get whole sequences.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
     entrances = _entrances(styles)
@@ -192,7 +200,7 @@ def parallelize(
         style = style_of(styles, name)
         keys = [key for key, value in module._parameters.items() if value is not None]
         for key in keys:
-            _distribute(module, key, mesh, style.placement(key), replaced)
+            _distribute(module, key, mesh, style.placement(key), device, replaced)
         entrance = entrances.get(name.rpartition(".")[0]) if styles.get(name) == "colwise" else None
         region = Region(mesh.get_group(), sequence and not name.startswith(whole), entrance)
         sums = style.partial or (region.sequence and style.sequence)
@@ -225,14 +233,19 @@ def _distribute(
     key: str,
     mesh: DeviceMesh,
     placement: Placement,
+    device: torch.device,
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]],
 ) -> None:
     """Replace parameter ``key`` of a module by a DTensor, tied ones by the same DTensor."""
     parameter = module._parameters[key]
     assert parameter is not None
     if id(parameter) not in replaced:
-        # Ranks hold equal weights, so each takes its own shard and nothing is sent.
-        sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        whole = torch.empty_like(parameter.detach(), device="meta")
+        sharded: Tensor = distribute_tensor(
+            whole, mesh, [placement], src_data_rank=None
+        )  # sends nothing
+        if device.type != "meta":
+            sharded = torch.empty_like(sharded, device=device)
         new_parameter = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
         carry_over(parameter._backward_hooks, new_parameter)
         replaced[id(parameter)] = parameter, new_parameter

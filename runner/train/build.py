@@ -46,9 +46,11 @@ from runner.data import Data
 from runner.data.dataset import collate_pairs, is_dataset, length_of, own
 from runner.models.weights import load_weights
 from runner.optim.groups import GroupError, parameter_groups, require_settings
+from runner.parallel.collectives import is_first
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
+from runner.train.model import make_on_first
 from runner.train.options import Evaluate, InBackward, Log, Measurements
 from runner.train.progress import total_steps
 from runner.train.trainer import Trainer
@@ -132,7 +134,7 @@ def make_model(section: ModelSection, from_weights: bool = True) -> nn.Module:
     model = _require(nn.Module, make(), section)
     if from_weights and section.file is not None:
         told = load_weights(model, section.file, section.strict, section.leave_out)
-        if told:
+        if told and is_first():
             log.warning("model.weights: %s", told)
     return model
 
@@ -303,9 +305,8 @@ def make_trainer(
     device = device_of(config.device)
     plugin = make_plugin(config)
     data = make_data(config.data)
-    # All ranks draw the same weights; then each data-parallel rank drops other activations.
-    torch.manual_seed(config.seed)
-    model = make_model(config.model, from_weights).to(device)
+    model = _make_model(config, plugin, device, from_weights)
+    # All ranks have the same weights; from now on each data-parallel rank drops other activations.
     rank_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
     torch.manual_seed(rank_seed)
     # Transforms and models of a user may draw from these.
@@ -351,6 +352,21 @@ def make_trainer(
         ),
         callbacks=[SkippedSteps(config.clip.max_skips), *callbacks],
     )
+
+
+def _make_model(
+    config: RunConfig, plugin: Plugin, device: torch.device, from_weights: bool
+) -> nn.Module:
+    """Make the model, equal on all ranks; on the host if ``boost`` gives each rank its part."""
+    make = partial(make_model, config.model, from_weights)
+    if not (plugin.splits_model and plugin.world_size > 1):
+        torch.manual_seed(config.seed)
+        return make().to(device)
+    plugin.device = device
+    model, reason = make_on_first(make, config.seed)
+    if reason and plugin.rank == 0:
+        log.warning("every rank makes the whole model before it keeps its part: %s", reason)
+    return model
 
 
 def _algorithm(config: RunConfig) -> ClipMode | InBackward:

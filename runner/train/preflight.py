@@ -76,7 +76,7 @@ def check(config: RunConfig, compared: bool = True, *, here: bool = True) -> Non
     if config.telemetry.noise_scale and (spread or config.clip.norm_type != 2.0):
         problems.append(Problem("telemetry.noise_scale", True, NO_NOISE_SCALE))
     data = _made("data", config.data, build.make_data, problems)
-    model = _made("model", config.model, _make_model, problems)
+    model = _made("model", config.model, make_on_meta, problems)
     if model is not None:
         problems += _weights(config, model)
     criterion = _made("loss", config.loss, build.make_criterion, problems)
@@ -205,7 +205,8 @@ def _make_callback(target: Target) -> Callbacks:
     return Callbacks([build.maker(target)()], SinglePlugin())
 
 
-def _make_model(target: Target) -> nn.Module | None:
+def make_on_meta(target: Target) -> nn.Module | None:
+    """Make a model without values; None if it needs them while it is made."""
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = build.maker(target)()

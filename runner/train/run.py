@@ -29,6 +29,7 @@ from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import print_line
 from runner.train.build import make_callbacks, make_data, make_trainer
+from runner.train.communication import gradients_sent
 from runner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,10 @@ def _announce(trainer: Trainer, config: RunConfig, folder: Path | None) -> None:
     )
     log.info("training: %s", line)
     print_line(f"clip-runner: {line}", sys.stderr)
+    sent = gradients_sent(config, trainer.gradient_bytes)
+    if sent:
+        log.info("%s", sent)
+        print_line(f"clip-runner: {sent}", sys.stderr)
 
 
 def _remarks(trainer: Trainer, config: RunConfig, summary: dict[str, Any]) -> list[dict[str, Any]]:

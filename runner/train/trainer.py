@@ -113,8 +113,9 @@ class Trainer:
         self.booster = Booster() if booster is None else booster
         self.plugin = self.booster.plugin
         self.criterion = criterion.criterion if isinstance(criterion, Loss) else criterion
-        self.device = next(model.parameters()).device
+        self.device = self.plugin.device or next(model.parameters()).device
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self.train_dataloader = train_dataloader
         self.max_duration = Duration.parse(str(max_duration))
         self.stop: Callable[[], int] = requested

@@ -43,7 +43,9 @@ PLUGINS = {
 }
 MORE = {
     "hsdp": Kind(partial(Fsdp, dp_replicate=2), 4, 4),
-    "tensor_zero3": Kind(partial(Hybrid, tp_size=2, zero_stage=3, tp_plan=PLAN), 4, 2),
+    "tensor_zero3": Kind(
+        partial(Hybrid, tp_size=2, zero_stage=3, tp_plan=PLAN, no_sync=False), 4, 2
+    ),
     "pipeline_zero2": Kind(partial(Hybrid, pp_size=2, zero_stage=2, split=["1"]), 4, 2, 2),
     "zero_bubble": Kind(partial(Stages, schedule="zero_bubble"), 2, 1, 4),
 }

@@ -323,7 +323,7 @@ def compare(name, title, results):
 
 
 # zero2 and zero3 are fsdp by another name, hybrid is tensor and pipeline at once: slow. FSDP of
-# tensor parallelism replaces parameters twice.
+# tensor parallelism replaces parameters twice, and sends gradients in each microbatch.
 DAILY = [name for name in PLUGINS if name not in ("zero2", "zero3", "hybrid")] + ["tensor_zero3"]
 
 

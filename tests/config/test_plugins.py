@@ -56,6 +56,7 @@ ROUNDS = {"pp_size": 2, "schedule": "interleaved_1f1b"}
             *("reshard_after_forward", "below plugin.zero_sta"),
         ),
         ("hybrid", {"zero_stage": 1, "cpu_offload": True}, "cpu_offload", "zero_stage=2"),
+        ("zero", {"zero_stage": 1, "no_sync": False}, "no_sync", "zero_stage=2"),
     ],
 )
 def test_what_cannot_stand_together_is_named_with_a_way_out(name, sizes, key, said):

@@ -7,6 +7,7 @@ from torch import nn
 
 from runner.booster import Booster
 from runner.booster.step_order import StepOrderError
+from runner.parallel.full_state_dict import FirstRankValues
 from runner.parallel.hooks import Usage
 from runner.parallel.sharding import shard_model
 from tests.distributed.by_hand import Loop, batch_for, make
@@ -49,7 +50,9 @@ def shard_channels_last():
     model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
     before = model.weight.detach().clone()
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    shard_model(model, mesh, {}, Usage())
+    values = FirstRankValues(model)
+    shard_model(model, mesh, {}, Usage(), torch.device("cpu"))
+    values.fill(model, {}, torch.device("cpu"))
     assert torch.equal(model.weight.full_tensor(), before)
 
 

@@ -46,6 +46,9 @@ class Plugin(ABC):
         precision: precision of a :class:`~runner.Booster` that is given none.
         initial_scale: initial fp16 loss scale; None for the default one.
         max_norm: if above 0, each step clips the norm of a gradient that was not clipped before.
+        device: device on which this rank trains; None: that of the model.
+        splits_model: True if each rank holds a part of the parameters only. Such a model may lie on
+            the host, and only the values of the first rank are read.
     """
 
     data_rank: int = 0
@@ -54,6 +57,8 @@ class Plugin(ABC):
     precision: str | None = None
     initial_scale: float | None = None
     max_norm: float = 0.0
+    device: torch.device | None = None
+    splits_model: bool = False
 
     @classmethod
     def problems(cls, model: nn.Module, ranks: int, options: Mapping[str, Any]) -> Iterable[Misfit]:

@@ -24,7 +24,8 @@ class HybridParallelPlugin(base.Plugin):
     """Data × tensor × pipeline parallelism, with experts on different data-parallel ranks.
 
     Gradients are averaged over data-parallel ranks once per step, while its last backward pass
-    runs. With ``zero_stage`` 2 and 3 they are averaged in each backward pass outside ``no_sync``;
+    runs. With ``zero_stage`` 2 and 3 they are averaged in each backward pass outside ``no_sync``,
+    or in each one at all (``no_sync=False``);
     with pipeline stages in each backward pass. A size of None takes the ranks that others leave.
 
     Args:
@@ -43,7 +44,8 @@ class HybridParallelPlugin(base.Plugin):
             stages have about equal numbers of parameters.
         reshard_after_forward: with ``zero_stage`` 3, see :class:`~runner.booster.TorchFSDPPlugin`;
             with ``schedule="zero_bubble"`` parameters stay unsharded until the backward pass.
-        param_dtype: with ``zero_stage`` 2 and 3, as ``cpu_offload`` and ``sync_batchnorm``.
+        param_dtype: with ``zero_stage`` 2 and 3, as ``cpu_offload``, ``sync_batchnorm`` and
+            ``no_sync``.
         precision: ``fp32``, ``bf16`` or ``fp16``, for a Booster that is given no precision.
         initial_scale: initial fp16 loss scale.
         max_norm: if above 0, each optimizer step clips the norm of the gradient to it.
@@ -75,6 +77,7 @@ class HybridParallelPlugin(base.Plugin):
         param_dtype: str | None = None,
         cpu_offload: bool = False,
         sync_batchnorm: bool = False,
+        no_sync: bool = True,
         precision: str | None = None,
         initial_scale: float | None = None,
         max_norm: float = 0.0,
@@ -97,6 +100,7 @@ class HybridParallelPlugin(base.Plugin):
             param_dtype=base.dtype_of(param_dtype),
             cpu_offload=cpu_offload,
             sync_batchnorm=sync_batchnorm,
+            no_sync=no_sync,
         )
         self.precision = precision
         self.initial_scale = initial_scale
@@ -104,6 +108,7 @@ class HybridParallelPlugin(base.Plugin):
         self.data_rank = self.distribution.data_rank
         self.data_size = sizes.dp
         self.reports_metrics = self.distribution.has_loss
+        self.splits_model = self.distribution.splits_model
 
     @classmethod
     def sizes_of(cls, ranks: int, options: Mapping[str, Any]) -> MeshSizes:
@@ -139,7 +144,8 @@ class HybridParallelPlugin(base.Plugin):
 
     def configure(self, model: nn.Module) -> ParallelModel:
         """Distribute ``model`` over the ranks, in place."""
-        return self.distribution.distribute(model)
+        device = self.device or next(model.parameters()).device
+        return self.distribution.distribute(model, device)
 
 
 def _tensor_problems(
@@ -234,6 +240,10 @@ class TorchFSDPPlugin(HybridParallelPlugin):
         cpu_offload: whether to keep parameters, gradients and optimizer state in host memory.
         sync_batchnorm: whether to compute batch norm over the samples of all data-parallel ranks
             (:class:`torch.nn.SyncBatchNorm`, only on GPUs).
+        no_sync: whether microbatches under ``booster.no_sync`` send no gradients
+            (``set_requires_gradient_sync`` of torch). Each rank then holds gradients of the whole
+            model until the last microbatch. False: each microbatch sends its gradients, and a rank
+            holds its shards of their sum alone.
     """
 
     zero_stage_without_option = 3
@@ -245,6 +255,7 @@ class TorchFSDPPlugin(HybridParallelPlugin):
         param_dtype: str | None = None,
         cpu_offload: bool = False,
         sync_batchnorm: bool = False,
+        no_sync: bool = True,
     ) -> None:
         super().__init__(
             zero_stage=3,
@@ -252,6 +263,7 @@ class TorchFSDPPlugin(HybridParallelPlugin):
             param_dtype=param_dtype,
             cpu_offload=cpu_offload,
             sync_batchnorm=sync_batchnorm,
+            no_sync=no_sync,
         )
         if self.world_size % dp_replicate:
             raise ValueError(f"{dp_replicate} replicas do not divide {self.world_size} ranks")

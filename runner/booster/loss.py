@@ -38,8 +38,8 @@ from runner.booster.criterion import (
 )
 from runner.booster.divisor import LABELS, NOTHING, positions_inside
 from runner.booster.outputs import logits_of, returned_loss, zero_of
-from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
+from runner.gradients import Number, transfer
 from runner.parallel.hooks import held_tensors
 
 WAYS_OUT = (

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from runner.check.parts import Part, inner_model, parts_of
 from runner.check.ranks import Ranks
 from runner.clip.functional import is_boosted
-from runner.clip.shard import local
 from runner.config.notation import first_few, ranks_as_text
+from runner.gradients.shard import local
 
 SumOfLosses = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """Returns the sum of the item losses of a microbatch, and the number of its items."""

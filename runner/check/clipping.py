@@ -24,9 +24,9 @@ from runner.check.parts import (
 from runner.check.ranks import MissingRanksError, Ranks, Watch, in_words
 from runner.check.reference import coefficients, combined, power_sum, root
 from runner.clip.functional import is_boosted
-from runner.clip.shard import is_dtensor, local
-from runner.clip.units import head_weights
 from runner.config.notation import first_few
+from runner.gradients.shard import is_dtensor, local
+from runner.gradients.units import head_weights
 
 Mode = Literal["norm", "value", "adaptive"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.check.reference import combined, root
-from runner.clip.over_ranks import process_groups_of
-from runner.clip.shard import is_dtensor, local, position_of
-from runner.clip.units import owned_parameters
+from runner.gradients.over_ranks import process_groups_of
+from runner.gradients.shard import is_dtensor, local, position_of
+from runner.gradients.units import owned_parameters
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",

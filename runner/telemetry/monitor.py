@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip import Decision, GradStats, Number, transfer
+from runner.clip import Decision, GradStats
 from runner.clip.functional import plain_clipper, warn_without_gradients
-from runner.clip.over_ranks import ProcessGroups, process_groups_of
-from runner.clip.shard import is_dtensor
+from runner.gradients import Number, transfer
+from runner.gradients.over_ranks import ProcessGroups, process_groups_of
+from runner.gradients.shard import is_dtensor
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import JsonlSink, Row, cut
 from runner.telemetry.meter import Meter, StepMetrics

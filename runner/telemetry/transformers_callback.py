@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from runner.clip import apply_gradient_clipping, clipping_state_dict, load_clipping_state_dict
-from runner.clip.over_ranks import are_process_groups
+from runner.gradients.over_ranks import are_process_groups
 from runner.run_folder import keys
 from runner.telemetry.monitor import GradientMonitor, To
 

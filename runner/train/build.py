@@ -29,7 +29,6 @@ from runner.booster.loss import Loss
 from runner.booster.plugin import PLUGINS, MeshSizes, SizeError
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
-from runner.clip.units import head_weights
 from runner.config.environment import started_rank
 from runner.config.notation import Duration
 from runner.config.plugin_section import PluginSection, uses
@@ -38,6 +37,7 @@ from runner.config.schema import DataSection, LossSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import is_dataset, length_of
+from runner.gradients.units import head_weights
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps

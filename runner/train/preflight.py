@@ -25,9 +25,8 @@ from runner.booster.in_backward import why_not_in_parts
 from runner.booster.loss import Loss, WindowLoss
 from runner.booster.outputs import logits_of, returned_loss
 from runner.booster.plugin import SCHEDULES, SizeError
-from runner.clip import ClipMode, Decision, Layout
+from runner.clip import ClipMode, Decision
 from runner.clip import build as build_mode
-from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.environment import (
     StartedRank,
@@ -50,6 +49,8 @@ from runner.config.schema import RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable, collate_pairs
 from runner.data.dataset import first_sample, length_of
+from runner.gradients import Layout
+from runner.gradients.layout import OptionError
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepMetrics
 from runner.train import build

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from runner.calibrate.calibrate import HIGHEST, LOWEST, Histogram, Tally
-from runner.clip import GradStats, Layout, apply_gradient_clipping, build
+from runner.clip import GradStats, apply_gradient_clipping, build
 from runner.clip.mode import scale_each
+from runner.gradients import Layout
 from tests.clip.reference import REFERENCE, adaptive, norm_of, on, unwaited
-from tests.clip.test_layout import Ranks, one_layout, shards, whole
+from tests.gradients.test_layout import Ranks, one_layout, shards, whole
 
 LAST = torch.channels_last
 

@@ -21,7 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CHANGED = ["runner/clip/**/*.py", "runner/booster/optimizer.py", "runner/parallel/*.py"]
+CHANGED = [
+    "runner/clip/**/*.py",
+    "runner/gradients/**/*.py",
+    "runner/booster/optimizer.py",
+    "runner/parallel/*.py",
+]
 CHANGED += ["runner/train/trainer.py", "runner/checkpoint/*.py"]
 FIRST = ["clip", "booster", "against_torch", "parallel", "train", "checkpoint", "distributed"]
 SWAPS: dict[type, type] = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot}

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.clip import transfer
+from runner.gradients import transfer
 
 
 @contextmanager

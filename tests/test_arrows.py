@@ -18,20 +18,22 @@ ARROWS = {
     "bench": "request launch train",
     "integrations": "telemetry",
     "check": "clip",
+    "clip": "gradients",
     "train": "checkpoint booster telemetry optim data models",
     "checkpoint": "booster run_folder",
     "telemetry": "clip run_folder optim",
     "booster": "parallel clip data",
-    "parallel": "clip",
+    "parallel": "gradients",
     "report": "run_folder",
     "request": "run_folder",
-    **dict.fromkeys(("run_folder", "optim", "clip", "data", "models", "config"), ""),
+    **dict.fromkeys(("run_folder", "optim", "gradients", "data", "models", "config"), ""),
 }
 """What each folder is built on. It may also import what these are built on, and ``config``."""
 FOREIGN = {
     "config": "torch hydra wandb",
     "request": "torch wandb",
     "clip": "hydra omegaconf wandb numpy",
+    "gradients": "hydra omegaconf wandb numpy",
     "check": "hydra omegaconf wandb numpy",
     "parallel": "hydra omegaconf wandb",
     "integrations": "hydra omegaconf wandb",
@@ -67,7 +69,7 @@ def test_imports_go_down(folder):
     assert {path[0] for top, *path in parts if top == "runner"} <= below(folder)
     libraries = {top for top, *_ in parts}
     assert not libraries & {*FOREIGN.get(folder, "").split()}
-    if folder in ("clip", "check"):
+    if folder in ("clip", "check", "gradients"):
         assert libraries - sys.stdlib_module_names <= {"torch", "runner"}
 
 

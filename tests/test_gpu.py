@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from runner import Booster, CheckpointSaver, GradientClipping, Trainer
-from runner.clip import Layout, build
+from runner.clip import build
 from runner.data.dataset import TensorPairs, collate_pairs
+from runner.gradients import Layout
 from tests.checkpoint import test_saver
 from tests.distributed.by_hand import batch_for, make
 from tests.distributed.cases import Case, differences, train

@@ -17,7 +17,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, ModeInfo, limit_norm
+from runner.clip import ClipMode, Decision, GradStats, ModeInfo, limit_norm
+from runner.gradients import Layout
 
 
 @dataclass

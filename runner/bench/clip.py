@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
 from runner.booster import Booster
-from runner.clip import Decision, Layout, build
+from runner.clip import Decision, build
+from runner.gradients import Layout
 from runner.models.gpt import GPT
 from runner.run_folder.strict_json import JsonlSink
 from runner.telemetry.meter import Meter, StepMetrics

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from runner.bench.clip import SCALE, gpt
 from runner.bench.timing import Row, Setting, Side, clocked, compared, interleave
 from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
-from runner.clip import Layout, build, total_norm
+from runner.clip import build
+from runner.gradients import Layout, total_norm
 from runner.launch.supervise import train
 
 PLUGINS: dict[str, Callable[[], Any]] = {

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.bench.timing import Row, Setting, row
-from runner.clip import Layout, build
-from runner.clip.account import Described, described_once
+from runner.clip import build
 from runner.clip.second_moment import OptimizerMode
-from runner.clip.shard import Whole
+from runner.gradients import Layout
+from runner.gradients.account import Described, described_once
+from runner.gradients.shard import Whole
 from runner.parallel.collectives import on_any_rank
 from runner.telemetry.meter import Gauges
 

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from runner.booster.optimizers import AT_ONCE, computes_from_all, match_strides
 from runner.booster.step_order import StepOrder, StepOrderError
-from runner.clip import ClipMode, Decision, Layout, Number, transfer
+from runner.clip import ClipMode, Decision
 from runner.clip.decision import Parts
-from runner.clip.norms import Powers, combine
+from runner.gradients import Layout, Number, transfer
+from runner.gradients.norms import Powers, combine
 
 
 class InBackward:

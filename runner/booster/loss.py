@@ -41,8 +41,9 @@ from runner.booster.criterion import (
 from runner.booster.divisor import LABELS, NOTHING, positions_inside
 from runner.booster.loss_graph import GraphError, terms_of
 from runner.booster.outputs import as_leaf, logits_of, returned_loss, zero_of
-from runner.clip import Number, transfer
 from runner.data.dataset import IGNORED
+from runner.gradients import transfer
+from runner.gradients.transfer import Number
 from runner.parallel.collectives import from_all
 from runner.parallel.hooks import held_tensors
 

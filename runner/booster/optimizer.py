@@ -22,10 +22,11 @@ from runner.booster.step_order import (
     StepState,
     finding,
 )
-from runner.clip import ClipMode, Decision, GradStats, Number, build, total_norm, transfer
+from runner.clip import ClipMode, Decision, GradStats, build
 from runner.clip.call_history import CallHistory
-from runner.clip.norms import Powers
 from runner.clip.skip import SkipRule
+from runner.gradients import Number, total_norm, transfer
+from runner.gradients.norms import Powers
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 

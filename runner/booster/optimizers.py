@@ -20,8 +20,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from runner.booster.plugin import Plugin
-from runner.clip import Layout, Number
-from runner.clip.shard import is_sharded
+from runner.gradients import Layout, Number
+from runner.gradients.shard import is_sharded
 from runner.parallel.collectives import raise_first
 from runner.parallel.distribution import ParallelModel
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from runner.clip import Layout
-from runner.clip.norms import Powers
 from runner.config.notation import first_few, ranks_as_text
+from runner.gradients import Layout
+from runner.gradients.norms import Powers
 from runner.parallel.collectives import from_all
 from runner.parallel.distribution import ParallelModel
 

@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runner.clip import Layout, Number, transfer
 from runner.clip import build as build_mode
 from runner.clip.mode import NEVER
 from runner.config.modes import MODES, ModeInfo, info_of
 from runner.config.notation import Duration, percent, plural, rounded
 from runner.config.schema import RunConfig
+from runner.gradients import Layout, Number, transfer
 from runner.run_folder import keys
 from runner.telemetry.guidance import FEWEST
 from runner.telemetry.sinks import Sink

@@ -17,7 +17,7 @@ from runner.check.parts import inner_model, parts_of
 from runner.check.ranks import Ranks
 from runner.check.window import Gradient, SumOfLosses, Window
 from runner.clip.boosted import is_boosted
-from runner.clip.shard import local
+from runner.gradients.shard import local
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 

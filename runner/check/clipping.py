@@ -25,9 +25,9 @@ from runner.check.ranks import MissingRanksError, Ranks, Watch, in_words
 from runner.check.reference import coefficients
 from runner.check.whole import Whole, names_missing
 from runner.clip.boosted import is_boosted
-from runner.clip.shard import is_dtensor
-from runner.clip.units import head_weights
 from runner.config.notation import first_few
+from runner.gradients.shard import is_dtensor
+from runner.gradients.units import head_weights
 
 
 class ClippingError(RuntimeError):

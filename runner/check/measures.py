@@ -22,8 +22,8 @@ from runner.check.reference import (
     power_sum,
 )
 from runner.check.samples import Samples, to_host
-from runner.clip.shard import is_dtensor, local
-from runner.clip.units import units_of
+from runner.gradients.shard import is_dtensor, local
+from runner.gradients.units import units_of
 
 # Mean square of an element below which squares of rounding errors may be zero.
 _LEAST = {

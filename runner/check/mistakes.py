@@ -16,8 +16,8 @@ from runner.check.ranks import Ranks
 from runner.check.reference import combined, near, power_sum
 from runner.check.sums import Mistake, Sums, classes_of
 from runner.check.whole import Whole
-from runner.clip.shard import local
 from runner.config.notation import first_few
+from runner.gradients.shard import local
 
 _EXPONENTS = (1.0, 2.0, math.inf)  # p of norms that are taken by mistake
 

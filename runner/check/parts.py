@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from runner.check.samples import Samples
-from runner.clip.over_ranks import process_groups_of
-from runner.clip.shard import is_dtensor, local, position_of
-from runner.clip.units import owned_parameters
+from runner.gradients.over_ranks import process_groups_of
+from runner.gradients.shard import is_dtensor, local, position_of
+from runner.gradients.units import owned_parameters
 
 _WRAPPERS = {
     "DistributedDataParallel": "module",

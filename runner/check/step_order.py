@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from runner.check.parts import Part
-from runner.clip.shard import local
+from runner.gradients.shard import local
 
 _stepped = WeakIdKeyDictionary()  # for each parameter the gradient that was stepped last
 _clipped = WeakIdKeyDictionary()  # for each parameter its version, and the gradient, when clipped

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner.check.parts import Part
 from runner.check.ranks import Ranks
-from runner.clip.shard import local
+from runner.gradients.shard import local
 
 SumOfLosses = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """Returns the sum of the item losses of a microbatch, and the number of its items."""

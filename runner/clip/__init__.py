@@ -1,15 +1,15 @@
-"""Gradient clipping over layouts: where gradients live, what they measure, and one file a mode."""
+"""Gradient clipping: the contract of a mode, one file a mode, and one call for any loop."""
 
 from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build
 from runner.clip.norm import limit_norm
-from runner.clip.norms import total_norm
-from runner.clip.shard import ParamShard
 from runner.clip.skip import SkipRule
-from runner.clip.transfer import Number
-from runner.clip.units import Units
 from runner.config.modes import ModeInfo
+from runner.gradients.layout import Layout
+from runner.gradients.norms import total_norm
+from runner.gradients.shard import ParamShard
+from runner.gradients.transfer import Number
+from runner.gradients.units import Units
 
 __all__ = [
     "ClipMode",

@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, ParamShard, Parts, host, transfer
-from runner.clip.host import OVERFLOWS, SMALL, VANISHES, gathered
-from runner.clip.layout import OptionError
-from runner.clip.norms import combine, powers_of
-from runner.clip.shard import local
+from runner.clip import ClipMode, Decision, GradStats, Parts
 from runner.config.modes import Adaptive
 from runner.config.notation import first_few
+from runner.gradients import Layout, ParamShard, host, transfer
+from runner.gradients.host import OVERFLOWS, SMALL, VANISHES, gathered
+from runner.gradients.layout import OptionError
+from runner.gradients.norms import combine, powers_of
+from runner.gradients.shard import local
 
 # A message about one model is logged once, however often a mode is bound to it.
 _log_once = cache(logging.getLogger(__name__).log)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode, build, memory_of
 from runner.config.modes import Mode
+from runner.gradients.layout import Layout
 
 
 @dataclass

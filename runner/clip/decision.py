@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.layout import Layout
-from runner.clip.norms import Powers, combine, combine_norms, powers_of
-from runner.clip.transfer import Number
+from runner.gradients import transfer
+from runner.gradients.layout import Layout
+from runner.gradients.norms import Powers, combine, combine_norms, powers_of
+from runner.gradients.transfer import Number
 
 _NAN = math.nan
 _IF_SKIPPED: dict[str, Any] = {

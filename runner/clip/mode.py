@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
-from runner.clip.transfer import Number
 from runner.config import modes
 from runner.config.modes import MODES, NAMES, Mode, checked
 from runner.config.problem import or_list
+from runner.gradients import transfer
+from runner.gradients.layout import Layout
+from runner.gradients.transfer import Number
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 TINY = 1e-30  # A coefficient below this one is applied in float64

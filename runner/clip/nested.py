@@ -21,24 +21,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import (
-    ClipMode,
-    Decision,
-    GradStats,
-    Layout,
-    Number,
-    ParamShard,
-    Parts,
-    build,
-    transfer,
-)
+from runner.clip import ClipMode, Decision, GradStats, Parts, build
 from runner.clip.decision import Inner
-from runner.clip.layout import OptionError
 from runner.clip.mode import scale, scale_each
-from runner.clip.norms import Powers, combine, combine_norms, powers_of
 from runner.clip.per_parameter import TensorNorms
 from runner.config.modes import ByGroups, Chain, Mode, Schedule, inner_mode
 from runner.config.problem import NOTHING
+from runner.gradients import Layout, Number, ParamShard, transfer
+from runner.gradients.layout import OptionError
+from runner.gradients.norms import Powers, combine, combine_norms, powers_of
 
 REST = "rest"  # name of the parameters that no pattern matches
 NAN = math.nan

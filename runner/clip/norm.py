@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
 from runner.clip.decision import Decision, GradStats
-from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
-from runner.clip.transfer import Number
 from runner.config.modes import Norm, Percentile, Unclipped, ZScore
+from runner.gradients import transfer
+from runner.gradients.layout import Layout
+from runner.gradients.transfer import Number
 
 
 def limit_norm(

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, Number, transfer
-from runner.clip.norms import norms_over_ranks, powers_of
+from runner.clip import ClipMode, Decision, GradStats
 from runner.config.modes import AdaGC, PerParameter
+from runner.gradients import Layout, Number, transfer
+from runner.gradients.norms import norms_over_ranks, powers_of
 
 
 @dataclass(frozen=True, slots=True)

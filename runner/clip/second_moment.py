@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, Number, ParamShard, Parts, transfer
-from runner.clip.norms import combine, powers_of
+from runner.clip import ClipMode, Decision, GradStats, Parts
 from runner.clip.per_parameter import decide_on_tensors
-from runner.clip.shard import local
 from runner.config.modes import Spike, Update
+from runner.gradients import Layout, Number, ParamShard, transfer
+from runner.gradients.norms import combine, powers_of
+from runner.gradients.shard import local
 
 # Name of the second moment in the state of an optimizer. A subclass may change its value.
 NAMES: dict[type[Optimizer], str] = {

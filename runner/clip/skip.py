@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import transfer
-from runner.clip.transfer import Number
 from runner.config.clip_section import WINDOW, Skip
 from runner.config.section import read
+from runner.gradients import transfer
+from runner.gradients.transfer import Number
 
 
 class Past(NamedTuple):

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from runner.clip import ClipMode, Decision, GradStats, Layout, Parts, host, transfer
-from runner.clip.norms import combine, powers_of
+from runner.clip import ClipMode, Decision, GradStats, Parts
 from runner.config.modes import Value
+from runner.gradients import Layout, host, transfer
+from runner.gradients.norms import combine, powers_of
 
 
 @dataclass(eq=False)

@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from runner.clip.boosted import boosted_optimizer, owner_of
 from runner.clip.call_history import CallHistory
 from runner.clip.decision import Decision
-from runner.clip.layout import Layout
 from runner.clip.mode import ClipMode
-from runner.clip.over_ranks import (
+from runner.gradients.layout import Layout
+from runner.gradients.over_ranks import (
     ProcessGroups,
     are_process_groups,
     compare_replicas,
@@ -34,8 +34,8 @@ from runner.clip.over_ranks import (
     require_unmarked,
     without_gradient,
 )
-from runner.clip.shard import is_dtensor, is_sharded
-from runner.clip.transfer import Number
+from runner.gradients.shard import is_dtensor, is_sharded
+from runner.gradients.transfer import Number
 
 # Names of wrappers of other libraries, and their attribute that holds the model.
 _INSIDE = {

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip import Decision, GradStats, Number, transfer
-from runner.clip.over_ranks import ProcessGroups, process_groups_of
-from runner.clip.shard import is_dtensor
+from runner.clip import Decision, GradStats, Number
+from runner.gradients import transfer
+from runner.gradients.over_ranks import ProcessGroups, process_groups_of
+from runner.gradients.shard import is_dtensor
 from runner.integrations.clipping import plain_clipper, warn_without_gradients
 from runner.run_folder import keys
 from runner.run_folder.strict_json import cut

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from runner.clip.over_ranks import are_process_groups
+from runner.gradients.over_ranks import are_process_groups
 from runner.integrations.clipping import (
     apply_gradient_clipping,
     clipping_state_dict,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip.shard import local
+from runner.gradients.shard import local
 from runner.parallel import collectives
 from runner.parallel.hooks import storage_uses
 

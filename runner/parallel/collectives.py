@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from runner.clip.transfer import SHORT, start_gather
+from runner.gradients.transfer import SHORT, start_gather
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from runner.clip import Layout
-from runner.clip.units import head_weights
+from runner.gradients import Layout
+from runner.gradients.units import head_weights
 from runner.parallel import gradient_sync as sync
 from runner.parallel import mesh, stages, tensor_styles
 from runner.parallel.collectives import on_any_rank

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import hf_storage, state_dict_loader, state_di
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.config.reading import opened
+from runner.gradients.shard import local
 from runner.parallel.collectives import (
     buckets,
     from_all,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runner.clip.shard import local
+from runner.gradients.shard import local
 from runner.parallel.bucket import Bucket, divided
 from runner.parallel.collectives import all_reduce, broadcast, on_any_rank
 from runner.parallel.hooks import register

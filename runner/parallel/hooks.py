@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from runner.clip.shard import local
 from runner.config.notation import first_few
+from runner.gradients.shard import local
 from runner.parallel.collectives import full, on_any_rank, sharded
 
 # Hooks of one parameter. The handle of a hook removes it from this mapping.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from runner.clip.shard import local
+from runner.gradients.shard import local
 from runner.parallel.collectives import on_any_rank
 from runner.parallel.gradient_sync import written
 from runner.parallel.hooks import AfterBatch, Apart, register

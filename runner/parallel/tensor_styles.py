@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from runner.clip.shard import local
 from runner.config.notation import first_few
 from runner.config.problem import did_you_mean
+from runner.gradients.shard import local
 
 # Attributes in which models keep the number of heads of an attention.
 HEADS = ("heads", "num_heads", "n_head", "num_attention_heads", "num_key_value_heads")

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.clip import Decision, Layout, Number, ParamShard, transfer
-from runner.clip.norms import Powers, norms_over_ranks, powers_of
+from runner.clip import Decision
 from runner.config.notation import higher_is_better
+from runner.gradients import Layout, Number, ParamShard, transfer
+from runner.gradients.norms import Powers, norms_over_ranks, powers_of
 from runner.run_folder import keys
 from runner.run_folder.divergence import diverged_from
 from runner.run_folder.strict_json import Row

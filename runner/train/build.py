@@ -29,7 +29,6 @@ from runner.booster.loss import Loss
 from runner.booster.plugin import PLUGINS, MeshSizes, SizeError
 from runner.clip import ClipMode, SkipRule
 from runner.clip import build as build_mode
-from runner.clip.units import head_weights
 from runner.config.environment import started_rank
 from runner.config.notation import Duration
 from runner.config.plugin_section import PluginSection, uses
@@ -44,6 +43,7 @@ from runner.config.schema import (
 from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import collate_pairs, is_dataset, length_of, own
+from runner.gradients.units import head_weights
 from runner.models.weights import load_weights
 from runner.optim.groups import GroupError, parameter_groups, require_settings
 from runner.parallel.collectives import is_first

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from runner.booster import Booster, NonFiniteGradient, OptimizerWrapper, Plugin
 from runner.booster.step_order import finding
 from runner.clip import Decision
-from runner.clip.norms import Powers
-from runner.clip.shard import local
 from runner.config.notation import first_few, higher_is_better, plural, ranks_as_text, rounded
 from runner.config.problem import or_list
 from runner.data.stream import has_state
+from runner.gradients.norms import Powers
+from runner.gradients.shard import local
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter, StepValues
 from runner.telemetry.sinks.console import print_line

@@ -18,10 +18,10 @@ from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
 from runner.booster.batch import mapped
 from runner.booster.loss import Count, WindowLoss
 from runner.booster.measurement import settle
-from runner.clip import Number, transfer
-from runner.clip.norms import powers_of
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
+from runner.gradients import Number, transfer
+from runner.gradients.norms import powers_of
 from runner.run_folder import keys
 from runner.train.metrics import EvalMetrics
 from runner.train.stop import beat

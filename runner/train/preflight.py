@@ -26,9 +26,8 @@ from runner.booster.in_backward import why_not_in_parts
 from runner.booster.loss import Loss, WindowLoss
 from runner.booster.outputs import logits_of, returned_loss
 from runner.booster.plugin import SCHEDULES, SizeError
-from runner.clip import ClipMode, Decision, Layout
+from runner.clip import ClipMode, Decision
 from runner.clip import build as build_mode
-from runner.clip.layout import OptionError
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.environment import (
     StartedRank,
@@ -52,6 +51,7 @@ from runner.config.schema import OptimizerSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import UnequalSamples, first_samples, length_of, targets_in_memory
+from runner.gradients import Layout, OptionError
 from runner.models.weights import WeightsError, load_weights
 from runner.optim.groups import GroupError
 from runner.run_folder import keys

@@ -23,9 +23,10 @@ from runner.booster.criterion import Criterion
 from runner.booster.loss import Count, Loss, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
-from runner.clip import ClipMode, Number, build, transfer
+from runner.clip import ClipMode, build
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
+from runner.gradients import Number, transfer
 from runner.run_folder import keys
 from runner.run_folder.strict_json import cut
 from runner.telemetry.meter import Gauges, Meter, StepMetrics, StepValues

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner.clip import Decision, Layout
+from runner.clip import Decision
 from runner.config.notation import first_few, plural
+from runner.gradients import Layout
 from runner.parallel.collectives import from_all, several_ranks
 from runner.run_folder import keys
 

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from runner.booster import Booster, NonFiniteGradient
 from runner.booster.loss import Loss
-from runner.clip import ClipMode, Decision, GradStats, Layout
+from runner.clip import ClipMode, Decision, GradStats
 from runner.config.notation import Duration
 from runner.config.schema import RunConfig
+from runner.gradients import Layout
 from runner.parallel.collectives import from_all, full
 from runner.parallel.full_state_dict import gathered
 from runner.run_folder import keys

@@ -3,7 +3,7 @@
 import pytest
 
 from runner.bench.scale import MEGABYTE, MODES, Received, fake_ranks, of_ranks
-from runner.clip import Layout
+from runner.gradients import Layout
 
 SCALARS = 8
 """The most numbers of 8 bytes that each rank gathers from all others in a step."""

@@ -12,7 +12,8 @@ from runner import HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from runner.booster import Booster, LossScale, NonFiniteGradient, SinglePlugin, StepOrderError
 from runner.booster.optimizer import OptimizerWrapper
 from runner.booster.plugin import ParallelModel
-from runner.clip import Layout, build
+from runner.clip import build
+from runner.gradients import Layout
 from tests.clip.reference import norm_of, refused
 from tests.ranks import run_ranks
 

@@ -6,8 +6,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.clip import Layout, build
+from runner.clip import build
 from runner.config.modes import MODES, NAMES
+from runner.gradients import Layout
 
 OPTIONS = {
     "adaptive": {"threshold": 2.0, "exclude": ["0.*"]},

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from runner.calibrate.calibrate import Tally
-from runner.clip import Layout, build
+from runner.clip import build
+from runner.gradients import Layout
 from tests.clip.reference import on, unwaited
 
 STEPS = 400

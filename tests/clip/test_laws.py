@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from runner.clip import Layout, build
+from runner.clip import build
 from runner.config.modes import NAMES
+from runner.gradients import Layout
 from tests.clip.reference import norm_of, on
-from tests.clip.test_layout import Ranks, one_layout, shards, whole
+from tests.gradients.test_layout import Ranks, one_layout, shards, whole
 
 OPTIONS = {
     "adagc": {"threshold": 1.05, "warmup_steps": 1, "absolute": 100.0},

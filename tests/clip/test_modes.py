@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from runner import apply_gradient_clipping
-from runner.clip import GradStats, Layout, ParamShard, build, total_norm
-from runner.clip.units import units_of
+from runner.clip import GradStats, build
 from runner.config.modes import NAMES
+from runner.gradients import Layout, ParamShard, total_norm
+from runner.gradients.units import units_of
 from tests.clip.reference import REFERENCE, awkward, norm_of, on, parameters, refused, unwaited
 
 # Nearest to the largest value that a mode compares with λ: just below and just above it.

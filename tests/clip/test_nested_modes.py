@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from runner.clip import GradStats, Layout, build
-from runner.clip.layout import OptionError
+from runner.clip import GradStats, build
 from runner.clip.nested import ChainClip, ScheduleClip
 from runner.clip.norm import NormClip
+from runner.gradients import Layout
+from runner.gradients.layout import OptionError
 from tests.clip.reference import on, refused
 from tests.clip.test_tensor_modes import (
     AdaGC,

@@ -12,10 +12,11 @@ from torch import nn
 
 from runner import apply_gradient_clipping
 from runner.calibrate.calibrate import HIGHEST, LOWEST, Histogram, Tally
-from runner.clip import GradStats, Layout, build
+from runner.clip import GradStats, build
 from runner.clip.mode import scale_each
+from runner.gradients import Layout
 from tests.clip.reference import REFERENCE, adaptive, norm_of, on, unwaited
-from tests.clip.test_layout import Ranks, one_layout, shards, whole
+from tests.gradients.test_layout import Ranks, one_layout, shards, whole
 
 LAST = torch.channels_last
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from runner.clip import Layout, ParamShard, Units, build
+from runner.clip import build
 from runner.clip.per_parameter import block_of
+from runner.gradients import Layout, ParamShard, Units
 from tests.clip.reference import on, unwaited
 
 SIZES = {"blocks.0.a": 6, "blocks.0.b": 4, "blocks.1.a": 5, "head.weight": 8, "late.weight": 2}

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from runner import SkipRule
 from runner.booster import NonFiniteGradient
-from runner.clip.shard import local
 from runner.data.dataset import IGNORED
+from runner.gradients.shard import local
 from tests.distributed.by_hand import NORM, Loop, batch_for, make
 from tests.distributed.cases import Case, trainer, uneven, unlike
 from tests.distributed.training import Rows

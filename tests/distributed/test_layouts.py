@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from runner.clip import Layout, build
-from runner.clip.shard import local
+from runner.clip import build
+from runner.gradients import Layout
+from runner.gradients.shard import local
 from tests.distributed.by_hand import Clip
 from tests.ranks import run_ranks
 

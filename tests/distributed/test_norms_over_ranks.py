@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from runner.clip import Layout, build, total_norm
-from runner.clip.shard import LayoutError
+from runner.clip import build
+from runner.gradients import Layout, total_norm
+from runner.gradients.shard import LayoutError
 from runner.parallel.tensor_styles import PlanError
 from tests.distributed import cases
 from tests.distributed.by_hand import (

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from runner import GradientMonitor, apply_gradient_clipping
-from runner.clip.shard import LayoutError, local
+from runner.gradients.shard import LayoutError, local
 from tests.clip.reference import refused
 from tests.ranks import run_ranks
 

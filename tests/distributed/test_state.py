@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.booster.plugin import TorchFSDPPlugin
-from runner.clip import total_norm
+from runner.gradients import total_norm
 from tests.distributed.by_hand import Loop, batch_for, make
 from tests.distributed.cases import FAMILIES, MODELS, Case, in_one_process, train, trainer
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from torch import nn
 from runner import apply_gradient_clipping, clipping_state_dict, load_clipping_state_dict
 from runner.booster import Booster, LossScale, StepOrderError
 from runner.booster.step_order import StepState
-from runner.clip import transfer
+from runner.gradients import transfer
 from tests.clip.reference import norm_of, refused
 from tests.clip.test_history_modes import REFERENCE, SEQUENCES
 from tests.clip.test_tensor_modes import AdaGC, give, parameters, recorded

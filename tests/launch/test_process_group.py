@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from runner import DistCoordinator, get_current_device, launch_from_torch
-from runner.clip.transfer import start_gather
 from runner.config.environment import join_slurm_step
 from runner.config.problem import Problem, RefusedOnAllRanks, RequestError
+from runner.gradients.transfer import start_gather
 from runner.launch import agreement
 from runner.launch.failure import is_lost_peer
 from runner.launch.rank import join

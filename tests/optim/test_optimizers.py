@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon
 
-from runner.clip.units import head_weights
 from runner.config.notation import Duration
+from runner.gradients.units import head_weights
 from runner.models.gpt import GPT
 from runner.optim.muon import hidden_matrices, muon_with_adamw
 from runner.request.request import request

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.booster import Booster
-from runner.clip.shard import local
+from runner.gradients.shard import local
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
 from runner.train.model import make_on_first

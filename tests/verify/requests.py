@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from runner.booster import PipelineParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.booster.plugin import ParallelModel
-from runner.clip import Layout
 from runner.config.schema import parse
+from runner.gradients import Layout
 from runner.request.request import request
 from runner.train import build
 from runner.verify.verify import execute

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from runner.clip import Decision, Layout, ParamShard, Units
+from runner.clip import Decision
+from runner.gradients import Layout, ParamShard, Units
 from runner.verify.comparison import (
     compare_mode,
     compare_step,

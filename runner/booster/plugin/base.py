@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from runner.clip import Layout
-from runner.clip.transfer import start_gather
 from runner.data.dataset import collate_pairs
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples, is_in_memory
 from runner.data.stream import StreamLoader
 from runner.data.workers import Collate, WorkerLoader
+from runner.gradients import Layout
+from runner.gradients.transfer import start_gather
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.hooks import watch_parameters
 

@@ -7,9 +7,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from runner import apply_gradient_clipping
-from runner.clip import GradStats, Layout, Units, build
-from runner.clip.layout import OptionError
-from runner.clip.units import head_weights, units_of
+from runner.clip import GradStats, build
+from runner.gradients import Layout, Units
+from runner.gradients.layout import OptionError
+from runner.gradients.units import head_weights, units_of
 from runner.models import Classifier
 from runner.models.gpt import GPT
 from tests.clip.reference import refused

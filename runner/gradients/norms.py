@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import host, transfer
-from runner.clip.layout import Layout
-from runner.clip.shard import ParamShard
-from runner.clip.transfer import Number
+from runner.gradients import host, transfer
+from runner.gradients.layout import Layout
+from runner.gradients.shard import ParamShard
+from runner.gradients.transfer import Number
 
 
 class Powers(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip.layout import Layout
+from runner.gradients.layout import Layout
 
 ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that are looked at several times: they stay in a cache

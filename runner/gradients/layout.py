@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip import transfer
-from runner.clip.account import account
-from runner.clip.shard import (
+from runner.config.problem import NOTHING
+from runner.gradients import transfer
+from runner.gradients.account import account
+from runner.gradients.shard import (
     ParamShard,
     Whole,
     is_sharded,
     local_gradients,
     placed,
 )
-from runner.clip.transfer import Number
-from runner.clip.units import Units, head_weights, owned_parameters, units_of
-from runner.config.problem import NOTHING
+from runner.gradients.transfer import Number
+from runner.gradients.units import Units, head_weights, owned_parameters, units_of
 
 _STORAGE = attrgetter("layout")
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from runner.clip import Layout, ParamShard, Units, build, total_norm
-from runner.clip.shard import LayoutError, Whole, placed
-from runner.clip.units import units_of
+from runner.clip import build
+from runner.gradients import Layout, ParamShard, Units, total_norm
+from runner.gradients.shard import LayoutError, Whole, placed
+from runner.gradients.units import units_of
 from tests.clip.reference import on, refused
 
 MODES = {

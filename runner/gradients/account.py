@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.clip.shard import LayoutError, ParamShard, Whole
+from runner.gradients.shard import LayoutError, ParamShard, Whole
 
 
 class Described:

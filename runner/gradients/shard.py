@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip.units import Units, units_of
+from runner.gradients.units import Units, units_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip.account import account
-from runner.clip.layout import Layout, OptionError
-from runner.clip.shard import (
+from runner.config.notation import first_few
+from runner.gradients.account import account
+from runner.gradients.layout import Layout, OptionError
+from runner.gradients.shard import (
     LayoutError,
     ParamShard,
     is_dtensor,
@@ -28,8 +29,7 @@ from runner.clip.shard import (
     placed,
     position_of,
 )
-from runner.clip.units import head_weights, owned_parameters
-from runner.config.notation import first_few
+from runner.gradients.units import head_weights, owned_parameters
 
 ProcessGroups = Mapping[str, Any]
 """For globs of parameter names the process group on each rank of which parameters differ."""

@@ -39,7 +39,6 @@ from runner.booster.criterion import (
 from runner.booster.divisor import LABELS, NOTHING, positions_inside
 from runner.booster.outputs import logits_of, returned_loss, zero_of
 from runner.data.dataset import IGNORED
-from runner.gradients import Number, transfer
 from runner.parallel.hooks import held_tensors
 
 WAYS_OUT = (
@@ -341,13 +340,13 @@ class WindowLoss:
             f"{self.candidates.described(loss)}: {self.ways_out}"
         )
 
-    def correct(self, outputs: Any, batch: Any) -> tuple[Number, Number] | None:
+    def correct(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Count items whose largest logit is the target's, and all; None without classes."""
         if (classified := self.classified(outputs, batch)) is None:
             return None
         logits, targets = classified
         graded = targets != self.ignored
-        return transfer.count((logits.argmax(-1) == targets) & graded), transfer.count(graded)
+        return ((logits.argmax(-1) == targets) & graded).sum(), graded.sum()
 
     def classified(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Return logits [..., classes] and their classes [...]; None for other targets."""

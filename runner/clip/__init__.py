@@ -14,7 +14,6 @@ from runner.config.modes import ModeInfo
 from runner.gradients.layout import Layout
 from runner.gradients.norms import total_norm
 from runner.gradients.shard import ParamShard
-from runner.gradients.transfer import Number
 from runner.gradients.units import Units
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "GradientClipping",
     "Layout",
     "ModeInfo",
-    "Number",
     "ParamShard",
     "Parts",
     "SkipRule",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,8 +20,8 @@ from runner.booster.optimizers import AT_ONCE, computes_from_all, match_strides
 from runner.booster.step_order import StepOrder, StepOrderError
 from runner.clip import ClipMode, Decision
 from runner.clip.decision import Parts
-from runner.gradients import Layout, Number, transfer
-from runner.gradients.norms import Powers, combine
+from runner.gradients import Layout, transfer
+from runner.gradients.norms import Powers, combine_norms
 
 
 class InBackward:
@@ -50,7 +51,7 @@ class InBackward:
         self._broken = False  # whether the host knows of a gradient that is not finite
         self._decisions: dict[str, Decision] = {}
         self._powers: list[Powers] = []
-        self._memory: dict[str, Number] = {}
+        self._memory: dict[str, Any] = {}
 
     def callback(self) -> Callable[[Tensor], None]:
         weak = ref(self)  # A hook lives as long as its parameter.
@@ -87,7 +88,8 @@ class InBackward:
             self._parts[name] = part, self.mode.of_part(part)
         layout, mode = self._parts[name]
         stats = mode.measure(layout, self._each)
-        self._broken |= stats.finite is False
+        known = transfer.can_read(stats.finite.device)
+        self._broken = self._broken or (known and not stats.finite)
         decision = mode.clip(layout, stats)
         self._decisions[name] = decision
         if stats.powers is not None:
@@ -104,7 +106,7 @@ class InBackward:
         parameter.grad = None
 
     @torch.no_grad()
-    def finish(self) -> Number:
+    def finish(self) -> Tensor:
         """Clip, and step, gradients for which no hook was called; return ‖G‖."""
         for shard in self._layout.shards:
             trained = shard.param.requires_grad and shard.param.grad is not None
@@ -118,38 +120,37 @@ class InBackward:
             self.powers = Powers(shards, torch.cat(of_shards), self.mode.norm_type)
         return self._total([decision.norm for decision in self._decisions.values()])
 
-    def decide(self, norm: Number, finite: bool | Tensor) -> Decision:
+    def decide(self, norm: Tensor, finite: Tensor) -> Decision:
         self.mode.end_parts()
         self.mode.undo(self._memory, finite)
-        if finite is False:
+        if transfer.can_read(finite.device) and not finite:
             return Decision.skipped(norm, self.mode.threshold)
         p = self.mode.norm_type
         clips = self.mode.info.clips
         decisions = [*self._decisions.values()]
         after = self._total([decision.norm_clipped for decision in decisions])
+        nothing = torch.zeros_like(norm)
+        changed = [decision.fraction * decision.total for decision in decisions]
+        totals = [nothing + decision.total for decision in decisions]
         parts = Parts(
-            changed=sum((decision.fraction * decision.total for decision in decisions), 0.0),
-            total=sum((decision.total for decision in decisions), 0.0),
+            changed=torch.stack([nothing, *changed]).sum(),
+            total=torch.stack([nothing, *totals]).sum(),
             work=(),
             power=after if math.isinf(p) else after**p,
         )
         max_stat = norm
         if clips is not None:
-            max_stat = combine([decision.max_stat for decision in decisions] or [0.0], math.inf)
-        threshold = decisions[0].threshold if decisions else math.nan
+            max_stat = torch.stack([nothing, *(made.max_stat for made in decisions)]).amax()
+        threshold = decisions[0].threshold if decisions else None
         of_parts = replace(Decision.change_parts(norm, threshold, max_stat, parts), finite=finite)
         whole = of_parts.complete(self._layout, p)
         if clips != "updates":
             return whole
-        smallest = -combine([-decision.coef for decision in decisions], math.inf)
+        smallest = torch.stack([decision.coef for decision in decisions]).amin()
         return replace(whole, coef=smallest)
 
-    def _total(self, norms: Sequence[Number]) -> Number:
-        p = self.mode.norm_type
-        if math.isinf(p):
-            return combine(norms or [0.0], p)
-        powers: Number = sum((norm**p for norm in norms), 0.0)
-        return combine([powers], p)
+    def _total(self, norms: Sequence[Tensor]) -> Tensor:
+        return combine_norms([self._layout.number(0.0), *norms], self.mode.norm_type)
 
 
 def _step_one(optimizer: Optimizer, parameter: Tensor) -> None:

@@ -42,8 +42,6 @@ from runner.booster.divisor import LABELS, NOTHING, positions_inside
 from runner.booster.loss_graph import GraphError, terms_of
 from runner.booster.outputs import as_leaf, logits_of, returned_loss, zero_of
 from runner.data.dataset import IGNORED
-from runner.gradients import transfer
-from runner.gradients.transfer import Number
 from runner.parallel.collectives import from_all
 from runner.parallel.hooks import held_tensors
 
@@ -423,13 +421,13 @@ class WindowLoss:
         self._refusal = self._refusal or refusal
         return loss * math.nan
 
-    def correct(self, outputs: Any, batch: Any) -> tuple[Number, Number] | None:
+    def correct(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Count items whose largest logit is the target's, and all; None without classes."""
         if (classified := self.classified(outputs, batch)) is None:
             return None
         logits, targets = classified
         graded = targets != self.ignored
-        return transfer.count((logits.argmax(-1) == targets) & graded), transfer.count(graded)
+        return ((logits.argmax(-1) == targets) & graded).sum(), graded.sum()
 
     def classified(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Return logits [..., classes] and their classes [...]; None for other targets."""

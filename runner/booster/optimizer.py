@@ -24,8 +24,9 @@ from runner.booster.step_order import (
 )
 from runner.clip import ClipMode, Decision, GradStats, build
 from runner.clip.call_history import CallHistory
+from runner.clip.decision import is_finite
 from runner.clip.skip import SkipRule
-from runner.gradients import Number, total_norm, transfer
+from runner.gradients import total_norm, transfer
 from runner.gradients.norms import Powers
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
@@ -40,8 +41,8 @@ class OptimizerWrapper(StepOrder):
     """
 
     _finite: bool | Tensor | None  # whether to take the step; None while unknown
-    _spike: bool | Tensor
-    _coef: Number  # what the step multiplies gradients by
+    _spike: Tensor | None  # whether a rule leaves out the step
+    _coef: Tensor | None  # what the step multiplies gradients by
 
     def __init__(
         self,
@@ -67,8 +68,9 @@ class OptimizerWrapper(StepOrder):
 
     def _all_fused(self) -> bool:
         # Ranks may step different parameters by different kernels; all of them decide alike.
-        fused = float(all(group.get("fused") for group in self.param_groups))
-        return all(float(each) for each in self.layout.gather([fused])[0])
+        fused = all(group.get("fused") for group in self.param_groups)
+        [unfused] = self.layout.totals([self.layout.number(not fused)])
+        return not unfused
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -143,48 +145,49 @@ class OptimizerWrapper(StepOrder):
             mode.bind_optimizers(self.optimizers, self.layout)
         stats = mode.measure(self.layout, each)
         self.powers, self.stage = stats.powers, StepState.CLIPPED
-        finite = self._judge(stats.norm)
-        spike: bool | Tensor = False
-        if self.skip is not None:
-            spike = self.skip.is_spike(stats.norm)
-            # The host waits where it decides whether the step is taken.
-            self._spike = bool(spike) if isinstance(self._finite, bool) else spike
-        if (taken := self._unless_spike(finite)) is not stats.finite:
-            stats = replace(stats, finite=taken)
+        stats = replace(stats, finite=self._judge(stats.norm))
+        if self.skip is None:
+            self.decision = self._apply(mode, stats, fold)
+            return self.decision
+        spike = self.skip.is_spike(stats.norm)
+        # The host waits where it decides whether the step is taken.
+        self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
+        stats = replace(stats, finite=stats.finite & ~self._spike)
         decision = self._apply(mode, stats, fold)
-        if spike is not False:
-            number = spike.to(transfer.widest(spike.device)) if isinstance(spike, Tensor) else 1.0
-            decision = replace(decision, spike=number)
-        self.decision = decision
-        return decision
+        self.decision = replace(decision, spike=spike.to(stats.norm.dtype))
+        return self.decision
 
     def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
         """Return ``finite``, or False for a spike."""
-        if self._spike is False or finite is False:
+        if self._spike is None:
             return finite
-        return ~self._spike & finite if isinstance(self._spike, Tensor) else False
+        if isinstance(finite, bool):
+            return finite and not self._spike
+        return finite & ~self._spike
 
-    def _judge(self, norm: Number) -> bool | Tensor:
+    def _judge(self, norm: Tensor) -> Tensor:
         """Return whether the gradient is finite, and note whether the step is taken."""
-        finite = transfer.is_finite(norm)
+        finite = is_finite(norm)
         on_device = self._fused and self.loss_scale is None and self.nonfinite == "skip"
-        if isinstance(finite, Tensor) and on_device:
+        if on_device and not transfer.can_read(norm.device):
             self._finite = finite  # A fused optimizer can skip the step there.
             return finite
+        finite = finite.cpu()  # so that nothing has to wait for it again
         known = bool(finite)
         if not known and self.loss_scale is None and self.nonfinite == "error":
             advice = "clip.nonfinite=skip leaves such steps out"
             found = finding(self.layout, self.powers, float(norm))
             raise NonFiniteGradient(found, advice, float(norm))
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
-        return known
+        return finite
 
     def _apply(self, mode: ClipMode, stats: GradStats, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
         if not (fold and mode.may_fold):
             return mode.clip(self.layout, stats)
         decision = mode.decide(self.layout, stats)
-        plain = decision.parts is None and decision.scales is None and decision.finite is not False
+        skipped = transfer.can_read(decision.finite.device) and not decision.finite
+        plain = decision.parts is None and decision.scales is None and not skipped
         if plain and self._groups.fold(decision.coef):
             self._coef = decision.coef
             return decision
@@ -263,7 +266,7 @@ class OptimizerWrapper(StepOrder):
     def begin_step(self) -> None:
         """Begin the next step."""
         super().begin_step()
-        self._finite, self._spike, self._coef = None, False, 1.0
+        self._finite, self._spike, self._coef = None, None, None
         if self.in_backward is not None:
             self.in_backward.begin_step()
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from runner.booster.plugin import Plugin
-from runner.gradients import Layout, Number
+from runner.gradients import Layout, transfer
 from runner.gradients.shard import is_sharded
 from runner.parallel.collectives import raise_first
 from runner.parallel.distribution import ParallelModel
@@ -167,9 +167,9 @@ class BoostedGroups:
         self._record()
         return True
 
-    def fold(self, coef: Number) -> bool:
+    def fold(self, coef: Tensor) -> bool:
         """Return whether fused kernels multiply all gradients by ``coef``, seen by no hook."""
-        fits = isinstance(coef, Tensor) or coef * LARGEST_SCALE >= 1.0
+        fits = not transfer.can_read(coef.device) or bool(coef * LARGEST_SCALE >= 1.0)
         return (
             fits
             and self._steps_all
@@ -202,15 +202,17 @@ def match_strides(layout: Layout) -> None:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
-def step_where(finite: bool | Tensor, optimizers: Sequence[Optimizer], coef: Number = 1.0) -> None:
+def step_where(
+    finite: bool | Tensor, optimizers: Sequence[Optimizer], coef: Tensor | None = None
+) -> None:
     """Step optimizers if ``finite`` holds; fused kernels read a tensor on the device."""
     if isinstance(finite, Tensor) and _starts_momentum(optimizers):
         finite = bool(finite)
     if finite is False:
         return
     read: dict[str, Any] = {} if finite is True else {"found_inf": (~finite).float()}
-    if isinstance(coef, Tensor) or coef != 1.0:
-        read["grad_scale"] = torch.as_tensor(1.0 / coef, dtype=torch.float32)
+    if coef is not None and not (transfer.can_read(coef.device) and coef == 1.0):
+        read["grad_scale"] = (1.0 / coef).float()
     for optimizer in optimizers:
         vars(optimizer).update(read)
         try:

@@ -23,7 +23,7 @@ from runner.clip.mode import NEVER
 from runner.config.modes import MODES, ModeInfo, info_of
 from runner.config.notation import Duration, percent, plural, rounded
 from runner.config.schema import RunConfig
-from runner.gradients import Layout, Number, transfer
+from runner.gradients import Layout, transfer
 from runner.run_folder import keys
 from runner.telemetry.guidance import FEWEST
 from runner.telemetry.sinks import Sink
@@ -64,12 +64,12 @@ class Tally:
             self._step[:-1] += torch.histc(part.to(wide).log10(), BINS, LOWEST, HIGHEST) * weight
             self._step[-1] += (part == part).sum().to(wide) * weight
 
-    def end_step(self, norm: Number) -> None:
+    def end_step(self, norm: Tensor) -> None:
         """Keep the counts of the current step, unless its gradient was not finite."""
         self._skip -= 1
         step, self._step = self._step, None
         if step is not None:
-            counted = step * torch.as_tensor(norm).isfinite().to(step)
+            counted = step * norm.isfinite().to(step)
             self._counts = counted if self._counts is None else self._counts + counted
 
     def gather(self, layout: Layout) -> tuple[list[float], float]:

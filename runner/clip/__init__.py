@@ -8,7 +8,6 @@ from runner.config.modes import ModeInfo
 from runner.gradients.layout import Layout
 from runner.gradients.norms import total_norm
 from runner.gradients.shard import ParamShard
-from runner.gradients.transfer import Number
 from runner.gradients.units import Units
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "GradStats",
     "Layout",
     "ModeInfo",
-    "Number",
     "ParamShard",
     "Parts",
     "SkipRule",

@@ -28,10 +28,11 @@ from torch import Tensor
 from runner.clip import ClipMode, Decision, GradStats, Parts
 from runner.config.modes import Adaptive
 from runner.config.notation import first_few
-from runner.gradients import Layout, ParamShard, host, transfer
+from runner.gradients import Layout, ParamShard, transfer
 from runner.gradients.host import OVERFLOWS, SMALL, VANISHES, gathered
+from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import OptionError
-from runner.gradients.norms import combine, powers_of
+from runner.gradients.norms import norm_of_ranks, powers_of
 from runner.gradients.shard import local
 
 # A message about one model is logged once, however often a mode is bound to it.
@@ -174,9 +175,9 @@ class UnitIndex:
                 parts.append(_unit_norms(tensor, place.kept, dtype))
         return torch.cat(parts)
 
-    def power(self, norms: Tensor) -> transfer.Number:
+    def power(self, norms: Tensor) -> Tensor:
         """Return this rank's share of ‖G‖², given the norms of all units."""
-        return transfer.read(torch.dot(norms.square(), self._share))
+        return torch.dot(norms.square(), self._share)
 
     def counted(self, gradients: Tensor) -> Tensor:
         """Return the share of each clipped unit that this rank counts, given gradients' norms."""
@@ -228,10 +229,7 @@ class UnitNorms:
     def _scale_large(self, gradient: Tensor, kept: int, factors: Tensor) -> None:
         """Multiply the units of one gradient."""
         wide = factors.to(torch.promote_types(gradient.dtype, self.dtype))
-        if transfer.can_read(factors.device):
-            host.scale_units(gradient, kept, wide)
-        else:
-            gradient.mul_(wide.view(*gradient.shape[:kept], *(1,) * (gradient.ndim - kept)))
+        kernels_of(factors.device).scale_units(gradient, kept, wide)
 
 
 def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
@@ -240,10 +238,7 @@ def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     reduced = list(range(kept, tensor.ndim))
     if not reduced:
         return tensor.abs().to(wide).reshape(-1)
-    if transfer.can_read(tensor.device):
-        return host.unit_norms(tensor, kept, wide)
-    norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, reduced, dtype=wide)
-    return norms.reshape(-1)
+    return kernels_of(tensor.device).unit_norms(tensor, kept, wide)
 
 
 @dataclass(eq=False)
@@ -307,14 +302,17 @@ class AdaptiveClip(Adaptive, ClipMode):
     @torch.no_grad()
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         """Measure the norm of each unit and, from these, ‖G‖ by one read on a CPU."""
-        if self.norm_type != 2.0 or not transfer.can_read(layout.device):
+        if self.norm_type != 2.0:
             return super().measure(layout, each)
-        units = self._unit_norms(layout, torch.float32)
+        kernels = kernels_of(layout.device)
+        ordinary = kernels.unit_dtype(layout.number(1.0), 1.0)
+        units = self._unit_norms(layout, ordinary)
         power = units.index.power(units.norms)
         powers = None
-        if each or not VANISHES < power < OVERFLOWS:
+        outside = ~((power > VANISHES) & (power < OVERFLOWS))
+        if each or any(kernels.may_hold(outside.view(1))):
             power, powers = powers_of(layout, *layout.gradients(), 2.0, each=True)
-        return GradStats.measured(combine(layout.gather([power])[0], 2.0), powers, units)
+        return GradStats.measured(norm_of_ranks(layout, power, 2.0), powers, units)
 
     def _unit_norms(self, layout: Layout, dtype: torch.dtype) -> UnitNorms:
         """Measure the gradients' units, with sums of squares in ``dtype`` at least."""
@@ -339,11 +337,8 @@ class AdaptiveClip(Adaptive, ClipMode):
         """Compute the coefficient of each unit; units that ranks share take a collective."""
         norm = stats.norm
         limit = self.limit
-        # Every rank has the same norm, so all of them measure units in the same type. The host
-        # cannot read the norm of an accelerator, which sums in its widest type at any size.
-        fit = isinstance(norm, float) and (norm == 0.0 or VANISHES < norm * norm < OVERFLOWS)
-        narrow = fit and (limit * self.eps) ** 2 > VANISHES
-        dtype = torch.float32 if narrow else transfer.widest(layout.device)
+        kernels = kernels_of(layout.device)
+        dtype = kernels.unit_dtype(norm, limit * self.eps)
         units: UnitNorms | None = stats.work
         if units is None or units.dtype != dtype:
             units = self._unit_norms(layout, dtype)
@@ -360,16 +355,16 @@ class AdaptiveClip(Adaptive, ClipMode):
         if self.tally is not None:
             for weight in index.weights:
                 self.tally.add(ratios.where(counted == weight, nan), weight)
-        max_stat = transfer.read(ratios.amax()) if ratios.numel() else 0.0
+        max_stat = ratios.amax().to(norm.dtype) if ratios.numel() else layout.number(0.0)
         after = units.norms
         work = []
-        if not transfer.can_read(layout.device) or over.any():
+        if any(kernels.may_hold(over.any().view(1))):
             coefs = torch.where(over, limit / ratios, 1.0)
             after = torch.cat([after[: index.units] * coefs, after[index.units :]])
             work = [(units, coefs)]
         parts = Parts(
-            changed=transfer.read((counted * over).sum()),
-            total=transfer.read(counted.sum()),
+            changed=(counted * over).sum(),
+            total=counted.sum(),
             work=work,
             power=index.power(after) if self.norm_type == 2.0 else None,
         )

@@ -12,24 +12,24 @@ from torch import Tensor
 
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
-from runner.gradients.norms import Powers, combine, combine_norms, powers_of
-from runner.gradients.transfer import Number
+from runner.gradients.norms import Powers, combine_norms, norm_of_ranks, powers_of, root
 
-_NAN = math.nan
-_IF_SKIPPED: dict[str, Any] = {
-    "norm_clipped": _NAN,
-    "coef": _NAN,
-    "max_stat": _NAN,
+_IF_SKIPPED: dict[str, float] = {
+    "norm_clipped": math.nan,
+    "coef": math.nan,
+    "max_stat": math.nan,
     "clipped": 0.0,
     "fraction": 0.0,
 }
+_TRUE = torch.tensor(True)
+_ONE = torch.ones((), dtype=torch.float64)
 
 
 class Split(NamedTuple):
     """Norms of what a coefficient multiplies and leaves out, see :meth:`Layout.leave_unscaled`."""
 
-    scaled: Number
-    unscaled: Number
+    scaled: Tensor
+    unscaled: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class GradStats:
 
     Attributes:
         norm: ‖G‖ of the gradient.
-        finite: whether ``norm`` is finite: a bool, or a 0-dimensional tensor where only the
-            accelerator knows. Cleared for a step that a skip rule leaves out.
+        finite: whether ``norm`` is finite, a 0-dimensional boolean tensor. It is on the host where
+            the host has read it. Cleared for a step that a skip rule leaves out.
         powers: share of each gradient of this rank; None where it was not measured.
         work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
         split: norms of what a coefficient multiplies and of what it leaves out, where it does.
         part: True if ``norm`` counts only the gradients that a coefficient multiplies.
     """
 
-    norm: Number
-    finite: bool | Tensor
+    norm: Tensor
+    finite: Tensor
     powers: Powers | None = None
     work: Any = None
     split: Split | None = None
@@ -63,47 +63,46 @@ class GradStats:
         """
         power, powers = powers_of(layout, *layout.gradients(), norm_type, each or split)
         if not split:
-            return cls.measured(combine(layout.gather([power])[0], norm_type), powers)
+            return cls.measured(norm_of_ranks(layout, power, norm_type), powers)
         assert powers is not None
-        wide = transfer.widest(layout.device)
-        nothing = torch.zeros(1, dtype=wide, device=layout.device)  # where there is no gradient
+        nothing = layout.number(0.0).view(1)  # where there is no gradient
         shares = torch.cat([powers.each.to(nothing), nothing])
         scales = layout.constant("scaled", powers.shards, lambda shard: shard.scaled)
         scaled = torch.cat([scales, nothing]) > 0
         parts = torch.stack([shares.where(scaled, 0.0), shares.where(~scaled, 0.0)])
-        sums = parts.amax(1) if math.isinf(norm_type) else parts.sum(1)
-        of_scaled, of_unscaled = layout.gather([transfer.read(power) for power in sums])
-        norm = combine([*of_scaled, *of_unscaled], norm_type)
-        norms = Split(
-            scaled=combine(of_scaled, norm_type),
-            unscaled=combine(of_unscaled, norm_type),
-        )
-        return replace(cls.measured(norm, powers), split=norms)
+        if math.isinf(norm_type):
+            norms = layout.totals(maxima=parts.amax(1).unbind())
+        else:
+            norms = [root(power, norm_type) for power in layout.totals(parts.sum(1).unbind())]
+        norm_scaled, norm_unscaled = norms
+        norm = combine_norms(norms, norm_type)
+        split_norms = Split(scaled=norm_scaled, unscaled=norm_unscaled)
+        return replace(cls.measured(norm, powers), split=split_norms)
 
     @classmethod
-    def measured(cls, norm: Number, powers: Powers | None, work: Any = None) -> GradStats:
+    def measured(cls, norm: Tensor, powers: Powers | None, work: Any = None) -> GradStats:
         """Return the measurements that a mode has made itself."""
-        return cls(norm, transfer.is_finite(norm), powers, work)
+        return cls(norm, is_finite(norm), powers, work)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What this rank changes, in a mode that clips parts: elements, units or tensors."""
 
-    changed: Number  # parts on this rank that are above λ, each divided by its num_replicas
-    total: Number  # parts on this rank, each divided by its num_replicas
+    changed: Tensor  # parts on this rank that are above λ, each divided by its num_replicas
+    total: Tensor  # parts on this rank, each divided by its num_replicas
     work: Sequence[Any]  # what the mode needs to change them
-    power: Number | None = None  # share of ‖G‖^p after clipping; None: read the gradients again
+    power: Tensor | None = None  # share of ‖G‖^p after clipping; None: read the gradients again
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What a mode does to the gradient of one step, and what it measured to decide that.
 
-    All numbers are floats on a CPU and 0-dimensional tensors on an accelerator (a λ that does not
-    change is a float there too). A decision without ``parts`` is complete: applying it multiplies
-    every gradient by ``coef``, or each gradient by its own factor of ``scales``; a fused optimizer
-    step may multiply by ``coef`` instead. A decision with ``parts`` is completed by
+    All numbers are 0-dimensional tensors on the device of the gradients. A decision without
+    ``parts`` is complete: applying it multiplies every gradient by ``coef``, or each gradient by
+    its own factor of ``scales``; a fused optimizer step may multiply by ``coef`` instead. A
+    decision with ``parts`` is completed by
     :meth:`ClipMode.apply`, because the norm after clipping and the counts of other ranks travel in
     one collective. Until then ``max_stat`` covers this rank alone, and the four values before it
     are NaN.
@@ -127,28 +126,29 @@ class Decision:
         total: number of parts that ``fraction`` is a share of; 1 for a mode that clips steps.
         update: what the mode does to the optimizer's update in :meth:`ClipMode.after_step`, if
             anything.
-        spike: 1 if a :class:`SkipRule` skips the step, which clears ``finite`` too, else 0.
+        spike: 1 if a :class:`SkipRule` skips the step, which clears ``finite`` too, else 0; None
+            without such a rule.
     """
 
-    norm: Number
-    norm_clipped: Number
-    coef: Number
-    clipped: Number
-    fraction: Number
-    max_stat: Number
-    threshold: Number
+    norm: Tensor
+    norm_clipped: Tensor
+    coef: Tensor
+    clipped: Tensor
+    fraction: Tensor
+    max_stat: Tensor
+    threshold: Tensor
     _: KW_ONLY
-    finite: bool | Tensor = True
+    finite: Tensor = _TRUE
     parts: Parts | None = None
-    norm_scaled: Number | None = None
+    norm_scaled: Tensor | None = None
     scales: Tensor | None = None
     inner: tuple[Inner, ...] = ()
-    total: Number = 1.0
+    total: Tensor = _ONE
     update: Any = None
-    spike: Number = 0.0
+    spike: Tensor | None = None
 
     @property
-    def metrics(self) -> tuple[Number, ...]:
+    def metrics(self) -> tuple[Tensor, ...]:
         """The seven numbers, in the order of the attributes."""
         return (
             self.norm,
@@ -162,93 +162,110 @@ class Decision:
 
     @classmethod
     def untouched(
-        cls, norm: Number, threshold: Number | None, max_stat: Number, total: Number = 1.0
+        cls,
+        norm: Tensor,
+        threshold: Tensor | float | None,
+        max_stat: Tensor,
+        total: Tensor = _ONE,
     ) -> Decision:
         """Decide to leave a finite gradient as it is."""
+        zero = torch.zeros_like(norm)
         return cls(
             norm=norm,
             norm_clipped=norm,
-            coef=1.0,
-            clipped=0.0,
-            fraction=0.0,
+            coef=torch.ones_like(norm),
+            clipped=zero,
+            fraction=zero,
             max_stat=max_stat,
-            threshold=_NAN if threshold is None else threshold,
+            threshold=limit_in_force(norm, threshold),
             total=total,
         )
 
     @classmethod
-    def skipped(cls, norm: Number, threshold: Number | None) -> Decision:
+    def skipped(cls, norm: Tensor, threshold: float | None) -> Decision:
         """Describe a step that is not taken because its gradient is not finite."""
-        return cls(norm, **_IF_SKIPPED, threshold=threshold or _NAN, finite=False)
+        numbers: dict[str, Any] = {}
+        for name, value in _IF_SKIPPED.items():
+            numbers[name] = torch.full_like(norm, value)
+        in_force = limit_in_force(norm, threshold)
+        return cls(norm, **numbers, threshold=in_force, finite=torch.tensor(False))
 
     @classmethod
     def change_parts(
-        cls, norm: Number, threshold: Number, max_stat: Number, parts: Parts
+        cls, norm: Tensor, threshold: Tensor | float | None, max_stat: Tensor, parts: Parts
     ) -> Decision:
         """Decide to change ``parts``; ``max_stat`` is the largest value on this rank."""
+        unknown = torch.full_like(norm, math.nan)
         return cls(
             norm=norm,
-            norm_clipped=_NAN,
-            coef=_NAN,
-            clipped=_NAN,
-            fraction=_NAN,
+            norm_clipped=unknown,
+            coef=unknown,
+            clipped=unknown,
+            fraction=unknown,
             max_stat=max_stat,
-            threshold=threshold,
+            threshold=limit_in_force(norm, threshold),
             parts=parts,
         )
 
     @classmethod
     def of_share(
         cls,
-        norm: Number,
-        after: Number,
-        share: Number,
-        max_stat: Number,
-        limit: Number,
-        total: Number,
+        norm: Tensor,
+        after: Tensor,
+        share: Tensor,
+        max_stat: Tensor,
+        limit: Tensor | float | None,
+        total: Tensor,
         **more: Any,
     ) -> Decision:
         """Decide to clip a ``share`` of ``total`` parts, which every rank knows."""
-        if not isinstance(share, Tensor) and share == 0.0:
-            # The same number twice, not a quotient of two that were rounded differently.
-            return cls.untouched(norm, limit, max_stat, total)
-        coef = more.pop("coef") if "coef" in more else transfer.ratio(after, norm)
+        clipped = share > 0
+        # The same number twice, not a quotient of two that were rounded differently.
+        after = torch.where(clipped, after, norm)
+        coef = more.pop("coef") if "coef" in more else ratio(after, norm)
         return cls(
             norm=norm,
             norm_clipped=after,
             coef=coef,
-            clipped=share.sign() if isinstance(share, Tensor) else 1.0,
+            clipped=clipped.to(norm.dtype),
             fraction=share,
             max_stat=max_stat,
-            threshold=limit,
+            threshold=limit_in_force(norm, limit),
             total=total,
             **more,
         )
 
-    def of_whole(self, layout: Layout, norm: Number, split: Split, norm_type: float) -> Decision:
+    def of_whole(self, layout: Layout, norm: Tensor, split: Split, norm_type: float) -> Decision:
         """Return a decision on the gradients of ``split.scaled`` as one on the whole gradient."""
         if self.parts is not None:
             return replace(self, norm=norm)
         after = combine_norms([self.coef * split.scaled, split.unscaled], norm_type)
-        after = transfer.where(self.coef != 1.0, after, norm)
-        whole = replace(self, norm=norm, norm_clipped=after, norm_scaled=split.scaled)
-        if not isinstance(self.coef, Tensor) and self.coef == 1.0:
-            return whole
-        scales = torch.where(layout.scaled, transfer.on_device([self.coef], layout.device), 1.0)
-        return replace(whole, coef=transfer.ratio(after, norm), scales=scales)
+        after = torch.where(self.coef != 1.0, after, norm)
+        return replace(
+            self,
+            norm=norm,
+            norm_clipped=after,
+            norm_scaled=split.scaled,
+            coef=ratio(after, norm),
+            scales=torch.where(layout.scaled, self.coef, 1.0),
+        )
 
-    def if_finite(self, finite: bool | Tensor) -> Decision:
-        """Return this decision, or a skipped one if the device finds that it is not ``finite``."""
-        if not isinstance(finite, Tensor):
+    def if_finite(self, finite: Tensor, threshold_moves: bool = False) -> Decision:
+        """Return this decision, or a skipped one if the device finds that it is not ``finite``.
+
+        Where the host knows that, it has not decided on a step to skip. ``threshold_moves``: λ is
+        that of this step, so that a skipped step has none.
+        """
+        if transfer.can_read(finite.device):
             return self
         if self.parts is not None:
             return replace(self, finite=finite)
         skipped = dict(_IF_SKIPPED)
-        if isinstance(self.threshold, Tensor):  # A λ that moves belongs to this step.
-            skipped["threshold"] = _NAN
+        if threshold_moves:
+            skipped["threshold"] = math.nan
         numbers: dict[str, Any] = {}
         for name, if_skipped in skipped.items():
-            numbers[name] = transfer.where(finite, getattr(self, name), if_skipped)
+            numbers[name] = torch.where(finite, getattr(self, name), if_skipped)
         return replace(self, finite=finite, **numbers)
 
     def complete(self, layout: Layout, norm_type: float) -> Decision:
@@ -257,32 +274,44 @@ class Decision:
         Counts, maxima and the norm travel in one collective, which runs whatever this rank changed.
         """
         assert self.parts is not None
-        norm = self.norm
-        limit = self.threshold
-        changed = self.parts.changed
-        total = self.parts.total
-        power = self.parts.power
-        if layout.group is None and not isinstance(changed, Tensor) and changed == 0:
-            return Decision.untouched(norm, limit, self.max_stat, total)
+        parts = self.parts
+        power = parts.power
         if power is None:
             power, _ = powers_of(layout, *layout.gradients(), norm_type)
-        powers, changes, totals, maxima = layout.gather([power, changed, total, self.max_stat])
-        after = combine(powers, norm_type)
-        max_stat = combine(maxima, math.inf)
-        # The shares of all ranks add up to a whole number, apart from rounding.
-        counts: list[Number] = [sum(changes), sum(totals)]
-        share: Number
-        every: Number
-        if isinstance(norm, Tensor):
-            count, parts = transfer.on_device(counts, norm.device).round()
-            share = count / parts.clamp(min=1.0)
-            every = parts
-            # The same number twice, where they were measured in different ways.
-            after = torch.where(count > 0, after, norm)
+        counts = [parts.changed, parts.total]
+        if math.isinf(norm_type):
+            changed, total, after, max_stat = layout.totals(counts, [power, self.max_stat])
         else:
-            every = round(float(counts[1]))
-            share = round(float(counts[0])) / max(every, 1)
-        return Decision.of_share(norm, after, share, max_stat, limit, every).if_finite(self.finite)
+            changed, total, summed, max_stat = layout.totals([*counts, power], [self.max_stat])
+            after = root(summed, norm_type)
+        # The shares of all ranks add up to a whole number, apart from rounding.
+        total = total.round()
+        whole = Decision.of_share(
+            norm=self.norm,
+            after=after,
+            share=changed.round() / total.clamp(min=1.0),
+            max_stat=max_stat,
+            limit=self.threshold,
+            total=total,
+        )
+        return whole.if_finite(self.finite)
+
+
+def is_finite(norm: Tensor) -> Tensor:
+    """Return whether a norm is finite, by one operation: no norm is negative, and NaN not less."""
+    return norm < math.inf
+
+
+def limit_in_force(norm: Tensor, limit: Tensor | float | None) -> Tensor:
+    """Return λ as a number like ``norm``; NaN for none."""
+    if isinstance(limit, Tensor):
+        return limit
+    return torch.full_like(norm, math.nan if limit is None else limit)
+
+
+def ratio(after: Tensor, before: Tensor) -> Tensor:
+    """Return ``after`` ÷ ``before``, and 1 for two zeros."""
+    return (after / before).nan_to_num(nan=1.0)
 
 
 class Inner(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
@@ -19,11 +18,10 @@ from runner.config import modes
 from runner.config.modes import MODES, NAMES, Mode, checked
 from runner.config.problem import or_list
 from runner.gradients import transfer
+from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import Layout
-from runner.gradients.transfer import Number
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
-TINY = 1e-30  # A coefficient below this one is applied in float64
 _CLASSES: Mapping[type[Mode], str] = {
     modes.AdaGC: "per_parameter.AdaGCClip",
     modes.Adaptive: "adaptive.AdaptiveClip",
@@ -52,8 +50,8 @@ class ClipMode(Mode, ABC):
         by_norm_alone: whether :meth:`decide_finite` reads ``stats.norm`` and nothing else of the
             gradient, and decides on one coefficient. An optimizer's step may then multiply by it
             instead of :meth:`apply`, and in a chain the norm of the link before is enough.
-        memory: what the mode remembers of earlier steps, by name: floats, or tensors on the
-            device. It starts as ``initial_memory``, and holds finite steps only:
+        memory: what the mode remembers of earlier steps, by name: tensors on the device. It
+            starts as ``initial_memory``, and holds finite steps only:
             :meth:`decide_finite` replaces values, and what it derives from a gradient that is not
             finite is dropped. Never write into a tensor of it in place.
         tally: counts the elements or units that the mode compares with λ, where it is set: a
@@ -61,7 +59,7 @@ class ClipMode(Mode, ABC):
     """
 
     by_norm_alone: ClassVar[bool] = False
-    initial_memory: ClassVar[Mapping[str, Number]] = {}
+    initial_memory: ClassVar[Mapping[str, float]] = {}
 
     memory: dict[str, Any] = field(init=False, repr=False)
     tally: Any = field(default=None, init=False, repr=False)
@@ -144,9 +142,10 @@ class ClipMode(Mode, ABC):
                 divided by the items of the window.
             stats: what was measured of them.
         """
-        if stats.finite is False:
+        if transfer.can_read(stats.finite.device) and not stats.finite:
             # A limit that follows from earlier steps is that of no step but its own.
             return Decision.skipped(stats.norm, None if self.limit_moves else self.threshold)
+        self._move_memory(layout.device)
         before = dict(self.memory)
         if stats.part or not self.scales_some(layout):
             decision = self.decide_finite(layout, stats)
@@ -158,14 +157,16 @@ class ClipMode(Mode, ABC):
             decision = decision.of_whole(layout, stats.norm, split, self.norm_type)
         if self.tally is not None:
             self.tally.end_step(stats.norm)
-        if not isinstance(stats.finite, Tensor):
-            return decision
         self.undo(before, stats.finite)
-        if self.limit_moves:
-            # A memory that was loaded consists of floats until the device has taken a step.
-            moved = transfer.where(stats.finite, decision.threshold, math.nan)
-            decision = replace(decision, threshold=moved)
-        return decision.if_finite(stats.finite)
+        return decision.if_finite(stats.finite, threshold_moves=self.limit_moves)
+
+    def _move_memory(self, device: torch.device) -> None:
+        """Move the memory to ``device``, also one that was loaded, or of numbers of the host."""
+        for name, value in self.memory.items():
+            if isinstance(value, Tensor):
+                self.memory[name] = value.to(device)
+            else:
+                self.memory[name] = transfer.number(value, device)
 
     @abstractmethod
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -175,15 +176,19 @@ class ClipMode(Mode, ABC):
         hold the same ``stats``, and have to make the same decision.
         """
 
-    def undo(self, before: Mapping[str, Any], finite: bool | Tensor) -> None:
+    def undo(self, before: Mapping[str, Any], finite: Tensor) -> None:
         """Make ``before`` the memory again, unless the gradient turns out to be ``finite``."""
+        if transfer.can_read(finite.device):
+            if not finite:
+                self.memory.update(before)
+            return
         for name, value in self.memory.items():
             if value is not before[name]:
-                self.memory[name] = transfer.where(finite, value, before[name])
+                self.memory[name] = torch.where(finite, value, before[name])
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         """Change the gradients in place, as decided; return the completed decision."""
-        if decision.finite is False:
+        if transfer.can_read(decision.finite.device) and not decision.finite:
             return decision
         if decision.scales is not None:
             if decision.norm_scaled is None or decision.inner:
@@ -284,10 +289,7 @@ class ClipMode(Mode, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned; a state without a threshold leaves it as it is."""
         self.threshold = state.get("threshold", self.threshold)
-        for name, value in memory_of(state).items():
-            # An accelerator's memory may go on on a host, where single numbers are floats.
-            single = isinstance(value, Tensor) and not value.ndim
-            self.memory[name] = float(value) if single else value
+        self.memory.update(memory_of(state))
 
 
 def memory_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,10 +337,9 @@ def class_of(kind: type[Mode]) -> type[ClipMode]:
     return clip_mode
 
 
-def scale(layout: Layout, coef: Number) -> None:
+def scale(layout: Layout, coef: Tensor) -> None:
     """Multiply all gradients by ``coef``."""
-    if isinstance(coef, Tensor) or coef != 1.0:
-        multiply(layout.gradients()[1], coef)
+    kernels_of(coef.device).multiply(layout.gradients()[1], coef)
 
 
 def scale_some(layout: Layout, scales: Tensor) -> None:
@@ -347,36 +348,13 @@ def scale_some(layout: Layout, scales: Tensor) -> None:
     scaled = [(shard, gradient) for shard, gradient in pairs if shard.scaled]
     if scaled:
         coef = scales[layout.positions[scaled[0][0].name]]
-        multiply([gradient for _, gradient in scaled], transfer.read(coef))
+        gradients = [gradient for _, gradient in scaled]
+        kernels_of(scales.device).multiply(gradients, coef)
 
 
 def scale_each(layout: Layout, scales: Tensor) -> None:
     """Multiply the gradient of each parameter of ``layout.names`` by its own of ``scales``."""
-    coefs = transfer.numbers(scales)
-    together: list[Tensor] = []
-    their_coefs: list[Any] = []
-    for shard, gradient in zip(*layout.gradients(), strict=True):
-        coef = coefs[layout.positions[shard.name]]
-        if not isinstance(coef, Tensor) and coef == 1.0:
-            continue
-        # A coefficient each would be rounded to the type of a narrow tensor.
-        if gradient.dtype.itemsize < 4 or not (isinstance(coef, Tensor) or coef > TINY):
-            multiply([gradient], coef)
-        else:
-            together.append(gradient)
-            their_coefs.append(coef)
-    if together:
-        torch._foreach_mul_(together, their_coefs)
-
-
-def multiply(gradients: list[Tensor], coef: Number) -> None:
-    """Multiply tensors on one device by ``coef`` in place."""
-    if not gradients:
-        return
-    # A tensor of the gradients' type takes foreach's fast path; a narrower one would be rounded.
-    dtypes = {gradient.dtype for gradient in gradients}
-    dtype = torch.promote_types(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float64
-    if not isinstance(coef, Tensor):
-        coef = torch.tensor(coef, dtype=dtype if coef > TINY else torch.float64)
-        dtype = coef.dtype
-    torch._foreach_mul_(gradients, coef.to(dtype))
+    shards, gradients = layout.gradients()
+    if gradients:
+        coefs = scales[layout.positions_of(shards)]
+        kernels_of(scales.device).multiply_each(gradients, coefs)

@@ -22,17 +22,16 @@ import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, Parts, build
-from runner.clip.decision import Inner
+from runner.clip.decision import Inner, ratio
 from runner.clip.mode import scale, scale_each
 from runner.clip.per_parameter import TensorNorms
 from runner.config.modes import ByGroups, Chain, Mode, Schedule, inner_mode
 from runner.config.problem import NOTHING
-from runner.gradients import Layout, Number, ParamShard, transfer
+from runner.gradients import Layout, ParamShard, transfer
 from runner.gradients.layout import OptionError
-from runner.gradients.norms import Powers, combine, combine_norms, powers_of
+from runner.gradients.norms import Powers, combine_norms, powers_of
 
 REST = "rest"  # name of the parameters that no pattern matches
-NAN = math.nan
 
 
 def build_inner(configured: Any, outer: Mode, **options: Any) -> ClipMode:
@@ -52,6 +51,12 @@ def bind(mode: ClipMode, layout: Layout, where: str) -> None:
         raise OptionError(option, message, value) from None
 
 
+def change_by_inner(norm: Tensor, work: Any) -> Decision:
+    """Decide that inner modes change parts, which counts nothing until they have done so."""
+    none = torch.full_like(norm, math.nan)
+    return Decision.change_parts(norm, None, none, Parts(none, none, work))
+
+
 @dataclass(eq=False)
 class NestedMode(ClipMode):
     """A mode that holds others, by the option ``info.nested``, and has no λ of its own."""
@@ -68,11 +73,11 @@ class NestedMode(ClipMode):
 
     def together(
         self,
-        norm: Number,
-        after: Number,
+        norm: Tensor,
+        after: Tensor,
         decisions: Mapping[str, Decision],
-        by: Number | None = None,  # a coefficient, or one for each parameter
-        fraction: Number | None = None,
+        by: Tensor | None = None,  # a coefficient, or one for each parameter
+        fraction: Tensor | None = None,
     ) -> Decision:
         """Combine the decisions of the modes, by name; a single mode's decision stays as it is."""
         inner = tuple(
@@ -81,22 +86,19 @@ class NestedMode(ClipMode):
         )
         if len(inner) == 1:
             return replace(*decisions.values(), inner=inner)
-        scales = by if isinstance(by, Tensor) and by.ndim else None
-        coef = by if scales is None else None
-        clipped = combine([decision.clipped for decision in decisions.values()], math.inf)
-        if not isinstance(norm, Tensor) and clipped == 0.0:
-            # The same number twice, not a quotient of two that were rounded differently.
-            after = norm
-            coef = 1.0
-            scales = None
+        scales = by if by is not None and by.ndim else None
+        clipped = torch.stack([decision.clipped for decision in decisions.values()]).amax()
+        # The same number twice, not a quotient of two that were rounded differently.
+        after = torch.where(clipped > 0, after, norm)
+        none = torch.full_like(norm, math.nan)
         return Decision(
             norm=norm,
             norm_clipped=after,
-            coef=transfer.ratio(after, norm) if coef is None else coef,
+            coef=ratio(after, norm) if by is None or by.ndim else by,
             clipped=clipped,
             fraction=clipped if fraction is None else fraction,
-            max_stat=NAN,
-            threshold=NAN,
+            max_stat=none,
+            threshold=none,
             scales=scales,
             inner=inner,
         )
@@ -158,16 +160,14 @@ class ChainClip(Chain, NestedMode):
         decisions, factor = self._decide(layout, stats, ())
         if len(decisions) == len(self._links) and decisions[-1].parts is None:
             return self._whole(decisions, factor)
-        return Decision.change_parts(
-            decisions[0].norm, NAN, NAN, Parts(NAN, NAN, (decisions, factor))
-        )
+        return change_by_inner(decisions[0].norm, (decisions, factor))
 
     def _decide(
         self, layout: Layout, stats: GradStats, before: Sequence[Decision]
-    ) -> tuple[list[Decision], Number | Tensor]:
+    ) -> tuple[list[Decision], Tensor]:
         """Let the next links decide, until gradients have to be changed before another one can."""
         decisions = [*before]
-        factor: Number | Tensor = 1.0
+        factor = layout.number(1.0)
         for mode in self._links[len(before) :]:
             if len(decisions) > len(before) and not mode.decides_by(stats):
                 break
@@ -190,7 +190,7 @@ class ChainClip(Chain, NestedMode):
             number = len(decisions)
             if decisions[-1].parts is not None:
                 decisions[-1] = self._links[number - 1].apply(layout, decisions[-1])
-            elif isinstance(factor, Tensor) and factor.ndim:
+            elif factor.ndim:
                 scale_each(layout, factor)
             else:
                 scale(layout, factor)
@@ -282,7 +282,7 @@ class GroupsClip(ByGroups, NestedMode):
         ]
         if all(decision.parts is None for decision in decisions):
             return self._whole(stats.norm, decisions, self._scales(layout, decisions))
-        return Decision.change_parts(stats.norm, NAN, NAN, Parts(NAN, NAN, decisions))
+        return change_by_inner(stats.norm, decisions)
 
     def _scales(self, layout: Layout, decisions: Sequence[Decision]) -> Tensor:
         """Return the factor of each parameter, [parameters]."""
@@ -306,7 +306,7 @@ class GroupsClip(ByGroups, NestedMode):
         return self._whole(decision.norm, decisions).if_finite(decision.finite)
 
     def _whole(
-        self, norm: Number, decisions: Sequence[Decision], scales: Tensor | None = None
+        self, norm: Tensor, decisions: Sequence[Decision], scales: Tensor | None = None
     ) -> Decision:
         """Return the decision of all groups, with the share of clipping groups that clipped."""
         by_name = {}
@@ -316,7 +316,7 @@ class GroupsClip(ByGroups, NestedMode):
             if group.mode.info.clips is not None:
                 clipped.append(decision.clipped)
         after = combine_norms([decision.norm_clipped for decision in decisions], self.norm_type)
-        share = sum(clipped, 0.0) / max(len(clipped), 1)
+        share = torch.stack(clipped).mean() if clipped else torch.zeros_like(norm)
         return self.together(norm, after, by_name, scales, share)
 
 

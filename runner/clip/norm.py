@@ -13,42 +13,40 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from runner.clip.decision import Decision, GradStats
+from runner.clip.decision import Decision, GradStats, limit_in_force
 from runner.clip.mode import ClipMode
 from runner.config.modes import Norm, Percentile, Unclipped, ZScore
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
-from runner.gradients.transfer import Number
 
 
 def limit_norm(
-    norm: Number,
-    limit: Number,
+    norm: Tensor,
+    limit: Tensor | float,
     *,
-    max_stat: Number | None = None,
-    threshold: Number | None = None,
-    to: Number | None = None,
+    max_stat: Tensor | None = None,
+    threshold: Tensor | float | None = None,
+    to: Tensor | None = None,
 ) -> Decision:
     """Decide to scale the whole gradient so that its norm is at most ``limit``.
 
     No epsilon is added to ‖G‖: the clipped norm is ``limit`` (or ``to``), and a gradient whose norm
     is exactly ``limit`` is not touched.
     """
-    stat = norm if max_stat is None else max_stat
-    in_force = limit if threshold is None else threshold
-    above = norm > limit  # the host cannot compare tensors of an accelerator without waiting
-    if not isinstance(above, Tensor) and not above:
-        return Decision.untouched(norm, in_force, stat)
-    coef = transfer.where(above, (limit if to is None else to) / norm, 1.0)
-    clipped = transfer.where(above, 1.0, 0.0)
+    bound = limit_in_force(norm, limit)
+    clipped = (norm > bound).to(norm.dtype)
+    if to is None:
+        coef = (bound / norm).clamp(max=1.0)  # 1 for a norm of 0
+    else:
+        coef = torch.where(norm > bound, to / norm, 1.0)
     return Decision(
         norm=norm,
         norm_clipped=norm * coef,
         coef=coef,
         clipped=clipped,
         fraction=clipped,
-        max_stat=stat,
-        threshold=in_force,
+        max_stat=norm if max_stat is None else max_stat,
+        threshold=bound if threshold is None else limit_in_force(norm, threshold),
     )
 
 
@@ -95,7 +93,7 @@ class PercentileClip(Percentile, ClipMode):
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        norm = transfer.on_device([stats.norm], layout.device)
+        norm = stats.norm.view(1)
         before = self.memory["norms"][1:]
         rising = torch.cat([before, norm]).sort().values
         count = (rising < math.inf).sum(dtype=norm.dtype).view(1)
@@ -107,8 +105,8 @@ class PercentileClip(Percentile, ClipMode):
         limit = torch.where(clips, limit, math.inf)
         kept = torch.minimum(norm, limit) if self.history == "clipped" else norm
         self.memory["norms"] = torch.cat([before, kept])
-        in_force = transfer.read(torch.where(clips, limit, math.nan)[0])
-        return limit_norm(stats.norm, transfer.read(limit[0]), threshold=in_force)
+        in_force = torch.where(clips, limit, math.nan)[0]
+        return limit_norm(stats.norm, limit[0], threshold=in_force)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -153,24 +151,23 @@ class ZScoreClip(ZScore, ClipMode):
         norm = stats.norm
         z = self.limit
         begins = count < self.warmup_steps
-        deviation = variance**0.5
+        deviation = variance.sqrt()
         unlimited = begins | (deviation <= self.eps * mean)
         eps = 0.0 if self.rule == "percentile" else self.eps
-        limit = transfer.where(unlimited, math.inf, mean + z * (deviation + eps))
-        above = norm > limit
-        to = limit
+        limit = mean + z * (deviation + eps)
+        bound = limit.masked_fill(unlimited, math.inf)
+        to = bound
         if self.rule == "mean":
             to = mean
         elif self.rule == "adaptive_scaling":
-            excess = transfer.where(above, norm - mean, 1.0)
-            to = mean + z * z * deviation * (deviation + eps) / excess
-        kept = transfer.where(above, to, norm) if self.history == "clipped" else norm
+            to = mean + z * z * deviation * (deviation + eps) / (norm - mean)
+        kept = torch.where(norm > bound, to, norm) if self.history == "clipped" else norm
         # One form of both: a running variance weighs the last square by one (1 - weight) more.
-        weight = transfer.where(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
+        weight = torch.where(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
         change = kept - mean
-        square = transfer.where(begins, 1.0, 1.0 - weight) * change * change
+        square = torch.where(begins, 1.0, 1.0 - weight) * change * change
         past["count"] = count + 1.0
         past["mean"] = mean + weight * change
         past["variance"] = (1.0 - weight) * (variance + weight * square)
-        in_force = transfer.where(unlimited, math.nan, limit)
-        return limit_norm(norm, limit, threshold=in_force, to=to)
+        in_force = limit.masked_fill(unlimited, math.nan)
+        return limit_norm(norm, bound, threshold=in_force, to=to)

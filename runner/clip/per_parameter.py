@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats
 from runner.config.modes import AdaGC, PerParameter
-from runner.gradients import Layout, Number, transfer
+from runner.gradients import Layout, transfer
 from runner.gradients.norms import norms_over_ranks, powers_of
 
 
@@ -26,13 +26,14 @@ class TensorNorms:
     norm_type: float
 
     @property
-    def total(self) -> Number:
+    def total(self) -> Tensor:
         """‖G‖."""
-        every = self.norms
-        whole = torch.linalg.vector_norm(every, self.norm_type) if every.numel() else every.sum()
-        return transfer.read(whole)
+        if not self.norms.numel():
+            return self.norms.sum()
+        whole: Tensor = torch.linalg.vector_norm(self.norms, self.norm_type)
+        return whole
 
-    def scaled(self, scales: Number | Tensor) -> TensorNorms:
+    def scaled(self, scales: Tensor) -> TensorNorms:
         """Return the norms of gradients that were multiplied by one factor, or by one for each."""
         return replace(self, norms=self.norms * scales)
 
@@ -64,9 +65,9 @@ class TensorMode(ClipMode):
 def decide_on_tensors(
     mode: ClipMode,
     layout: Layout,
-    norms: tuple[Number, Number],
+    norms: tuple[Tensor, Tensor],
     compared: tuple[Tensor, Tensor, Tensor],
-    threshold: Number,
+    threshold: Tensor | float,
     **more: Any,
 ) -> Decision:
     """Decide to limit some tensors; ``norms`` are ‖G‖ before and after.
@@ -78,16 +79,14 @@ def decide_on_tensors(
     if mode.tally is not None and layout.counts_common:
         mode.tally.add(values.where(present, math.nan), 1.0)
     total = present.sum(dtype=transfer.widest(over.device))
-    share = transfer.read(over.sum() / total.clamp(min=1.0))
-    max_stat = transfer.read(values.amax()) if values.numel() else 0.0
     norm, norm_clipped = norms
     return Decision.of_share(
         norm=norm,
         after=norm_clipped,
-        share=share,
-        max_stat=max_stat,
+        share=over.sum() / total.clamp(min=1.0),
+        max_stat=values.amax() if values.numel() else layout.number(0.0),
         limit=threshold,
-        total=transfer.read(total),
+        total=total,
         **more,
     )
 
@@ -206,7 +205,7 @@ class AdaGCClip(AdaGC, TensorMode):
         warm = memory["step"] < self.warmup_steps
         begun = gamma.isfinite()
         bound = self.limit * gamma
-        whole = torch.as_tensor(stats.norm, dtype=norms.dtype, device=norms.device)
+        whole = stats.norm
         over = torch.where(warm, whole > self.absolute, norms > bound) & present
         scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / norms), 1.0)
         after = tensors.scaled(scales)
@@ -224,7 +223,7 @@ class AdaGCClip(AdaGC, TensorMode):
             layout,
             norms=(stats.norm, after.total),
             compared=(torch.where(warm, math.nan, norms / gamma), over, present),
-            threshold=transfer.read(torch.where(warm, math.nan, whole.new_full((), self.limit))),
+            threshold=torch.where(warm, math.nan, layout.number(self.limit)),
             scales=scales,
         )
 

@@ -20,8 +20,9 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from runner.clip import ClipMode, Decision, GradStats, Parts
 from runner.clip.per_parameter import decide_on_tensors
 from runner.config.modes import Spike, Update
-from runner.gradients import Layout, Number, ParamShard, transfer
-from runner.gradients.norms import combine, powers_of
+from runner.gradients import Layout, ParamShard, transfer
+from runner.gradients.kernels import kernels_of
+from runner.gradients.norms import norm_of_ranks, powers_of, root
 from runner.gradients.shard import local
 
 # Name of the second moment in the state of an optimizer. A subclass may change its value.
@@ -32,8 +33,6 @@ NAMES: dict[type[Optimizer], str] = {
     RAdam: "exp_avg_sq",
     RMSprop: "square_avg",
 }
-BLOCK = 2**16  # elements that a CPU computes together, so that they stay in a cache
-CHUNK = 2**26  # elements that an accelerator computes together, which fit into its memory
 # An RMS that is above λ by no more than this share counts as λ: in the first step of the Adam kinds
 # the RMS of each tensor is 1, apart from rounding.
 TIE = 1e-6
@@ -48,7 +47,7 @@ class Moment(NamedTuple):
 
     value: Tensor | None  # of the shape of the local shard; None before the first step
     beta: float
-    steps: Number  # that ``value`` has averaged: a float where the host knows it
+    steps: Tensor  # that ``value`` has averaged, 0-dimensional; torch may keep it on the host
     corrected: bool  # whether the optimizer divides v by 1 − β^steps
     decay: float  # factor of the parameter in the gradient that is squared
 
@@ -125,7 +124,6 @@ class OptimizerMode(ClipMode):
         group = optimizer.param_groups[number]
         name = next(name for kind, name in NAMES.items() if isinstance(optimizer, kind))
         value = state.get(name)
-        steps = state.get("step", 0.0)
         betas = group.get("betas")
         coupled = not (isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay"))
         # An optimizer that maximizes squares the negated gradient plus decay.
@@ -133,7 +131,7 @@ class OptimizerMode(ClipMode):
         return Moment(
             value=None if value is None else local(value),
             beta=float(group["alpha"] if betas is None else betas[1]),
-            steps=transfer.read(steps) if isinstance(steps, Tensor) else steps,
+            steps=torch.as_tensor(state["step"]) if "step" in state else torch.zeros(()),
             corrected=betas is not None,
             decay=sign * float(group.get("weight_decay") or 0.0) if coupled else 0.0,
         )
@@ -144,7 +142,7 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     first = tensors[0]
     if not first.ndim:
         return iter([tensors])
-    elements = BLOCK if transfer.can_read(first.device) else CHUNK
+    elements = kernels_of(first.device).TOGETHER
     size = max(1, len(first) * elements // max(first.numel(), 1))
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
@@ -170,11 +168,12 @@ class SpikeClip(Spike, OptimizerMode):
         """Count the elements above θ·v; the norm after clipping counts each where it is stepped."""
         self.require_bound()
         p = self.norm_type
-        work: list[tuple[Tensor, Tensor, bool | Tensor]] = []
-        changed: Number = 0.0
+        work: list[tuple[Tensor, Tensor, Tensor]] = []
+        nothing = layout.number(0.0)
+        changed = nothing
         total = 0.0
-        maxima: list[Number] = []
-        after: list[Number] = []
+        maxima = [nothing]
+        after = [nothing]
         for shard, gradient in zip(*layout.gradients(), strict=True):
             weight = self.weight(shard)
             if not weight:
@@ -186,22 +185,22 @@ class SpikeClip(Spike, OptimizerMode):
             changed = changed + above * weight
             maxima.append(largest)
             after.append(power if math.isinf(p) else power * weight)
-            if isinstance(above, Tensor) or above:
+            if any(kernels_of(above.device).may_hold((above > 0).view(1))):
                 work.append((gradient, value, ready))
         parts = Parts(
             changed=changed,
-            total=total,
+            total=layout.number(total),
             work=work,
-            power=combine(after or [0.0], p) if math.isinf(p) else sum(after, 0.0),
+            power=torch.stack(after).amax() if math.isinf(p) else torch.stack(after).sum(),
         )
-        largest = combine(maxima or [0.0], math.inf)
+        largest = torch.stack(maxima).amax()
         return Decision.change_parts(stats.norm, self.limit, largest, parts)
 
-    def _compared(self, shard: ParamShard, gradient: Tensor) -> tuple[Tensor, bool | Tensor]:
-        """Return v of a shard, and whether it is ready; the gradient and False without v."""
+    def _compared(self, shard: ParamShard, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return v of a shard, and whether it is ready; the gradient and false without v."""
         moment = self.moment(shard)
         if moment is None or moment.value is None:
-            return gradient, False
+            return gradient, torch.zeros((), dtype=torch.bool)
         return moment.value, moment.steps >= self.min_steps
 
     def apply_parts(self, decision: Decision) -> None:
@@ -210,9 +209,7 @@ class SpikeClip(Spike, OptimizerMode):
             for g, v in pieces(gradient, value):
                 g.copy_(self._clamped(g, v, ready)[1])
 
-    def _clamped(
-        self, gradient: Tensor, value: Tensor, ready: bool | Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _clamped(self, gradient: Tensor, value: Tensor, ready: Tensor) -> tuple[Tensor, Tensor]:
         """Return g²/v of some elements and these elements clamped, in the widest type."""
         g = gradient.to(transfer.widest(gradient.device))
         v = value.to(transfer.widest(value.device))
@@ -220,8 +217,8 @@ class SpikeClip(Spike, OptimizerMode):
         return ratio, torch.where(ratio > self.limit, (v * self.limit).sqrt().copysign(g), g)
 
     def _read(
-        self, gradient: Tensor, value: Tensor, ready: bool | Tensor, weight: float
-    ) -> tuple[Number, Number, Number]:
+        self, gradient: Tensor, value: Tensor, ready: Tensor, weight: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return Σ|g|^p after clamping (max|g| for p = inf), the spikes, and the largest g²/v."""
         p = self.norm_type
         rows = []
@@ -229,11 +226,11 @@ class SpikeClip(Spike, OptimizerMode):
             ratio, clamped = self._clamped(g, v, ready)
             size = clamped.abs().amax() if math.isinf(p) else (clamped.abs() ** p).sum()
             rows.append(torch.stack([size, (ratio > self.limit).sum(), ratio.amax()]))
-            if self.tally is not None and ready is not False:
-                self.tally.add(ratio, weight)
+            if self.tally is not None:
+                self.tally.add(ratio.where(ready, math.nan), weight)
         sizes, above, largest = torch.stack(rows).T
         size = sizes.amax() if math.isinf(p) else sizes.sum()
-        return transfer.read(size), transfer.read(above.sum()), transfer.read(largest.amax())
+        return size, above.sum(), largest.amax()
 
 
 @dataclass(eq=False)
@@ -252,7 +249,7 @@ class UpdateClip(Update, OptimizerMode):
 
     name = "update"
     predicts = True
-    _kept: list[tuple[ParamShard, Tensor, Number]] = field(
+    _kept: list[tuple[ParamShard, Tensor, Tensor]] = field(
         default_factory=list, init=False, repr=False
     )
 
@@ -280,12 +277,11 @@ class UpdateClip(Update, OptimizerMode):
             sums[0].index_add_(0, positions, torch.stack(ratios))
             sums[1].index_add_(0, positions, sizes)
         if math.isinf(self.norm_type):
-            norm = combine(layout.gather([power])[0], self.norm_type)
+            norm = norm_of_ranks(layout, power, self.norm_type)
             totals = layout.sum(sums.view(-1))
         else:
-            row = torch.cat([transfer.on_device([power], device), sums.view(-1)])
-            of_all_ranks = layout.sum(row)
-            norm = combine([transfer.read(of_all_ranks[0])], self.norm_type)
+            of_all_ranks = layout.sum(torch.cat([power.view(1), sums.view(-1)]))
+            norm = root(of_all_ranks[0], self.norm_type)
             totals = of_all_ranks[1:]
         ratio, elements = totals.view(2, -1)
         work = ((ratio / elements.clamp(min=1.0)).sqrt(), elements > 0)
@@ -295,9 +291,7 @@ class UpdateClip(Update, OptimizerMode):
         """Return Σg²/max(v, ε²) of a gradient, with v after the step."""
         wide = transfer.widest(gradient.device)
         least = self.eps * self.eps
-        steps = moment.steps
-        if isinstance(steps, Tensor):
-            steps = steps.to(wide)  # float32 rounds 1 - β^2 by 1e-5
+        steps = moment.steps.to(wide)  # float32 rounds 1 - β^2 by 1e-5
         correction = 1.0 - moment.beta ** (steps + 1) if moment.corrected else 1.0
         squared = gradient
         if moment.decay:
@@ -318,14 +312,14 @@ class UpdateClip(Update, OptimizerMode):
         rms, present = stats.work or self.measure(layout).work
         over = rms > limit * (1.0 + TIE)
         factors = torch.where(over, limit / rms, 1.0)
-        update = transfer.numbers(factors)
+        limits = {"coef": factors.amin(), "update": factors} if factors.numel() else {}
         return decide_on_tensors(
             self,
             layout,
             norms=(stats.norm, stats.norm),
             compared=(rms, over, present),
             threshold=limit,
-            **({"coef": transfer.read(factors.amin()), "update": update} if update else {}),
+            **limits,
         )
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
@@ -334,15 +328,16 @@ class UpdateClip(Update, OptimizerMode):
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Copy the tensors whose update is limited; all of them where the host does not know."""
         self._kept = []
+        factors = decision.update
+        limited = kernels_of(factors.device).may_hold(factors < 1.0)
         for shard in layout.gradients()[0]:
-            factor = decision.update[layout.positions[shard.name]]
-            if id(shard.param) in self._places and (isinstance(factor, Tensor) or factor < 1.0):
-                self._kept.append((shard, shard.weight.clone(), factor))
+            position = layout.positions[shard.name]
+            if id(shard.param) in self._places and limited[position]:
+                self._kept.append((shard, shard.weight.clone(), factors[position]))
 
     def after_step(self, layout: Layout, decision: Decision) -> Decision:
         """Move each limited tensor back by a part of its update."""
         for shard, before, factor in self._kept:
-            back = 1.0 - factor
-            shard.weight.lerp_(before, back.to(before.dtype) if isinstance(back, Tensor) else back)
+            shard.weight.lerp_(before, (1.0 - factor).to(before.dtype))
         self._kept = []
         return decision

@@ -12,7 +12,6 @@ from torch import Tensor
 from runner.config.clip_section import WINDOW, Skip
 from runner.config.section import read
 from runner.gradients import transfer
-from runner.gradients.transfer import Number
 
 
 class Past(NamedTuple):
@@ -74,14 +73,15 @@ class SkipRule:
         self._past = self._empty(torch.empty(0))
 
     @torch.no_grad()
-    def is_spike(self, norm: Number) -> bool | Tensor:
+    def is_spike(self, norm: Tensor | float) -> Tensor:
         """Decide whether a step is skipped, given its norm before clipping, and note the norm.
 
         The host does not wait for an accelerator. Ranks that give the same bits decide alike. The
-        result is a bool for a float, else a 0-dimensional boolean tensor.
+        result is a 0-dimensional boolean tensor.
         """
-        device = norm.device if isinstance(norm, Tensor) else torch.device("cpu")
-        value = transfer.on_device([norm], device)
+        if not isinstance(norm, Tensor):
+            norm = transfer.number(norm, torch.device("cpu"))
+        value = norm.detach().to(transfer.widest(norm.device)).view(1)
         past = self._past.to(value)
         finite = value.isfinite()
         spike = finite & (past.steps >= self.min_steps) & (value > self._limit(past))
@@ -93,7 +93,7 @@ class SkipRule:
             new_level = self._longer(self._empty(value), past.missed)
             past = past.or_if(past.missed[:1].isfinite(), new_level)
         self._past = past
-        return spike[0] if isinstance(norm, Tensor) else bool(spike)
+        return spike[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history; an accelerator is waited for."""

@@ -3,13 +3,11 @@
 from runner.gradients.layout import Layout, OptionError
 from runner.gradients.norms import total_norm
 from runner.gradients.shard import LayoutError, ParamShard
-from runner.gradients.transfer import Number
 from runner.gradients.units import Units
 
 __all__ = [
     "Layout",
     "LayoutError",
-    "Number",
     "OptionError",
     "ParamShard",
     "Units",

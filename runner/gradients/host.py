@@ -1,13 +1,15 @@
 """What a CPU computes by other steps than an accelerator, because that takes it less time.
 
-The plain steps stand where these are called; tests compare both. Measured on one thread, clipping
-without a kernel of this file takes, for ResNet-34, a 12-layer GPT or 2,000 tensors of 64 elements:
+:mod:`runner.gradients.plain` has a twin of each function; tests compare both. Measured on one
+thread, clipping without a kernel of this file takes, for ResNet-34, a 12-layer GPT or 2,000 tensors
+of 64 elements:
 
 * :func:`power_sum` without the copy of small gradients: up to 1.3 times as long,
 * :func:`compare_elements` with ``abs`` and ``>`` in place of squares: up to 2.2 times,
 * :func:`scale_units` without writing clipped units alone: up to 1.3 times.
 
 :func:`unit_norms` is here for its digits: a float32 sum of many squares on a CPU loses some.
+:func:`multiply` writes nothing where nothing is clipped.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from runner.gradients import plain
 from runner.gradients.layout import Layout
+from runner.gradients.plain import Elements
+from runner.gradients.shard import ParamShard
 
 ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that are looked at several times: they stay in a cache
+TOGETHER = 2**16  # elements that several operations compute at a time: they stay in a cache
 # Largest number of elements of a gradient that is copied into one buffer with other such ones.
 SMALL = 32_768
 EXACT = 131_072  # elements up to which all gradients together are summed in float64
@@ -32,6 +38,36 @@ LONG = 8_192  # longest unit that is summed in float32 at once, which loses digi
 SPARSE = 4  # clipped units are written alone if they are at most one in 4
 # Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
 VANISHES, OVERFLOWS = 1e-20, 1e30
+
+
+TINY = 1e-30  # a coefficient below this one is applied in float64
+
+
+def powers(
+    layout: Layout,
+    shards: Sequence[ParamShard],
+    gradients: Sequence[Tensor],
+    norm_type: float,
+    each: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return Σ|g|^p of all gradients; that of each if ``each``, or if one is not finite."""
+    if not each and not math.isinf(norm_type):
+        power = 0.0
+        for replicas in sorted({shard.num_replicas for shard in shards}):
+            pairs = zip(shards, gradients, strict=True)
+            alike = [gradient for shard, gradient in pairs if shard.num_replicas == replicas]
+            power += power_sum(alike, norm_type) / replicas
+        if math.isfinite(power):
+            return layout.number(power), None
+    if math.isinf(norm_type):
+        shares = [largest(gradient) for gradient in gradients]
+    else:
+        shares = [
+            power_sum([gradient], norm_type) / shard.num_replicas
+            for shard, gradient in zip(shards, gradients, strict=True)
+        ]
+    values = torch.tensor(shares, dtype=torch.float64)
+    return values.amax() if math.isinf(norm_type) else values.sum(), values
 
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
@@ -90,8 +126,8 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Elements:
-    """All elements of this rank's gradients, compared with λ by one read on a CPU."""
+class _Comparison:
+    """All elements of this rank's gradients, compared with λ by one read."""
 
     power: float = 0.0  # each share is divided by the ranks that hold it
     clamped: float = 0.0  # the power after clamping
@@ -146,7 +182,7 @@ def _compare(flat: Tensor, wide: Tensor, buffer: Tensor, limit: float) -> Block:
 
 def compare_elements(layout: Layout, limit: float) -> Elements:
     """Compare all elements of this rank's gradients with λ."""
-    elements = Elements()
+    elements = _Comparison()
     buffers: dict[torch.dtype, Tensor] = {}
     for flat, replicas, gradients in _blocks(layout):
         wide = flat if flat.itemsize > 3 else flat.float()
@@ -154,7 +190,13 @@ def compare_elements(layout: Layout, limit: float) -> Elements:
             buffers[wide.dtype] = wide.new_empty(max(BLOCK, len(wide)))
         block = _compare(flat, wide, buffers[wide.dtype][: len(wide)], limit)
         elements.add(block, replicas, gradients)
-    return elements
+    return Elements(
+        power=layout.number(elements.power),
+        clamped=layout.number(elements.clamped),
+        above=layout.number(elements.above),
+        largest=layout.number(elements.largest),
+        exceeding=elements.exceeding,
+    )
 
 
 def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
@@ -175,6 +217,43 @@ def _blocks(layout: Layout) -> Iterator[tuple[Tensor, int, list[Tensor]]]:
         for first in range(0, len(gradients), number):
             copied = gradients[first : first + number]
             yield gathered(copied), replicas, copied
+
+
+def clamp(gradients: Sequence[Tensor], limit: float) -> None:
+    """Clamp all elements to [-limit, limit] in place."""
+    for gradient in gradients:
+        if gradient.numel() > SMALL:  # one pass in place of two
+            gradient.clamp_(-limit, limit)
+    plain.clamp([gradient for gradient in gradients if gradient.numel() <= SMALL], limit)
+
+
+def multiply(gradients: list[Tensor], coef: Tensor) -> None:
+    """Multiply gradients by ``coef`` in place; nothing is written for a coefficient of 1."""
+    value = coef.item()
+    if value == 1.0 or not gradients:
+        return
+    if value > TINY:
+        plain.multiply(gradients, coef)
+    else:
+        torch._foreach_mul_(gradients, coef)  # in float64
+
+
+def multiply_each(gradients: Sequence[Tensor], coefs: Tensor) -> None:
+    """Multiply each gradient by its own coefficient in place; those of 1 are not written."""
+    together: list[Tensor] = []
+    their_coefs: list[float] = []
+    pairs = zip(gradients, coefs.tolist(), coefs.unbind(), strict=True)
+    for gradient, coef, wide in pairs:
+        if coef == 1.0:
+            continue
+        # A coefficient each would be rounded to the type of a narrow tensor.
+        if gradient.dtype.itemsize < 4 or not coef > TINY:
+            multiply([gradient], wide)
+        else:
+            together.append(gradient)
+            their_coefs.append(coef)
+    if together:
+        torch._foreach_mul_(together, their_coefs)
 
 
 def unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
@@ -200,6 +279,16 @@ def _norm(tensor: Tensor, dims: int | list[int], dtype: torch.dtype) -> Tensor:
     return norms
 
 
+def unit_dtype(norm: Tensor, least: float) -> torch.dtype:
+    """Return the type in which squares of units are summed: float32 where it holds all of them.
+
+    Every rank has the same norm, so all of them measure units in the same type.
+    """
+    value = norm.item()
+    fits = value == 0.0 or VANISHES < value * value < OVERFLOWS
+    return torch.float32 if fits and least**2 > VANISHES else torch.float64
+
+
 def scale_units(gradient: Tensor, kept: int, factors: Tensor) -> None:
     """Multiply units by their factors; only clipped ones are written where they are few."""
     clipped = (factors != 1.0).nonzero().view(-1)
@@ -210,3 +299,9 @@ def scale_units(gradient: Tensor, kept: int, factors: Tensor) -> None:
         gradient[clipped] *= factors[clipped].view(-1, *ones)
     else:
         gradient.mul_(factors.view(*gradient.shape[:kept], *ones))
+
+
+def may_hold(conditions: Tensor) -> list[bool]:
+    """Return which of some conditions hold."""
+    holding: list[bool] = conditions.tolist()
+    return holding

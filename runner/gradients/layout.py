@@ -24,7 +24,6 @@ from runner.gradients.shard import (
     local_gradients,
     placed,
 )
-from runner.gradients.transfer import Number
 from runner.gradients.units import Units, head_weights, owned_parameters, units_of
 
 _STORAGE = attrgetter("layout")
@@ -125,6 +124,10 @@ class Layout:
         tensor = transfer.on_device([value(shard) for shard in shards], self.device)
         self._constants[name] = (ids, tensor)
         return tensor
+
+    def number(self, value: float) -> Tensor:
+        """Return a number of the host as a 0-dimensional tensor on the device."""
+        return transfer.number(value, self.device)
 
     @property
     def counts_common(self) -> bool:
@@ -255,18 +258,20 @@ class Layout:
             seen.add(gradient.data_ptr())
         return shared
 
-    def gather(self, values: Sequence[Number]) -> list[list[Number]]:
-        """Gather, for each value, those of all ranks; no collective where all is on this rank.
+    def totals(self, sums: Sequence[Tensor] = (), maxima: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return sums over all ranks, then maxima, of 0-dimensional tensors, in one collective.
 
-        For a handful of values: each rank receives values times ranks. Sums and maxima travel
-        together, and every rank adds the same rows in the same order, so that all get the same
-        bits. Vectors over parameters or units travel by :meth:`sum` and :meth:`max`.
+        For a handful of values: each rank receives values times ranks. Every rank adds the same
+        rows in the same order, so that all get the same bits. Vectors over parameters or units
+        travel by :meth:`sum` and :meth:`max`. There is no collective where all is on this rank.
         """
+        values = [*sums, *maxima]
         if self.group is None:
-            return [[value] for value in values]
-        row = transfer.on_device(values, self.device)
-        columns = transfer.start_gather(row, self.group)().T
-        return [list(transfer.numbers(column)) for column in columns]
+            return values
+        rows = transfer.start_gather(torch.stack(values), self.group)()
+        summed = rows[:, : len(sums)].sum(0)
+        largest = rows[:, len(sums) :].amax(0)
+        return [*summed.unbind(), *largest.unbind()]
 
     def sum(self, vector: Tensor) -> Tensor:
         """Return the sum of the vectors of all ranks, the same bits on every rank."""

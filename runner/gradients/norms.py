@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.gradients import host, transfer
+from runner.gradients import transfer
+from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import Layout
 from runner.gradients.shard import ParamShard
-from runner.gradients.transfer import Number
 
 
 class Powers(NamedTuple):
@@ -34,7 +34,11 @@ class Powers(NamedTuple):
     def not_finite(self) -> list[str]:
         """Return the names of the shards whose gradient is not finite; waits for an accelerator."""
         finite = self.each.isfinite().tolist()
-        return [shard.name for shard, known in zip(self.shards, finite, strict=True) if not known]
+        return [
+            shard.name
+            for shard, is_finite in zip(self.shards, finite, strict=True)
+            if not is_finite
+        ]
 
     def of_parameters(self, layout: Layout) -> Tensor:
         """Return the share of each parameter, [parameters], on the device of ``layout``."""
@@ -47,36 +51,41 @@ class Powers(NamedTuple):
         return shares.index_add_(0, positions, each)
 
 
-def total_norm(layout: Layout, norm_type: float = 2.0) -> Number:
+def total_norm(layout: Layout, norm_type: float = 2.0) -> Tensor:
     """Return ‖G‖ of all gradients of ``layout``; one small collective if it spans ranks."""
     power, _ = powers_of(layout, *layout.gradients(), norm_type)
-    return combine(layout.gather([power])[0], norm_type)
+    return norm_of_ranks(layout, power, norm_type)
 
 
-def combine(powers: Sequence[Number], norm_type: float) -> Number:
-    """Return the norm, given the share of each rank in ‖G‖^p."""
-    device = next((power.device for power in powers if isinstance(power, Tensor)), None)
-    if device is not None:
-        on_ranks = transfer.on_device(powers, device)
-        return on_ranks.amax() if math.isinf(norm_type) else on_ranks.sum() ** (1.0 / norm_type)
+def norm_of_ranks(layout: Layout, power: Tensor, norm_type: float) -> Tensor:
+    """Return ‖G‖, given this rank's share of its power; one small collective."""
     if math.isinf(norm_type):
-        # The result of max() with NaN depends on the order.
-        return math.nan if any(map(math.isnan, powers)) else max(powers)
-    total: float = float(sum(powers)) ** (1.0 / norm_type)
-    return total
+        [largest] = layout.totals(maxima=[power])
+        return largest
+    [total] = layout.totals(sums=[power])
+    return root(total, norm_type)
 
 
-def combine_norms(norms: Sequence[Number], norm_type: float) -> Number:
+def combine_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of everything, given the norm of each part."""
-    whole = norms if math.isinf(norm_type) else [norm**norm_type for norm in norms]
-    return combine(whole, norm_type)
+    parts = torch.stack(list(norms))
+    if math.isinf(norm_type):
+        return parts.amax()
+    return root((parts**norm_type).sum(), norm_type)
+
+
+def root(power: Tensor, norm_type: float) -> Tensor:
+    """Return norms, given their powers."""
+    if norm_type == 2.0:
+        return power.sqrt()
+    return power if math.isinf(norm_type) else power ** (1.0 / norm_type)
 
 
 def norms_over_ranks(layout: Layout, shares: Tensor, norm_type: float) -> Tensor:
     """Return norms, [...], given this rank's share in the power of each; one collective."""
     if math.isinf(norm_type):
         return layout.max(shares)
-    return layout.sum(shares) ** (1.0 / norm_type)
+    return root(layout.sum(shares), norm_type)
 
 
 def powers_of(
@@ -85,39 +94,14 @@ def powers_of(
     gradients: Sequence[Tensor],
     norm_type: float,
     each: bool = False,
-) -> tuple[Number, Powers | None]:
+) -> tuple[Tensor, Powers | None]:
     """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each gradient.
 
     On a CPU the shares of finite gradients are None unless ``each`` asks for them.
     """
-    if gradients and not transfer.can_read(gradients[0].device):
-        return _powers_on_device(layout, shards, gradients, norm_type)
-    if gradients and not each and not math.isinf(norm_type):
-        power = 0.0
-        for replicas in sorted({shard.num_replicas for shard in shards}):
-            pairs = zip(shards, gradients, strict=True)
-            alike = [gradient for shard, gradient in pairs if shard.num_replicas == replicas]
-            power += host.power_sum(alike, norm_type) / replicas
-        if math.isfinite(power):
-            return power, None
-    shares = []
-    for shard, gradient in zip(shards, gradients, strict=True):
-        if math.isinf(norm_type):
-            shares.append(host.largest(gradient))
-        else:
-            shares.append(host.power_sum([gradient], norm_type) / shard.num_replicas)
-    whole = combine(shares or [0.0], norm_type) if math.isinf(norm_type) else float(sum(shares))
-    return whole, Powers(shards, transfer.on_device(shares, torch.device("cpu")), norm_type)
-
-
-def _powers_on_device(
-    layout: Layout, shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float
-) -> tuple[Tensor, Powers]:
-    dtype = transfer.widest(gradients[0].device)
-    values = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=dtype))
-    if math.isinf(norm_type):
-        return values.amax(), Powers(shards, values, norm_type)
-    values = values**norm_type
-    if any(shard.num_replicas > 1 for shard in shards):
-        values = values / layout.replicas_of(shards)
-    return values.sum(), Powers(shards, values, norm_type)
+    if not gradients:
+        nothing = layout.number(0.0)
+        return nothing, Powers(shards, nothing.new_empty(0), norm_type) if each else None
+    kernels = kernels_of(gradients[0].device)
+    whole, shares = kernels.powers(layout, shards, gradients, norm_type, each)
+    return whole, None if shares is None else Powers(shards, shares, norm_type)

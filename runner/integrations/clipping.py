@@ -21,6 +21,7 @@ from runner.clip.boosted import boosted_optimizer, owner_of
 from runner.clip.call_history import CallHistory
 from runner.clip.decision import Decision
 from runner.clip.mode import ClipMode
+from runner.gradients import transfer
 from runner.gradients.layout import Layout
 from runner.gradients.over_ranks import (
     ProcessGroups,
@@ -35,7 +36,6 @@ from runner.gradients.over_ranks import (
     without_gradient,
 )
 from runner.gradients.shard import is_dtensor, is_sharded
-from runner.gradients.transfer import Number
 
 # Names of wrappers of other libraries, and their attribute that holds the model.
 _INSIDE = {
@@ -88,7 +88,7 @@ class _ListHistory:
 def apply_gradient_clipping(
     parameters: nn.Module | Iterable[Tensor] | Tensor,
     clipping_type: str,
-    clipping_threshold: float | None,
+    clipping_threshold: float | Tensor | None,
     norm_type: float = 2.0,
     *,
     groups: Mapping[str, Any] | None = None,
@@ -141,6 +141,8 @@ def apply_gradient_clipping(
         StepOrderError: gradients of a boosted model are not final, or were clipped already.
         TypeError: parameters are sharded, and are not given as a module.
     """
+    if isinstance(clipping_threshold, Tensor):  # a share of a norm that was returned
+        clipping_threshold = clipping_threshold.item()
     options |= {"threshold": clipping_threshold, "norm_type": norm_type}
     if are_process_groups(groups):
         process_groups = groups
@@ -188,10 +190,10 @@ def load_clipping_state_dict(
 
 
 def warn_without_gradients(
-    given: nn.Module | list[Tensor], layout: Layout, norm: Number, stacklevel: int
+    given: nn.Module | list[Tensor], layout: Layout, norm: Tensor, stacklevel: int
 ) -> None:
     """Warn once of a model, or a list of parameters, of which no parameter has a gradient."""
-    if isinstance(norm, float) and norm != 0.0:
+    if transfer.can_read(norm.device) and norm != 0.0:
         return
     if any(shard.param.grad is not None for shard in layout.shards):
         return

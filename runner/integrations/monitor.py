@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip import Decision, GradStats, Number
+from runner.clip import Decision, GradStats
 from runner.gradients import transfer
 from runner.gradients.over_ranks import ProcessGroups, process_groups_of
 from runner.gradients.shard import is_dtensor
@@ -179,9 +179,17 @@ class GradientMonitor:
                 raise ValueError("give the threshold too: monitor.step(norm, threshold=max_norm)")
             before = _number(clipped)
             coef = threshold / (before + 1e-6)  # as ``torch.nn.utils.clip_grad_norm_`` computes it
-            changed = (coef < 1) * 1.0
-            coef = coef.clamp(max=1.0) if isinstance(coef, Tensor) else min(coef, 1.0)
-            return Decision(before, before * coef, coef, changed, changed, before, threshold)
+            changed = (coef < 1).to(before.dtype)
+            coef = coef.clamp(max=1.0)
+            return Decision(
+                norm=before,
+                norm_clipped=before * coef,
+                coef=coef,
+                clipped=changed,
+                fraction=changed,
+                max_stat=before,
+                threshold=torch.full_like(before, threshold),
+            )
         layout = plain_clipper(self._model, self._process_groups).layout
         norm = GradStats.of(layout).norm
         warn_without_gradients(self._model, layout, norm, stacklevel=5)
@@ -193,9 +201,9 @@ class GradientMonitor:
         return list((total / self._world).tolist())
 
 
-def _number(value: Tensor | float) -> Number:
-    """Return a float on a CPU, else a 0-dimensional tensor; the host does not wait."""
+def _number(value: Tensor | float) -> Tensor:
+    """Return a 0-dimensional tensor; the host does not wait."""
     if not isinstance(value, Tensor):
-        return float(value)
+        return transfer.number(value, torch.device("cpu"))
     whole = value.full_tensor() if is_dtensor(value) else value
-    return transfer.read(whole.detach().reshape(()))
+    return whole.detach().reshape(()).to(transfer.widest(whole.device))

@@ -1,7 +1,7 @@
 """Metrics of each step, kept on the device and written as rows in batches.
 
-A step leaves floats on a CPU, and tensors on an accelerator, for which the host does not wait.
-Every ``flush_every`` steps they travel to the host in one transfer and become rows.
+A step leaves 0-dimensional tensors; the host does not wait for those of an accelerator. Every
+``flush_every`` steps they travel to the host in one transfer and become rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from runner.clip import Decision
 from runner.config.notation import higher_is_better
-from runner.gradients import Layout, Number, ParamShard, transfer
+from runner.gradients import Layout, ParamShard, transfer
 from runner.gradients.norms import Powers, norms_over_ranks, powers_of
 from runner.run_folder import keys
 from runner.run_folder.divergence import diverged_from
@@ -35,19 +35,19 @@ class StepMetrics(NamedTuple):
     """
 
     step: int
-    local_loss: Number | None
+    local_loss: Tensor | float | None
     decision: Decision
     lr: float | None
     samples: int | None
     tokens: int | None
     seconds: float
     layers: Tensor | None = None
-    first: tuple[Number, float, int] = (math.nan, 0.0, 0)  # see :meth:`estimates`
+    first: tuple[Tensor | float, float, int] = (math.nan, 0.0, 0)  # see :meth:`estimates`
 
-    def numbers(self) -> dict[str, Number]:
+    def numbers(self) -> dict[str, Tensor | float]:
         """Return what travels to the host: fields of :class:`StepValues`, keys of inner modes."""
         decision = self.decision
-        numbers: dict[str, Number] = {
+        numbers: dict[str, Tensor | float] = {
             "local_loss": math.nan if self.local_loss is None else self.local_loss,
             "norm": decision.norm,
             "norm_clipped": decision.norm_clipped,
@@ -57,7 +57,7 @@ class StepMetrics(NamedTuple):
             "max_stat": decision.max_stat,
             "threshold": decision.threshold,
             "norm_scaled": math.nan if decision.norm_scaled is None else decision.norm_scaled,
-            "spike": decision.spike,
+            "spike": 0.0 if decision.spike is None else decision.spike,
             "first": self.first[0],
         }
         for path, inner in _inner(decision):
@@ -471,7 +471,7 @@ def _inner(
 
 
 def _to_host(
-    rows: Sequence[Mapping[str, Number]], gauged: Tensor | None
+    rows: Sequence[Mapping[str, Tensor | float]], gauged: Tensor | None
 ) -> tuple[list[dict[str, float]], list[list[float]]]:
     """Return rows of numbers, and the steps of ``gauged``, as floats, in one transfer."""
     tensors = [value for row in rows for value in row.values() if isinstance(value, Tensor)]
@@ -479,7 +479,8 @@ def _to_host(
         return [{name: float(value) for name, value in row.items()} for row in rows], []
     parts = []
     if tensors:
-        parts.append(transfer.on_device(tensors, tensors[0].device))
+        wide = transfer.widest(tensors[0].device)
+        parts.append(torch.stack([tensor.to(wide) for tensor in tensors]))
     if gauged is not None:
         parts.append(gauged.flatten())
     values = torch.cat(parts).tolist()

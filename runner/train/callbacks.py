@@ -16,6 +16,7 @@ from runner.clip import Decision
 from runner.config.notation import first_few, higher_is_better, plural, ranks_as_text, rounded
 from runner.config.problem import or_list
 from runner.data.stream import has_state
+from runner.gradients import transfer
 from runner.gradients.norms import Powers
 from runner.gradients.shard import local
 from runner.run_folder import keys
@@ -215,9 +216,10 @@ class SkippedSteps:
 
     def note(self, decision: Decision, before: Progress, window: Window) -> None:
         """Keep what describes a step, if its gradient is not finite or a device tells it later."""
-        if decision.finite is True:
-            return
-        self._flush = decision.finite is False
+        if transfer.can_read(decision.finite.device):
+            if decision.finite:
+                return
+            self._flush = True
         step = self._step(before, window)
         self._steps[step.number] = step
 

@@ -20,7 +20,7 @@ from runner.booster.loss import Count, WindowLoss
 from runner.booster.measurement import settle
 from runner.data.order import PartitionedBatches
 from runner.data.stream import StreamLoader, checksum
-from runner.gradients import Number, transfer
+from runner.gradients import transfer
 from runner.gradients.norms import powers_of
 from runner.run_folder import keys
 from runner.train.metrics import EvalMetrics
@@ -168,11 +168,11 @@ class _Scores:
     """What an evaluation adds up on this rank."""
 
     def __init__(self) -> None:
-        self.losses: list[Number] = []
+        self.losses: list[Tensor] = []
         self._items = 0.0
         self._has_samples = False
-        self._right: list[Number] = []
-        self._graded: list[Number] = []
+        self._right: list[Tensor] = []
+        self._graded: list[Tensor] = []
         self._ungraded = False
 
     def note_items(self, items: float | None) -> None:
@@ -181,7 +181,7 @@ class _Scores:
             self._items += items
             self._has_samples = True
 
-    def note_correct(self, correct: tuple[Number, Number] | None, idle: bool) -> None:
+    def note_correct(self, correct: tuple[Tensor, Tensor] | None, idle: bool) -> None:
         """Add how many targets were predicted, and of how many; None if they are no classes."""
         if correct is None:
             self._ungraded = True
@@ -192,14 +192,22 @@ class _Scores:
     def over_ranks(self, plugin: Plugin) -> _SummedScores:
         """Return the scores over all data-parallel ranks; a collective."""
         values = [
-            transfer.add(self.losses),
+            _total(self.losses),
             self._items,
-            transfer.add(self._right),
-            transfer.add(self._graded),
+            _total(self._right),
+            _total(self._graded),
             self._ungraded,
             self._has_samples,
         ]
         return _SummedScores(*plugin.sum_over_data(values))
+
+
+def _total(values: Sequence[Tensor]) -> float:
+    """Add 0-dimensional tensors; the host waits once for those of an accelerator."""
+    if not values:
+        return 0.0
+    wide = transfer.widest(values[0].device)
+    return torch.stack([value.to(wide) for value in values]).sum().item()
 
 
 @dataclass
@@ -222,7 +230,7 @@ class Passes:
         counts: Sequence[float | None],
         items: Callable[[], float],
         after_each: Callable[[int, int], None],
-    ) -> Number:
+    ) -> Tensor:
         """Run forward and backward passes of a window; return this rank's share of its loss."""
 
         def weight() -> float:
@@ -246,7 +254,7 @@ class Passes:
                 after_each(number, len(batches))
             total = loss if total is None else total + loss
         assert total is not None
-        return (total.item() if transfer.can_read(self.device) else total) * weight()
+        return total.to(transfer.widest(total.device)) * weight()
 
     def settle(self, batches: Sequence[Any]) -> None:
         """Find what the mean of the loss divides by, once; a collective."""
@@ -297,7 +305,7 @@ class Passes:
                 outputs = self._outputs(batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
-            scores.losses.append(transfer.read(self.loss.sum(outputs, batch, items).detach()))
+            scores.losses.append(self.loss.sum(outputs, batch, items).detach())
             metrics.update(outputs, batch, idle)
             scores.note_correct(self.loss.correct(outputs, batch), idle)
         summed = scores.over_ranks(plugin)
@@ -318,7 +326,7 @@ class Passes:
         return self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
 
     @torch.no_grad()
-    def square_of_gradients(self) -> Number:
+    def square_of_gradients(self) -> Tensor:
         """Return ‖G‖² of what backward passes have added up on this rank, unscaled."""
         layout = self.optimizer.layout
         shards = [shard for shard in layout.shards if shard.param.grad is not None]

@@ -524,7 +524,7 @@ def _logged_keys(config: RunConfig, data: Data, compared: bool) -> Iterator[Prob
 def logged(config: RunConfig, data: Data) -> list[str]:
     """Return the metrics that a run logs, apart from norms of layers."""
     meter = Meter(what_if=config.clip.what_if)
-    decision = Decision.untouched(0.0, config.clip.threshold, 0.0)
+    decision = Decision.untouched(torch.zeros(()), config.clip.threshold, torch.zeros(()))
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
     update = [keys.UPDATE_RATIO] if config.telemetry.update_ratio else []
     found = [*meter.summary()["final"], *update, keys.WALL_SECONDS]

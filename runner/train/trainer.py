@@ -14,7 +14,7 @@ from signal import SIGINT
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -26,7 +26,7 @@ from runner.checkpoint.content import CheckpointSaver
 from runner.clip import ClipMode, build
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
-from runner.gradients import Number, transfer
+from runner.gradients import transfer
 from runner.run_folder import keys
 from runner.run_folder.strict_json import cut
 from runner.telemetry.meter import Gauges, Meter, StepMetrics, StepValues
@@ -389,10 +389,10 @@ class Trainer:
 
     def _run_microbatches(
         self, window: Window, items: Sequence[float | None], sums: Callable[[], Sums]
-    ) -> tuple[Number, Number | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the passes of a window; return this rank's loss, and ‖G‖² of its first microbatch."""
         meter = self.state.meter
-        first_square: Number | None = None
+        first_square: Tensor | None = None
         measures = meter.noise is not None and meter.row_due(self.state.progress.step + 1)
 
         def after_each(number: int, microbatches: int) -> None:
@@ -405,8 +405,8 @@ class Trainer:
         return loss, first_square
 
     def _first_microbatch(
-        self, square: Number | None, items: Sequence[float | None], total: Count
-    ) -> tuple[Number, float, int]:
+        self, square: Tensor | None, items: Sequence[float | None], total: Count
+    ) -> tuple[Tensor | float, float, int]:
         """Return what the noise scale needs of the first microbatch: ‖G‖², its share, samples."""
         share = (items[0] or 0.0) / (total.items or 1.0)
         if square is None or not 0 < share < 1:
@@ -428,8 +428,7 @@ class Trainer:
         if evaluates or self.callbacks.ended is not None:
             evaluation = self.evaluate()
         meter.push(metrics, evaluation)
-        if metrics.decision.finite is not True:
-            self.skipped_steps.check(meter)
+        self.skipped_steps.check(meter)
         if evaluation:
             self.state.step_plateaus(evaluation)
             self.callbacks.call("on_evaluate", self, dict(evaluation))

@@ -31,7 +31,7 @@ def test_a_gather_of_vectors_would_be_seen():
         layout = Layout([], group)
         counted = Received(1024)
         with counted:
-            layout.gather([1.0] * 80)
+            layout.totals([layout.number(1.0)] * 80)
     assert (counted.collectives, counted.bytes) == (1, 80 * 8 * 1023)
 
 

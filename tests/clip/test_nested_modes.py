@@ -232,8 +232,8 @@ def test_histories_go_on_in_any_order_of_names(name):
         if number < 50:
             continue
         assert exact(clip(resumed, layout, gradients)) == exact(expected)
-        near = pytest.approx(expected.metrics, rel=1e-12, nan_ok=True)
-        assert clip(reordered, reordered_layout, gradients).metrics == near
+        near = pytest.approx([*map(float, expected.metrics)], rel=1e-12, nan_ok=True)
+        assert [*map(float, clip(reordered, reordered_layout, gradients).metrics)] == near
     if name == "adagc":
         assert whole.state_dict()["memory"]["step"] == 98  # Two of them are not finite
 

@@ -106,7 +106,9 @@ def test_the_user_names_the_dimensions(dims, units):
     mode = build("adaptive", threshold=0.5, units={"*": dims})
     with torch.no_grad():
         layout.shards[0].param.view(-1)[0] = 100.0  # One unit alone is not clipped.
-    clipped = mode.clip(layout, GradStats(1.0, True)).fraction
+    clipped = mode.clip(
+        layout, GradStats.measured(torch.tensor(1.0, dtype=torch.float64), None)
+    ).fraction
     assert clipped == pytest.approx((units - 1) / units)
     # The last pattern that matches counts.
     layout = Layout.of_model(Owner(a=(2, 3, 4), b=(2, 3, 4)))

@@ -108,15 +108,10 @@ def test_values_of_devices():
         assert not transfer.can_read(torch.device(kind)), kind
     assert transfer.widest(torch.device("mps")) == torch.float32
     assert transfer.widest(torch.device("cuda")) == torch.float64
-    away = torch.empty((), device="meta")
-    assert transfer.read(away) is away
     assert transfer.read_later(torch.tensor(2.5))() == 2.5
-    for values in ([1.5, 1e-300], [torch.tensor(1.5), 2**53 - 1.0], [torch.tensor(1.5)] * 2):
+    for values in ([1.5, 1e-300], [2**53 - 1.0] * 9, []):
         vector = transfer.on_device(values, torch.device("cpu"))
-        assert (vector.dtype, vector.tolist()) == (
-            torch.float64,
-            [float(value) for value in values],
-        )
+        assert (vector.dtype, vector.tolist()) == (torch.float64, values)
         assert transfer.on_device(values, torch.device("meta")).device.type == "meta"
 
 

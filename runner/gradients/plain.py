@@ -1,0 +1,130 @@
+"""What an accelerator computes; :mod:`runner.gradients.host` has the same for a CPU, in less time.
+
+The host waits for nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runner.gradients.layout import Layout
+from runner.gradients.shard import ParamShard
+from runner.gradients.transfer import widest
+
+TOGETHER = 2**26  # elements that several operations compute at a time, which fit into the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """All elements of this rank's gradients, compared with λ; each share is divided by replicas."""
+
+    power: Tensor  # Σg²
+    clamped: Tensor | None  # Σg² after clamping; None where that is not known before it
+    above: Tensor  # elements above λ
+    largest: Tensor  # largest |g|
+    exceeding: Sequence[Tensor]  # gradients that may have elements above λ
+
+
+def powers(
+    layout: Layout,
+    shards: Sequence[ParamShard],
+    gradients: Sequence[Tensor],
+    norm_type: float,
+    each: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return Σ|g|^p of all gradients (max|g| for p = inf), and that of each gradient, [shards].
+
+    A gradient is divided by the ranks that hold it. Without ``each`` a kernel may leave out the
+    second value of gradients that are finite.
+    """
+    values = torch.stack(
+        torch._foreach_norm(list(gradients), norm_type, dtype=widest(gradients[0].device))
+    )
+    if math.isinf(norm_type):
+        return values.amax(), values
+    values = values**norm_type
+    if any(shard.num_replicas > 1 for shard in shards):
+        values = values / layout.replicas_of(shards)
+    return values.sum(), values
+
+
+def multiply(gradients: list[Tensor], coef: Tensor) -> None:
+    """Multiply gradients by ``coef``, which is 0-dimensional, in place."""
+    if gradients:
+        # A tensor of the gradients' type takes foreach's fast path; a narrower one is rounded.
+        dtypes = {gradient.dtype for gradient in gradients}
+        wide = torch.float64
+        if len(dtypes) == 1:
+            wide = torch.promote_types(dtypes.pop(), torch.float32)
+        torch._foreach_mul_(gradients, coef.to(wide))
+
+
+def multiply_each(gradients: Sequence[Tensor], coefs: Tensor) -> None:
+    """Multiply each gradient by its own of ``coefs``, [gradients], in place."""
+    together: list[Tensor] = []
+    their_coefs: list[Tensor] = []
+    for gradient, coef in zip(gradients, coefs.unbind(), strict=True):
+        # A coefficient each would be rounded to the type of a narrow tensor.
+        if gradient.dtype.itemsize < 4:
+            multiply([gradient], coef)
+        else:
+            together.append(gradient)
+            their_coefs.append(coef)
+    if together:
+        torch._foreach_mul_(together, their_coefs)
+
+
+def compare_elements(layout: Layout, limit: float) -> Elements:
+    """Compare all elements of this rank's gradients with λ."""
+    shards, gradients = layout.gradients()
+    above = layout.number(0.0)
+    largest = layout.number(0.0)
+    power = layout.number(0.0)
+    if gradients:
+        largest, _ = powers(layout, shards, gradients, math.inf, each=False)
+        power, _ = powers(layout, shards, gradients, 2.0, each=False)
+    for shard, gradient in zip(shards, gradients, strict=True):
+        # In the widest type: a count that is divided in float32 is wrong beyond 2^24.
+        count = (gradient.abs() > limit).sum(dtype=above.dtype)
+        above = above + count / shard.num_replicas
+    return Elements(power, None, above, largest, gradients)
+
+
+def clamp(gradients: Sequence[Tensor], limit: float) -> None:
+    """Clamp all elements to [-limit, limit] in place."""
+    if gradients:
+        torch._foreach_clamp_min_(list(gradients), -limit)
+        torch._foreach_clamp_max_(list(gradients), limit)
+
+
+def unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+    """Return the norm of each unit of a tensor whose first ``kept`` dimensions index them."""
+    reduced = list(range(kept, tensor.ndim))
+    norms: Tensor = torch.linalg.vector_norm(tensor, 2.0, reduced, dtype=dtype)
+    return norms.reshape(-1)
+
+
+def unit_dtype(norm: Tensor, least: float) -> torch.dtype:
+    """Return the type in which squares of units are summed.
+
+    Args:
+        norm: ‖G‖.
+        least: the smallest norm of a unit that is compared.
+    """
+    return widest(norm.device)
+
+
+def scale_units(gradient: Tensor, kept: int, factors: Tensor) -> None:
+    """Multiply units by their factors in place."""
+    ones = (1,) * (gradient.ndim - kept)
+    gradient.mul_(factors.view(*gradient.shape[:kept], *ones))
+
+
+def may_hold(conditions: Tensor) -> list[bool]:
+    """Return which of some conditions hold; all of them where the host does not know."""
+    return [True] * len(conditions)

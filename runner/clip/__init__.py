@@ -1,13 +1,13 @@
 """Gradient clipping: the contract of a mode, one file a mode, and one call for any loop."""
 
-from runner.clip.decision import Decision, GradStats, Parts
+from runner.clip.decision import Change, Decision, GradStats
 from runner.clip.functional import (
     GradientClipping,
     apply_gradient_clipping,
     clipping_state_dict,
     load_clipping_state_dict,
 )
-from runner.clip.mode import ClipMode, build
+from runner.clip.mode import ChangeMode, ClipMode, build
 from runner.clip.norm import limit_norm
 from runner.clip.skip import SkipRule
 from runner.config.modes import ModeInfo
@@ -17,6 +17,8 @@ from runner.gradients.shard import ParamShard
 from runner.gradients.units import Units
 
 __all__ = [
+    "Change",
+    "ChangeMode",
     "ClipMode",
     "Decision",
     "GradStats",
@@ -24,7 +26,6 @@ __all__ = [
     "Layout",
     "ModeInfo",
     "ParamShard",
-    "Parts",
     "SkipRule",
     "Units",
     "apply_gradient_clipping",

@@ -71,6 +71,10 @@ class ClipMode(Mode, ABC):
             raise TypeError(
                 f"{cls.__name__}: initial_history is called initial_memory, and history memory"
             )
+        if hasattr(cls, "apply_parts"):
+            raise TypeError(
+                f"{cls.__name__}: apply_parts has become change: derive the class from ChangeMode"
+            )
         for kind in cls.__mro__:
             if "by_norm_alone" in vars(kind):
                 return
@@ -154,6 +158,8 @@ class ClipMode(Mode, ABC):
         Where only some gradients are multiplied (:meth:`scales_some`), :meth:`decide_finite`
         decides by their norm, as if there were no others.
         """
+        if self.changes:
+            raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
         return self._unless_skipped(layout, stats, self._decide_on_scaled)
 
     def _unless_skipped(

@@ -168,7 +168,7 @@ def refused_and_met_twice():
         loop.backward(*batch_for("gpt"))
         loop.optimizer.unscale()
         twice = Layout(loop.layout.shards * 2, loop.layout.group)
-        norms += [total_norm(loop.layout), total_norm(twice)]
+        norms += [total_norm(loop.layout).item(), total_norm(twice).item()]
     return norms
 
 
@@ -178,7 +178,7 @@ def test_wrong_replicas_and_plans_are_named_and_a_module_under_two_names_counts_
     loop = Loop(None, make("gpt"))
     loop.backward(*batch_for("gpt"))
     loop.optimizer.unscale()
-    assert first == pytest.approx([total_norm(loop.layout)] * 6, rel=1e-12)
+    assert first == pytest.approx([total_norm(loop.layout).item()] * 6, rel=1e-12)
 
 
 def reduced():

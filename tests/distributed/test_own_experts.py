@@ -265,7 +265,7 @@ def stages():
         model = nn.ModuleDict({name: layer})
         decision = apply_gradient_clipping(model, "norm", 1.0, groups={"*": meshes["stages"]})
         squares = [float(parameter.grad.square().sum()) for parameter in layer.parameters()]
-        found.append((decision.norm, sum(squares)))
+        found.append((float(decision.norm), sum(squares)))
     return found
 
 

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from runner.booster.optimizers import AT_ONCE, computes_from_all, match_strides
 from runner.booster.step_order import StepOrder, StepOrderError
-from runner.clip import ClipMode, Decision
-from runner.clip.decision import Parts
+from runner.clip import Change, ClipMode, Decision
 from runner.gradients import Layout, transfer
 from runner.gradients.norms import Powers, combine_norms
 
@@ -132,18 +131,17 @@ class InBackward:
         nothing = torch.zeros_like(norm)
         changed = [decision.fraction * decision.total for decision in decisions]
         totals = [nothing + decision.total for decision in decisions]
-        parts = Parts(
-            changed=torch.stack([nothing, *changed]).sum(),
-            total=torch.stack([nothing, *totals]).sum(),
-            work=(),
-            power=after if math.isinf(p) else after**p,
-        )
         max_stat = norm
         if clips is not None:
             max_stat = torch.stack([nothing, *(made.max_stat for made in decisions)]).amax()
+        change = Change(
+            changed=torch.stack([nothing, *changed]).sum(),
+            total=torch.stack([nothing, *totals]).sum(),
+            max_stat=max_stat,
+            power=after if math.isinf(p) else after**p,
+        )
         threshold = decisions[0].threshold if decisions else None
-        of_parts = replace(Decision.change_parts(norm, threshold, max_stat, parts), finite=finite)
-        whole = of_parts.complete(self._layout, p)
+        whole = Decision.of_change(self._layout, norm, threshold, change, p).if_finite(finite)
         if clips != "updates":
             return whole
         smallest = torch.stack([decision.coef for decision in decisions]).amin()

@@ -183,12 +183,11 @@ class OptimizerWrapper(StepOrder):
 
     def _apply(self, mode: ClipMode, stats: GradStats, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
-        if not (fold and mode.may_fold):
+        if not (fold and mode.reads == "norm"):
             return mode.clip(self.layout, stats)
         decision = mode.decide(self.layout, stats)
         skipped = transfer.can_read(decision.finite.device) and not decision.finite
-        plain = decision.parts is None and decision.scales is None and not skipped
-        if plain and self._groups.fold(decision.coef):
+        if decision.scales is None and not skipped and self._groups.fold(decision.coef):
             self._coef = decision.coef
             return decision
         return mode.apply(self.layout, decision)

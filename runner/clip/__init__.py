@@ -1,7 +1,7 @@
-"""Gradient clipping: the contract of a mode, one file a mode, and one call for any loop."""
+"""Gradient clipping: the contract of a mode, and one file a mode."""
 
-from runner.clip.decision import Decision, GradStats, Parts
-from runner.clip.mode import ClipMode, build
+from runner.clip.decision import Change, Decision, GradStats
+from runner.clip.mode import ChangeMode, ClipMode, build
 from runner.clip.norm import limit_norm
 from runner.clip.skip import SkipRule
 from runner.config.modes import ModeInfo
@@ -11,13 +11,14 @@ from runner.gradients.shard import ParamShard
 from runner.gradients.units import Units
 
 __all__ = [
+    "Change",
+    "ChangeMode",
     "ClipMode",
     "Decision",
     "GradStats",
     "Layout",
     "ModeInfo",
     "ParamShard",
-    "Parts",
     "SkipRule",
     "Units",
     "build",

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Parts
+from runner.clip import Change, ChangeMode, GradStats
 from runner.config.modes import Adaptive
 from runner.config.notation import first_few
 from runner.gradients import Layout, ParamShard, transfer
@@ -242,7 +242,7 @@ def _unit_norms(tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(eq=False)
-class AdaptiveClip(Adaptive, ClipMode):
+class AdaptiveClip(Adaptive, ChangeMode):
     """Scale each unit's gradient by its own coefficient."""
 
     _layout: Layout | None = field(default=None, init=False, repr=False)
@@ -332,9 +332,8 @@ class AdaptiveClip(Adaptive, ClipMode):
         norms = self._index.norms(gradients, self._index.places, dtype)
         return UnitNorms(self._index, gradients, dtype, norms)
 
-    @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Compute the coefficient of each unit; units that ranks share take a collective."""
+    def change(self, layout: Layout, stats: GradStats) -> Change:
+        """Scale each unit by its coefficient; units that ranks share take a collective."""
         norm = stats.norm
         limit = self.limit
         kernels = kernels_of(layout.device)
@@ -357,23 +356,16 @@ class AdaptiveClip(Adaptive, ClipMode):
                 self.tally.add(ratios.where(counted == weight, nan), weight)
         max_stat = ratios.amax().to(norm.dtype) if ratios.numel() else layout.number(0.0)
         after = units.norms
-        work = []
         if any(kernels.may_hold(over.any().view(1))):
             coefs = torch.where(over, limit / ratios, 1.0)
             after = torch.cat([after[: index.units] * coefs, after[index.units :]])
-            work = [(units, coefs)]
-        parts = Parts(
+            units.scale(coefs)
+        return Change(
             changed=(counted * over).sum(),
             total=counted.sum(),
-            work=work,
+            max_stat=max_stat,
             power=index.power(after) if self.norm_type == 2.0 else None,
         )
-        return Decision.change_parts(norm, limit, max_stat, parts)
-
-    def apply_parts(self, decision: Decision) -> None:
-        assert decision.parts is not None
-        for units, coefs in decision.parts.work:
-            units.scale(coefs)
 
 
 def _empty(layout: Layout, shard: ParamShard) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -86,12 +85,12 @@ class GradStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What this rank changes, in a mode that clips parts: elements, units or tensors."""
+class Change:
+    """What this rank has changed, in a mode that changes elements, units or tensors."""
 
-    changed: Tensor  # parts on this rank that are above λ, each divided by its num_replicas
+    changed: Tensor  # parts on this rank that were above λ, each divided by its num_replicas
     total: Tensor  # parts on this rank, each divided by its num_replicas
-    work: Sequence[Any]  # what the mode needs to change them
+    max_stat: Tensor  # largest value on this rank that is compared with λ
     power: Tensor | None = None  # share of ‖G‖^p after clipping; None: read the gradients again
 
 
@@ -99,13 +98,9 @@ class Parts:
 class Decision:
     """What a mode does to the gradient of one step, and what it measured to decide that.
 
-    All numbers are 0-dimensional tensors on the device of the gradients. A decision without
-    ``parts`` is complete: applying it multiplies every gradient by ``coef``, or each gradient by
-    its own factor of ``scales``; a fused optimizer step may multiply by ``coef`` instead. A
-    decision with ``parts`` is completed by
-    :meth:`ClipMode.apply`, because the norm after clipping and the counts of other ranks travel in
-    one collective. Until then ``max_stat`` covers this rank alone, and the four values before it
-    are NaN.
+    All numbers are 0-dimensional tensors on the device of the gradients. Applying it multiplies
+    every gradient by ``coef``, or each gradient by its own factor of ``scales``; a fused optimizer
+    step may multiply by ``coef`` instead. A mode that changes gradients itself has done so.
 
     Attributes:
         norm: ‖G‖ before clipping.
@@ -117,7 +112,6 @@ class Decision:
             ‖G_u‖/max(‖W_u‖, ε) of a unit. A threshold below it would have clipped this step.
         threshold: λ in force, NaN where the mode has none.
         finite: see :class:`GradStats`. Where it is False, the step is skipped.
-        parts: what this rank has to change; None where ``coef`` or ``scales`` says all.
         norm_scaled: norm before clipping of the gradients that are multiplied, where
             :meth:`Layout.leave_unscaled` names others, which is compared with λ; else None.
         scales: factor of each of ``layout.names``, [parameters], on the device of the layout and
@@ -139,7 +133,6 @@ class Decision:
     threshold: Tensor
     _: KW_ONLY
     finite: Tensor = _TRUE
-    parts: Parts | None = None
     norm_scaled: Tensor | None = None
     scales: Tensor | None = None
     inner: tuple[Inner, ...] = ()
@@ -191,20 +184,36 @@ class Decision:
         return cls(norm, **numbers, threshold=in_force, finite=torch.tensor(False))
 
     @classmethod
-    def change_parts(
-        cls, norm: Tensor, threshold: Tensor | float | None, max_stat: Tensor, parts: Parts
+    def of_change(
+        cls,
+        layout: Layout,
+        norm: Tensor,
+        threshold: Tensor | float | None,
+        change: Change,
+        norm_type: float,
     ) -> Decision:
-        """Decide to change ``parts``; ``max_stat`` is the largest value on this rank."""
-        unknown = torch.full_like(norm, math.nan)
-        return cls(
+        """Describe what all ranks have changed, given the change of this one.
+
+        Counts, maxima and the norm travel in one collective, which runs whatever this rank changed.
+        """
+        power = change.power
+        if power is None:
+            power, _ = powers_of(layout, *layout.gradients(), norm_type)
+        counts = [change.changed, change.total]
+        if math.isinf(norm_type):
+            changed, total, after, max_stat = layout.totals(counts, [power, change.max_stat])
+        else:
+            changed, total, summed, max_stat = layout.totals([*counts, power], [change.max_stat])
+            after = root(summed, norm_type)
+        # The shares of all ranks add up to a whole number, apart from rounding.
+        total = total.round()
+        return cls.of_share(
             norm=norm,
-            norm_clipped=unknown,
-            coef=unknown,
-            clipped=unknown,
-            fraction=unknown,
+            after=after,
+            share=changed.round() / total.clamp(min=1.0),
             max_stat=max_stat,
-            threshold=limit_in_force(norm, threshold),
-            parts=parts,
+            limit=threshold,
+            total=total,
         )
 
     @classmethod
@@ -237,8 +246,6 @@ class Decision:
 
     def of_whole(self, layout: Layout, norm: Tensor, split: Split, norm_type: float) -> Decision:
         """Return a decision on the gradients of ``split.scaled`` as one on the whole gradient."""
-        if self.parts is not None:
-            return replace(self, norm=norm)
         after = combine_norms([self.coef * split.scaled, split.unscaled], norm_type)
         after = torch.where(self.coef != 1.0, after, norm)
         return replace(
@@ -258,8 +265,6 @@ class Decision:
         """
         if transfer.can_read(finite.device):
             return self
-        if self.parts is not None:
-            return replace(self, finite=finite)
         skipped = dict(_IF_SKIPPED)
         if threshold_moves:
             skipped["threshold"] = math.nan
@@ -267,34 +272,6 @@ class Decision:
         for name, if_skipped in skipped.items():
             numbers[name] = torch.where(finite, getattr(self, name), if_skipped)
         return replace(self, finite=finite, **numbers)
-
-    def complete(self, layout: Layout, norm_type: float) -> Decision:
-        """Fill in the numbers of all ranks once the parts of ``layout`` were changed.
-
-        Counts, maxima and the norm travel in one collective, which runs whatever this rank changed.
-        """
-        assert self.parts is not None
-        parts = self.parts
-        power = parts.power
-        if power is None:
-            power, _ = powers_of(layout, *layout.gradients(), norm_type)
-        counts = [parts.changed, parts.total]
-        if math.isinf(norm_type):
-            changed, total, after, max_stat = layout.totals(counts, [power, self.max_stat])
-        else:
-            changed, total, summed, max_stat = layout.totals([*counts, power], [self.max_stat])
-            after = root(summed, norm_type)
-        # The shares of all ranks add up to a whole number, apart from rounding.
-        total = total.round()
-        whole = Decision.of_share(
-            norm=self.norm,
-            after=after,
-            share=changed.round() / total.clamp(min=1.0),
-            max_stat=max_stat,
-            limit=self.threshold,
-            total=total,
-        )
-        return whole.if_finite(self.finite)
 
 
 def is_finite(norm: Tensor) -> Tensor:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.clip.decision import Decision, GradStats
+from runner.clip.decision import Change, Decision, GradStats
 from runner.config import modes
 from runner.config.modes import MODES, NAMES, Mode, checked
 from runner.config.problem import or_list
@@ -43,8 +43,10 @@ _CLASSES: Mapping[type[Mode], str] = {
 class ClipMode(Mode, ABC):
     """A rule of clipping.
 
-    A subclass implements :meth:`decide_finite`, and :meth:`apply_parts` where it clips elements,
-    units or tensors. Options and ``info`` are described in :class:`runner.config.mode.Mode`.
+    A mode is of one of two kinds. One decides on factors, a coefficient or one for each tensor, by
+    :meth:`decide_finite`: they can be folded into a step, and multiplied in chains and groups. The
+    other changes elements or units itself: it derives from :class:`ChangeMode`. Options and
+    ``info`` are described in :class:`runner.config.mode.Mode`.
 
     Attributes:
         by_norm_alone: whether :meth:`decide_finite` reads ``stats.norm`` and nothing else of the
@@ -68,6 +70,10 @@ class ClipMode(Mode, ABC):
         if hasattr(cls, "initial_history"):
             raise TypeError(
                 f"{cls.__name__}: initial_history is called initial_memory, and history memory"
+            )
+        if hasattr(cls, "apply_parts"):
+            raise TypeError(
+                f"{cls.__name__}: apply_parts has become change: derive the class from ChangeMode"
             )
         for kind in cls.__mro__:
             if "by_norm_alone" in vars(kind):
@@ -130,35 +136,57 @@ class ClipMode(Mode, ABC):
         """
         return layout.partly_scaled and self.scales == "auto" and self.info.parts is None
 
-    def decide(self, layout: Layout, stats: GradStats) -> Decision:
-        """Decide what to do to the gradients of ``layout``, without changing them.
+    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+        """Clip the gradients in place, and return what was done.
 
         The host does not wait for an accelerator. A step that is not finite is skipped, and leaves
-        ``memory`` as it was. Where only some gradients are multiplied (:meth:`scales_some`),
-        :meth:`decide_finite` decides by their norm, as if there were no others.
+        ``memory`` as it was.
 
         Args:
             layout: the layout this mode was bound to. Gradients are final: synchronised, unscaled,
                 divided by the items of the window.
-            stats: what was measured of them.
+            stats: what was measured of them; they are measured here by default.
         """
+        measured = self.measure(layout) if stats is None else stats
+        if self.changes:
+            return self._unless_skipped(layout, measured, self.change_finite)
+        return self.apply(layout, self.decide(layout, measured))
+
+    def decide(self, layout: Layout, stats: GradStats) -> Decision:
+        """Decide how far to scale the gradients, without changing them.
+
+        Where only some gradients are multiplied (:meth:`scales_some`), :meth:`decide_finite`
+        decides by their norm, as if there were no others.
+        """
+        if self.changes:
+            raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
+        return self._unless_skipped(layout, stats, self._decide_on_scaled)
+
+    def _unless_skipped(
+        self,
+        layout: Layout,
+        stats: GradStats,
+        rule: Callable[[Layout, GradStats], Decision],
+    ) -> Decision:
         if transfer.can_read(stats.finite.device) and not stats.finite:
             # A limit that follows from earlier steps is that of no step but its own.
             return Decision.skipped(stats.norm, None if self.limit_moves else self.threshold)
         self._move_memory(layout.device)
         before = dict(self.memory)
-        if stats.part or not self.scales_some(layout):
-            decision = self.decide_finite(layout, stats)
-        else:
-            split = stats.split or GradStats.of(layout, self.norm_type, split=True).split
-            assert split is not None
-            of_scaled = replace(stats, norm=split.scaled, split=None, part=True)
-            decision = self.decide_finite(layout, of_scaled)
-            decision = decision.of_whole(layout, stats.norm, split, self.norm_type)
+        decision = rule(layout, stats)
         if self.tally is not None:
             self.tally.end_step(stats.norm)
         self.undo(before, stats.finite)
         return decision.if_finite(stats.finite, threshold_moves=self.limit_moves)
+
+    def _decide_on_scaled(self, layout: Layout, stats: GradStats) -> Decision:
+        if stats.part or not self.scales_some(layout):
+            return self.decide_finite(layout, stats)
+        split = stats.split or GradStats.of(layout, self.norm_type, split=True).split
+        assert split is not None
+        of_scaled = replace(stats, norm=split.scaled, split=None, part=True)
+        decision = self.decide_finite(layout, of_scaled)
+        return decision.of_whole(layout, stats.norm, split, self.norm_type)
 
     def _move_memory(self, device: torch.device) -> None:
         """Move the memory to ``device``, also one that was loaded, or of numbers of the host."""
@@ -170,11 +198,15 @@ class ClipMode(Mode, ABC):
 
     @abstractmethod
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Decide for a gradient that is finite.
+        """Decide on factors of a gradient that is finite.
 
         On an accelerator it may turn out not to be: decision and memory are then dropped. Ranks
         hold the same ``stats``, and have to make the same decision.
         """
+
+    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Change a gradient that is finite, for a mode whose ``changes`` is true."""
+        raise TypeError(f"{type(self).__name__} decides on factors: it changes no gradient itself")
 
     def undo(self, before: Mapping[str, Any], finite: Tensor) -> None:
         """Make ``before`` the memory again, unless the gradient turns out to be ``finite``."""
@@ -187,7 +219,7 @@ class ClipMode(Mode, ABC):
                 self.memory[name] = torch.where(finite, value, before[name])
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Change the gradients in place, as decided; return the completed decision."""
+        """Multiply the gradients in place, as decided."""
         if transfer.can_read(decision.finite.device) and not decision.finite:
             return decision
         if decision.scales is not None:
@@ -197,33 +229,21 @@ class ClipMode(Mode, ABC):
             else:
                 scale_some(layout, decision.scales)
             return replace(decision, scales=None)
-        if decision.parts is not None:
-            return self.change_parts(layout, decision)
         scale(layout, decision.coef)
         return decision
 
-    def change_parts(self, layout: Layout, decision: Decision) -> Decision:
-        """Change the parts of ``decision`` in place, and return the completed decision."""
-        self.apply_parts(decision)
-        return decision.complete(layout, self.norm_type)
-
-    def apply_parts(self, decision: Decision) -> None:
-        """Change the parts of ``decision`` in place, for a mode that decides on parts."""
-        raise TypeError(f"{type(self).__name__} decides on parts, so it needs apply_parts")
-
-    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
-        """Decide and apply; ``stats`` are measured here by default."""
-        measured = self.measure(layout) if stats is None else stats
-        return self.apply(layout, self.decide(layout, measured))
+    @property
+    def changes(self) -> bool:
+        """Whether the mode changes gradients itself, instead of deciding on factors of them."""
+        return False
 
     @property
-    def may_fold(self) -> bool:
-        """Whether an optimizer's step may multiply gradients by the coefficient instead."""
-        return self.by_norm_alone
+    def reads(self) -> Literal["norm", "tensors", "gradient"]:
+        """What the mode decides by: ‖G‖, norms of tensors, or a gradient that it measures itself.
 
-    def decides_by(self, stats: GradStats) -> bool:
-        """Return whether ``stats`` of another mode are enough, as for one that needs ‖G‖ alone."""
-        return self.by_norm_alone
+        A mode that reads ‖G‖ decides on one coefficient, which an optimizer's step may multiply by.
+        """
+        return "norm" if self.by_norm_alone else "gradient"
 
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Prepare to limit the update of a step, where ``decision.update`` is not None.
@@ -290,6 +310,32 @@ class ClipMode(Mode, ABC):
         """Load what :meth:`state_dict` returned; a state without a threshold leaves it as it is."""
         self.threshold = state.get("threshold", self.threshold)
         self.memory.update(memory_of(state))
+
+
+class ChangeMode(ClipMode):
+    """A mode that changes elements, units or tensors of the gradients, and counts them."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether the mode changes gradients itself: it does."""
+        return True
+
+    @abstractmethod
+    def change(self, layout: Layout, stats: GradStats) -> Change:
+        """Change the gradients of this rank in place; return what was changed of a finite one.
+
+        On an accelerator a gradient may turn out not to be finite: its step is then skipped.
+        """
+
+    @torch.no_grad()
+    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Change a gradient that is finite; one collective tells what all ranks changed."""
+        change = self.change(layout, stats)
+        return Decision.of_change(layout, stats.norm, self.limit, change, self.norm_type)
+
+    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Raise a TypeError: there are no factors."""
+        raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
 
 
 def memory_of(state: Mapping[str, Any]) -> dict[str, Any]:

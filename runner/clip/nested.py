@@ -1,8 +1,8 @@
 """Modes that hold other modes: ``chain``, ``groups`` and ``schedule``.
 
-A chain is several modes in order: each mode clips the result of the mode before it. Where a link
-scales the gradient, or each tensor, the next link decides by scaled norms: gradients are read once,
-and multiplied once at the end. They are read again for a link that needs more than was measured.
+A chain is several modes in order: each mode clips the result of the mode before it. Where all links
+decide on factors by the same norms, gradients are read once and multiplied once, by the product.
+Where a link changes gradients itself, or needs more than was measured, each link clips at once.
 
 Groups of parameters are measured and clipped by themselves. The norm of a group counts its own
 parameters; the reported ‖G‖ counts the whole model.
@@ -21,9 +21,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, Parts, build
+from runner.clip import ClipMode, Decision, GradStats, build
 from runner.clip.decision import Inner, ratio
-from runner.clip.mode import scale, scale_each
 from runner.clip.per_parameter import TensorNorms
 from runner.config.modes import ByGroups, Chain, Mode, Schedule, inner_mode
 from runner.config.problem import NOTHING
@@ -51,12 +50,6 @@ def bind(mode: ClipMode, layout: Layout, where: str) -> None:
         raise OptionError(option, message, value) from None
 
 
-def change_by_inner(norm: Tensor, work: Any) -> Decision:
-    """Decide that inner modes change parts, which counts nothing until they have done so."""
-    none = torch.full_like(norm, math.nan)
-    return Decision.change_parts(norm, None, none, Parts(none, none, work))
-
-
 @dataclass(eq=False)
 class NestedMode(ClipMode):
     """A mode that holds others, by the option ``info.nested``, and has no λ of its own."""
@@ -81,7 +74,7 @@ class NestedMode(ClipMode):
     ) -> Decision:
         """Combine the decisions of the modes, by name; a single mode's decision stays as it is."""
         inner = tuple(
-            Inner(self.kind, name, replace(decision, parts=None, scales=None))
+            Inner(self.kind, name, replace(decision, scales=None))
             for name, decision in decisions.items()
         )
         if len(inner) == 1:
@@ -127,10 +120,6 @@ class ChainClip(Chain, NestedMode):
     by_norm_alone = True  # if its links are
 
     @property
-    def may_fold(self) -> bool:
-        return self.by_norm_alone and all(mode.may_fold for mode in self._links)
-
-    @property
     def _links(self) -> list[ClipMode]:
         return list(self.modes.values())
 
@@ -145,8 +134,11 @@ class ChainClip(Chain, NestedMode):
         for name, mode in self.modes.items():
             bind(mode, layout, f"links.{name}")
 
-    def decides_by(self, stats: GradStats) -> bool:
-        return self.by_norm_alone and all(mode.decides_by(stats) for mode in self._links)
+    @property
+    def reads(self) -> Literal["norm", "tensors", "gradient"]:
+        if self.changes or not self.by_norm_alone:
+            return "gradient"
+        return self._links[0].reads
 
     def scales_some(self, layout: Layout) -> bool:
         scale_whole_gradients = all(mode.info.parts is None for mode in self._links)
@@ -155,52 +147,42 @@ class ChainClip(Chain, NestedMode):
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         return self._links[0].measure(layout, each)
 
+    @property
+    def changes(self) -> bool:
+        """Whether gradients have to be changed before the last link can decide."""
+        if any(link.changes for link in self._links):
+            return True
+        first, *others = [link.reads for link in self._links]
+        measured = {"norm", "tensors"} if first == "tensors" else {"norm"}
+        return not measured.issuperset(others)
+
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        decisions, factor = self._decide(layout, stats, ())
-        if len(decisions) == len(self._links) and decisions[-1].parts is None:
-            return self._whole(decisions, factor)
-        return change_by_inner(decisions[0].norm, (decisions, factor))
-
-    def _decide(
-        self, layout: Layout, stats: GradStats, before: Sequence[Decision]
-    ) -> tuple[list[Decision], Tensor]:
-        """Let the next links decide, until gradients have to be changed before another one can."""
-        decisions = [*before]
+        """Let each link decide by norms that the links before it have scaled."""
+        decisions = []
         factor = layout.number(1.0)
-        for mode in self._links[len(before) :]:
-            if len(decisions) > len(before) and not mode.decides_by(stats):
-                break
-            decision = mode.decide(layout, stats)
+        for link in self._links:
+            decision = link.decide(layout, stats)
             decisions.append(decision)
-            if decision.parts is not None:
-                break
-            by: Any = decision.coef if decision.scales is None else decision.scales
+            by = decision.coef if decision.scales is None else decision.scales
+            factor = factor * by
             tensors = stats.work.scaled(by) if isinstance(stats.work, TensorNorms) else None
             stats = replace(stats, norm=decision.norm_clipped, powers=None, work=tensors)
-            factor = factor * by
-        return decisions, factor
+        return self._whole(decisions, factor)
 
     @torch.no_grad()
-    def change_parts(self, layout: Layout, decision: Decision) -> Decision:
-        """Apply what was decided, and go on with the next links until all have clipped."""
-        assert decision.parts is not None
-        decisions, factor = decision.parts.work
-        while True:
-            number = len(decisions)
-            if decisions[-1].parts is not None:
-                decisions[-1] = self._links[number - 1].apply(layout, decisions[-1])
-            elif factor.ndim:
-                scale_each(layout, factor)
-            else:
-                scale(layout, factor)
-            if number == len(self._links):
-                return self._whole(decisions, None).if_finite(decision.finite)
+    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Let each link clip what the links before it have left."""
+        decisions: list[Decision] = []
+        finite = stats.finite
+        for link in self._links:
+            if decisions and link.reads != "norm":
+                stats = link.measure(layout)
             # Clamping makes an infinite gradient finite, but its step is skipped all the same.
-            stats = GradStats(decisions[-1].norm_clipped, decision.finite)
-            if not self._links[number].decides_by(stats):
-                stats = replace(self._links[number].measure(layout), finite=decision.finite)
-            decisions, factor = self._decide(layout, stats, decisions)
+            decision = link.clip(layout, replace(stats, finite=finite))
+            decisions.append(decision)
+            stats = GradStats(decision.norm_clipped, finite)
+        return self._whole(decisions, None)
 
     def _whole(self, decisions: Sequence[Decision], factor: Any) -> Decision:
         named = dict(zip(self.modes, decisions, strict=True))
@@ -271,18 +253,32 @@ class GroupsClip(ByGroups, NestedMode):
                 powers.append(part.each)
         return Powers(shards, torch.cat(powers) if powers else torch.empty(0), p)
 
+    @property
+    def changes(self) -> bool:
+        return any(mode.changes for mode in self.modes.values())
+
     @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        decisions = []
+        for group, of_group in self._measured(layout, stats):
+            decisions.append(group.mode.decide(group.layout, of_group))
+        return self._whole(stats.norm, decisions, self._scales(layout, decisions))
+
+    @torch.no_grad()
+    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+        """Clip each group, on all ranks in the same order."""
+        decisions = []
+        for group, of_group in self._measured(layout, stats):
+            decisions.append(group.mode.clip(group.layout, of_group))
+        return self._whole(stats.norm, decisions)
+
+    def _measured(self, layout: Layout, stats: GradStats) -> list[tuple[_Group, GradStats]]:
+        """Return each group with what was measured of it."""
         work = stats.work if self._layout is layout else None
         if not (isinstance(work, list) and len(work) == len(self._bound)):
             work = self.measure(layout).work
-        decisions = [
-            group.mode.decide(group.layout, replace(of_group, finite=stats.finite))
-            for group, of_group in zip(self._bound, work, strict=True)
-        ]
-        if all(decision.parts is None for decision in decisions):
-            return self._whole(stats.norm, decisions, self._scales(layout, decisions))
-        return change_by_inner(stats.norm, decisions)
+        of_groups = [replace(of_group, finite=stats.finite) for of_group in work]
+        return list(zip(self._bound, of_groups, strict=True))
 
     def _scales(self, layout: Layout, decisions: Sequence[Decision]) -> Tensor:
         """Return the factor of each parameter, [parameters]."""
@@ -294,16 +290,6 @@ class GroupsClip(ByGroups, NestedMode):
             else:
                 scales.index_fill_(0, group.positions, decision.coef)
         return scales
-
-    @torch.no_grad()
-    def change_parts(self, layout: Layout, decision: Decision) -> Decision:
-        """Apply the decision of each group, on all ranks in the same order."""
-        assert decision.parts is not None
-        decisions = [
-            group.mode.apply(group.layout, of_group)
-            for group, of_group in zip(self._bound, decision.parts.work, strict=True)
-        ]
-        return self._whole(decision.norm, decisions).if_finite(decision.finite)
 
     def _whole(
         self, norm: Tensor, decisions: Sequence[Decision], scales: Tensor | None = None
@@ -343,11 +329,8 @@ class ScheduleClip(Schedule, ClipMode):
         bind(self.inner, layout, "of")
 
     @property
-    def may_fold(self) -> bool:
-        return self.by_norm_alone and self.inner.may_fold
-
-    def decides_by(self, stats: GradStats) -> bool:
-        return self.by_norm_alone and self.inner.decides_by(stats)
+    def reads(self) -> Literal["norm", "tensors", "gradient"]:
+        return self.inner.reads if self.by_norm_alone else "gradient"
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         self._set_limit()  # the mode may look for what is above λ
@@ -357,6 +340,17 @@ class ScheduleClip(Schedule, ClipMode):
         self._set_limit()
         self.memory["step"] = self._step + 1
         return self.inner.decide(layout, stats)
+
+    @property
+    def changes(self) -> bool:
+        return self.inner.changes
+
+    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+        if not self.changes:
+            return super().clip(layout, stats)
+        self._set_limit()
+        self.memory["step"] = self._step + 1
+        return self.inner.clip(layout, stats)
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
         return self.inner.decide_finite(layout, stats)

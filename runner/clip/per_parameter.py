@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,13 +52,16 @@ class TensorMode(ClipMode):
         tensors = TensorNorms(norms, present > 0, p)
         return GradStats.measured(tensors.total, powers, tensors)
 
-    def decides_by(self, stats: GradStats) -> bool:
-        return isinstance(stats.work, TensorNorms) and stats.work.norm_type == self.norm_type
+    @property
+    def reads(self) -> Literal["tensors"]:
+        return "tensors"
 
     def tensors(self, layout: Layout, stats: GradStats) -> TensorNorms:
         """Return the norms that ``stats`` have; measure them if another mode made ``stats``."""
-        measured = stats if self.decides_by(stats) else self.measure(layout)
-        tensors: TensorNorms = measured.work
+        work = stats.work
+        if isinstance(work, TensorNorms) and work.norm_type == self.norm_type:
+            return work
+        tensors: TensorNorms = self.measure(layout).work
         return tensors
 
 

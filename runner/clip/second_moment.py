@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from runner.clip import ClipMode, Decision, GradStats, Parts
+from runner.clip import Change, ChangeMode, ClipMode, Decision, GradStats
 from runner.clip.per_parameter import decide_on_tensors
 from runner.config.modes import Spike, Update
 from runner.gradients import Layout, ParamShard, transfer
@@ -148,7 +148,7 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @dataclass(eq=False)
-class SpikeClip(Spike, OptimizerMode):
+class SpikeClip(Spike, OptimizerMode, ChangeMode):
     """Clamp elements that are large beside their own second moment.
 
     The clipping of SPAM (Huang et al. 2025, arXiv 2501.06842, section 3): where ``g² > θ·v``,
@@ -163,12 +163,10 @@ class SpikeClip(Spike, OptimizerMode):
 
     name = "spike"
 
-    @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Count the elements above θ·v; the norm after clipping counts each where it is stepped."""
+    def change(self, layout: Layout, stats: GradStats) -> Change:
+        """Clamp elements above θ·v; the norm after clipping counts each where it is stepped."""
         self.require_bound()
         p = self.norm_type
-        work: list[tuple[Tensor, Tensor, Tensor]] = []
         nothing = layout.number(0.0)
         changed = nothing
         total = 0.0
@@ -186,15 +184,14 @@ class SpikeClip(Spike, OptimizerMode):
             maxima.append(largest)
             after.append(power if math.isinf(p) else power * weight)
             if any(kernels_of(above.device).may_hold((above > 0).view(1))):
-                work.append((gradient, value, ready))
-        parts = Parts(
+                for g, v in pieces(gradient, value):
+                    g.copy_(self._clamped(g, v, ready)[1])
+        return Change(
             changed=changed,
             total=layout.number(total),
-            work=work,
+            max_stat=torch.stack(maxima).amax(),
             power=torch.stack(after).amax() if math.isinf(p) else torch.stack(after).sum(),
         )
-        largest = torch.stack(maxima).amax()
-        return Decision.change_parts(stats.norm, self.limit, largest, parts)
 
     def _compared(self, shard: ParamShard, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return v of a shard, and whether it is ready; the gradient and false without v."""
@@ -202,12 +199,6 @@ class SpikeClip(Spike, OptimizerMode):
         if moment is None or moment.value is None:
             return gradient, torch.zeros((), dtype=torch.bool)
         return moment.value, moment.steps >= self.min_steps
-
-    def apply_parts(self, decision: Decision) -> None:
-        assert decision.parts is not None
-        for gradient, value, ready in decision.parts.work:
-            for g, v in pieces(gradient, value):
-                g.copy_(self._clamped(g, v, ready)[1])
 
     def _clamped(self, gradient: Tensor, value: Tensor, ready: Tensor) -> tuple[Tensor, Tensor]:
         """Return g²/v of some elements and these elements clamped, in the widest type."""

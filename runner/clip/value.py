@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runner.clip import ClipMode, Decision, GradStats, Parts
+from runner.clip import Change, ChangeMode, GradStats
 from runner.clip.decision import is_finite
 from runner.config.modes import Value
 from runner.gradients import Layout
@@ -20,7 +20,7 @@ from runner.gradients.plain import Elements
 
 
 @dataclass(eq=False)
-class ValueClip(Value, ClipMode):
+class ValueClip(Value, ChangeMode):
     """Clamp elements."""
 
     @torch.no_grad()
@@ -35,24 +35,18 @@ class ValueClip(Value, ClipMode):
             _, powers = powers_of(layout, *layout.gradients(), 2.0, each=True)
         return GradStats.measured(norm, powers, elements)
 
-    @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Count the elements above λ on this rank."""
-        limit = self.limit
+    def change(self, layout: Layout, stats: GradStats) -> Change:
+        kernels = kernels_of(layout.device)
+        elements: Elements = stats.work or kernels.compare_elements(layout, self.limit)
         total = 0.0
         for shard, gradient in zip(*layout.gradients(), strict=True):
             total += gradient.numel() / shard.num_replicas
             if self.tally is not None:
                 self.tally.add(gradient.abs(), 1 / shard.num_replicas)
-        elements: Elements = stats.work or kernels_of(layout.device).compare_elements(layout, limit)
-        parts = Parts(
+        kernels.clamp(elements.exceeding, self.limit)
+        return Change(
             changed=elements.above,
             total=layout.number(total),
-            work=elements.exceeding,
+            max_stat=elements.largest,
             power=elements.clamped if self.norm_type == 2.0 else None,
         )
-        return Decision.change_parts(stats.norm, limit, elements.largest, parts)
-
-    def apply_parts(self, decision: Decision) -> None:
-        assert decision.parts is not None
-        kernels_of(decision.norm.device).clamp(decision.parts.work, self.limit)

@@ -85,7 +85,8 @@ def described_once(
     for rank in sorted({*first.values()} - {group.size()}):
         sent: list[Any] = [None, None]
         if rank == this_rank:
-            table = {name: of for name, of in described.table.items() if first[name] == rank}
+            described_here = [name for name in described.table if first[name] == rank]
+            table = {name: described.table[name] for name in described_here}
             sent = [described.device_type, table]
         dist.broadcast_object_list(sent, group=group, group_src=rank)
         parameters.update(sent[1])

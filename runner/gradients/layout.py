@@ -275,13 +275,15 @@ class Layout:
 
     def sum(self, vector: Tensor) -> Tensor:
         """Return the sum of the vectors of all ranks, the same bits on every rank."""
-        alone = self.group is None or not vector.numel()
-        return vector if alone else transfer.sum_over_ranks(vector, self.group)
+        if self.group is None or not vector.numel():
+            return vector
+        return transfer.sum_over_ranks(vector, self.group)
 
     def max(self, vector: Tensor) -> Tensor:
         """Return the maximum of the vectors of all ranks, NaN where any rank has NaN."""
-        alone = self.group is None or not vector.numel()
-        return vector if alone else transfer.max_over_ranks(vector, self.group)
+        if self.group is None or not vector.numel():
+            return vector
+        return transfer.max_over_ranks(vector, self.group)
 
     def matching(self, pattern: str, option: str) -> list[str]:
         """Return the names of parameters that match a glob, which the mode's ``option`` has."""
@@ -292,17 +294,19 @@ class Layout:
                 matches.add(name)
         if matches:
             return [name for name in names if name in matches]
-        some = ", ".join([*names[:3], "...", *names[-3:]] if len(names) > 7 else names)
-        raise OptionError(option, f"clip.{option}={pattern} matches no parameter of: {some}")
+        listed = [*names[:3], "...", *names[-3:]] if len(names) > 7 else names
+        text = f"clip.{option}={pattern} matches no parameter of: {', '.join(listed)}"
+        raise OptionError(option, text)
 
     def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
         """Return the shards with the units that a user names: dimensions of outputs by globs."""
         chosen: dict[str, Units] = {}
-        for pattern, given in units.items():
-            outputs = (given,) if isinstance(given, int) else given
+        for pattern, dims in units.items():
+            outputs = (dims,) if isinstance(dims, int) else dims
             for name in self.matching(pattern, "units"):
                 shape = list(self.parameters[name].shape)
-                if wrong := [dim for dim in outputs if not -len(shape) <= dim < len(shape)]:
+                wrong = [dim for dim in outputs if not -len(shape) <= dim < len(shape)]
+                if wrong:
                     text = f"clip.units: {pattern} names dimension {wrong[0]} of {name} {shape}"
                     raise OptionError("units", text)
                 chosen[name] = Units.of_outputs(len(shape), outputs)

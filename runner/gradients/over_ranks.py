@@ -80,7 +80,8 @@ def over_ranks(model: nn.Module, world: dist.ProcessGroup, process_groups: Proce
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        name, ranks = base, 1
+        name = base
+        ranks = 1
         pattern = _pattern_of(base, process_groups)
         if pattern is not None:
             matched[pattern] = True
@@ -96,27 +97,38 @@ def over_ranks(model: nn.Module, world: dist.ProcessGroup, process_groups: Proce
         position, parts = position_of(parameter)
         shard = placed(name, parameter, module, parts)
         shards.append(replace(shard, base=base))
-        report = Held(name, position, base, parameter.numel())
+        parameter_here = Held(name, position, base, parameter.numel())
         if parameter.requires_grad and parts * ranks < world.size():
-            report = _with_checksums(report, parameter)
-        held.append(report)
-    heads = head_weights(model)
+            parameter_here = _with_checksums(parameter_here, parameter)
+        held.append(parameter_here)
+    report = Report(held, head_weights(model), matched, problem)
     reports: list[Any] = [None] * world.size()
-    dist.all_gather_object(reports, Report(held, heads, matched, problem), group=world)
+    dist.all_gather_object(reports, report, group=world)
+    return _layout_of_reports(shards, report, reports, world)
+
+
+def _layout_of_reports(
+    shards: Sequence[ParamShard],
+    report: Report,
+    reports: Sequence[Report],
+    world: dist.ProcessGroup,
+) -> Layout:
+    """Return the layout of this rank's shards, given its report and those of all ranks."""
     _require_matches(reports)
     _require_on_every_rank(reports)
-    require_replicas([report.held for report in reports])
-    holders = Counter((each.name, each.position) for report in reports for each in report.held)
-    shards = [
-        replace(shard, num_replicas=holders[shard.name, each.position])
-        for shard, each in zip(shards, held, strict=True)
-    ]
-    whole = {each.name: each.elements for report in reports for each in report.held}
-    parameters, elsewhere = account(shards, world, whole)
-    layout = Layout(shards, world, heads, parameters, elsewhere)
-    renamed = {each.base for report in reports for each in report.held if each.name != each.base}
-    layout.heads_known = all(report.heads == heads for report in reports)
-    layout.heads_known = layout.heads_known and not renamed.intersection(heads)
+    require_replicas([of_rank.held for of_rank in reports])
+    on_all_ranks = [parameter for of_rank in reports for parameter in of_rank.held]
+    holders = Counter((parameter.name, parameter.position) for parameter in on_all_ranks)
+    with_replicas = []
+    for shard, parameter in zip(shards, report.held, strict=True):
+        number = holders[parameter.name, parameter.position]
+        with_replicas.append(replace(shard, num_replicas=number))
+    whole = {parameter.name: parameter.elements for parameter in on_all_ranks}
+    parameters, elsewhere = account(with_replicas, world, whole)
+    layout = Layout(with_replicas, world, report.heads, parameters, elsewhere)
+    renamed = {parameter.base for parameter in on_all_ranks if parameter.name != parameter.base}
+    same_heads = all(of_rank.heads == report.heads for of_rank in reports)
+    layout.heads_known = same_heads and not renamed.intersection(report.heads)
     return layout
 
 
@@ -126,20 +138,20 @@ def compare_replicas(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGro
     Raises:
         LayoutError: they differ, on every rank.
     """
-    held = []
+    parameters = []
     for name, parameter in named:
-        held.append(_with_checksums(Held(name, (), name, parameter.numel()), parameter))
+        parameters.append(_with_checksums(Held(name, (), name, parameter.numel()), parameter))
     everywhere: list[Any] = [None] * group.size()
-    dist.all_gather_object(everywhere, held, group=group)
+    dist.all_gather_object(everywhere, parameters, group=group)
     require_replicas(everywhere)
 
 
 def require_replicas(everywhere: Sequence[Sequence[Held]]) -> None:
     """Check that ranks which hold the same part of a parameter have equal weights and gradients."""
     replicas: defaultdict[tuple[str, tuple[int, ...]], list[Held]] = defaultdict(list)
-    for held in everywhere:
-        for each in held:
-            replicas[each.name, each.position].append(each)
+    for on_rank in everywhere:
+        for parameter in on_rank:
+            replicas[parameter.name, parameter.position].append(parameter)
     weights: dict[str, None] = {}
     gradients: dict[str, None] = {}
     for (name, _), copies in replicas.items():
@@ -183,19 +195,21 @@ def projections(tensor: Tensor | None) -> tuple[float, ...]:
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].to(torch.float32)
         angles = torch.arange(start, start + len(part), device=part.device).to(part.dtype)
-        found = [part.square().sum(), (part * angles.cos()).sum(), (part * angles.sin()).sum()]
-        sums += torch.stack(found).double().cpu()
-    square, cosines, sines = sums.tolist()
-    return (math.sqrt(square), cosines, sines)
+        square = part.square().sum()
+        cosines = (part * angles.cos()).sum()
+        sines = (part * angles.sin()).sum()
+        sums += torch.stack([square, cosines, sines]).double().cpu()
+    of_squares, of_cosines, of_sines = sums.tolist()
+    return (math.sqrt(of_squares), of_cosines, of_sines)
 
 
 def _near(first: tuple[float, ...] | None, second: tuple[float, ...] | None) -> bool:
     if first is None or second is None:
         return first is second
-    if not all(map(math.isfinite, (*first, *second))):
+    if not all(math.isfinite(value) for value in (*first, *second)):
         return True  # a step that is skipped
-    most = _NEAR * max(first[0], second[0])
-    return all(abs(a - b) <= most for a, b in zip(first, second, strict=True))
+    tolerance = _NEAR * max(first[0], second[0])
+    return all(abs(a - b) <= tolerance for a, b in zip(first, second, strict=True))
 
 
 def _with_checksums(held: Held, parameter: Tensor) -> Held:
@@ -226,8 +240,11 @@ def _require_matches(reports: Sequence[Report]) -> None:
 
 def _require_on_every_rank(reports: Sequence[Report]) -> None:
     """Check that each parameter that matches no pattern lies on all ranks."""
-    names = [{each.name for each in report.held if each.name == each.base} for report in reports]
-    if missing := sorted(set[str]().union(*names) - set[str].intersection(*names)):
+    names: list[set[str]] = []
+    for report in reports:
+        names.append({held.name for held in report.held if held.name == held.base})
+    missing = sorted(set[str]().union(*names) - set[str].intersection(*names))
+    if missing:
         raise LayoutError(
             f"{first_few(missing)}: some ranks hold no such parameter: say on which ranks "
             f"parameters differ, as in {EXAMPLE}; for pipeline stages of your own that is "
@@ -237,10 +254,10 @@ def _require_on_every_rank(reports: Sequence[Report]) -> None:
 
 def process_groups_of(groups: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return process groups by pattern, given groups or one-dimensional device meshes."""
-    found: dict[str, Any] = {}
+    process_groups: dict[str, Any] = {}
     for pattern, group in (groups or {}).items():
-        found[pattern] = group.get_group() if hasattr(group, "get_group") else group
-    return found
+        process_groups[pattern] = group.get_group() if hasattr(group, "get_group") else group
+    return process_groups
 
 
 def require_process_groups(groups: Any) -> None:

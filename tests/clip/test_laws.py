@@ -172,6 +172,23 @@ def test_a_gradient_below_the_bound_is_untouched_to_the_bit(name, kept):
     assert float(decision.clipped) == float(decision.fraction) == 0.0
 
 
+@EACH
+def test_a_decision_on_factors_changes_no_gradient(name):
+    clipping = trained(name)
+    before = gradients_of(7, 3.0)
+    clipping.give(before)
+    mode = clipping.mode
+    stats = mode.measure(clipping.layout)
+    if mode.changes:
+        with pytest.raises(TypeError, match="changes gradients itself"):
+            mode.decide(clipping.layout, stats)
+    else:
+        decision = mode.decide(clipping.layout, stats)
+        assert not any(metric.isnan() for metric in decision.metrics[:5])
+    for gradient, given in zip(clipping.gradients(), before, strict=True):
+        assert torch.equal(gradient, given)
+
+
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @EACH

@@ -217,7 +217,7 @@ def norms_met_twice():
         loop.backward(*batch_for("gpt"))
         loop.optimizer.unscale()
         twice = Layout(loop.layout.shards * 2, loop.layout.group)
-        norms += [total_norm(loop.layout), total_norm(twice)]
+        norms += [total_norm(loop.layout).item(), total_norm(twice).item()]
     return norms
 
 
@@ -227,7 +227,7 @@ def test_a_module_under_two_names_counts_once():
     loop = Loop(None, make("gpt"))
     loop.backward(*batch_for("gpt"))
     loop.optimizer.unscale()
-    assert first == pytest.approx([total_norm(loop.layout)] * 6, rel=1e-12)
+    assert first == pytest.approx([total_norm(loop.layout).item()] * 6, rel=1e-12)
 
 
 def reduced():

@@ -286,7 +286,7 @@ def stages():
         model = nn.ModuleDict({name: layer})
         decision = apply_gradient_clipping(model, "norm", 1.0, groups={"*": meshes["stages"]})
         squares = [float(parameter.grad.square().sum()) for parameter in layer.parameters()]
-        results.append((decision.norm, sum(squares)))
+        results.append((float(decision.norm), sum(squares)))
     return results
 
 

@@ -95,7 +95,7 @@ def test_a_pipeline_of_any_schedule_with_any_batch_is_one_process():
         last = 0 if options.get("schedule") == "zero_bubble" else 1
         for rank, results in enumerate(ranks):
             trained, norm, _, seen = results[number]
-            assert norm == pytest.approx(outcome.norm, rel=1e-6)
+            assert norm == pytest.approx(float(outcome.norm), rel=1e-6)
             if rank != last:
                 assert trained == seen == {"loss": None, "outputs": None}
                 continue

@@ -45,7 +45,7 @@ MAY_CHANGE = (
 NO_PATH = ("auto", "never")
 """Values of ``resume`` that name no run."""
 
-IMPLIED = {
+IMPLIED: dict[str, Any] = {
     "data.collate._target_": None,
     "loss.items": "auto",
     "model.leave_out": [],

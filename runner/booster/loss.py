@@ -40,7 +40,7 @@ from runner.booster.criterion import (
 )
 from runner.booster.divisor import LABELS, NOTHING, positions_inside
 from runner.booster.loss_graph import GraphError, terms_of
-from runner.booster.outputs import as_leaf, logits_of, returned_loss, zero_of
+from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss, zero_of
 from runner.data.dataset import IGNORED
 from runner.parallel.collectives import from_all
 from runner.parallel.hooks import held_tensors
@@ -396,7 +396,7 @@ class WindowLoss:
 
     def _loss_with_graph(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns, with a graph, which tells what it divides by."""
-        if not torch.is_grad_enabled():  # of outputs alone, as in an evaluation
+        if not torch.is_grad_enabled() and not holds_numbers(outputs):  # as in an evaluation
             outputs = mapped(outputs, as_leaf)
         with torch.enable_grad():
             return self._criterion(*self._compared(outputs, batch))

@@ -28,7 +28,7 @@ from runner.booster.candidates import Candidate, Candidates
 from runner.booster.divisor import NOTHING, Divisor
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.loss_graph import GraphError, terms_of
-from runner.booster.outputs import as_leaf, logits_of, returned_loss
+from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss
 from runner.booster.parts import has_samples, in_two, joined, samples_at
 from runner.booster.untouched import Trace, untouched
 from runner.booster.verdict import Finding, Shown, divisor_of_calls, verdict
@@ -375,7 +375,7 @@ def _compared(model: _Model, batch: Any) -> _LossOf:
     """
     samples = batch_size(batch)
     outputs = model.outputs(batch)
-    numbers_too = any(not t.ndim and t.is_floating_point() for t in held_tensors(outputs))
+    numbers_too = holds_numbers(outputs)
     if not numbers_too:
         outputs = mapped(outputs, _without_graph)
 

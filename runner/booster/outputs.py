@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.parallel.hooks import held_tensors
+
 
 def returned_loss(outputs: Any) -> Tensor | None:
     """Return the loss in outputs: their ``loss``, the only one of a tuple, or the output itself."""
@@ -32,6 +34,11 @@ def logits_of(outputs: Any) -> Any:
 def zero_of(tensors: Iterable[Tensor]) -> Tensor:
     """Return 0 with a gradient of zeros for each tensor, also where elements are infinite."""
     return torch.stack([tensor.reshape(-1)[:0].sum() for tensor in tensors]).sum()
+
+
+def holds_numbers(outputs: Any) -> bool:
+    """Return whether outputs hold numbers, which may be means over a batch."""
+    return any(not part.ndim and part.is_floating_point() for part in held_tensors(outputs))
 
 
 class _Leaf(torch.autograd.Function):

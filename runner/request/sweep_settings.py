@@ -38,7 +38,9 @@ def setting(shared: DictConfig, key: str) -> Any:
 def unresolved_settings(config: DictConfig) -> Iterator[Problem]:
     """Yield what Hydra would read of its own part as it runs a job, and that refers to nothing."""
     refer_to(config)
-    for name in ("mode", "verbose", "job", "job_logging", "hydra_logging", "help"):
+    # override_dirname repeats the overrides, whose own keys are named where they are wrong.
+    of_job = [f"job.{name}" for name in config.hydra.job if name != "override_dirname"]
+    for name in ("mode", "verbose", *of_job, "job_logging", "hydra_logging", "help"):
         key = f"hydra.{name}"
         try:
             value = OmegaConf.select(config, key)

@@ -148,7 +148,7 @@ def test_all_wrong_changes_of_a_recorded_run_are_named(conf):
     write_yaml(file, recorded.plain)
     with pytest.raises(RequestError) as refused:
         recorded_job(file, ["~model", "+experiment=big", "~data=mien", "seed=-1"], conf)
-    words = ["~data=mien", "model=???", "seed=-1"]
+    words = ["~data=mien", "model._target_=???", "seed=-1"]
     assert [problem.word for problem in refused.value.problems] == words
 
 

@@ -406,7 +406,12 @@ class WindowLoss:
         return items if self._checks is None else self._checks.multiplier(loss, items)
 
     def _refused(self, loss: Tensor, items: float) -> Tensor:
-        """Refuse a loss that divides by something else than the items that were counted."""
+        """Refuse a loss that divides by something else than the items that were counted.
+
+        One that is not finite tells nothing of its divisor: its step is skipped.
+        """
+        if not loss.detach().isfinite().all():
+            return loss * math.nan
         text = f"{self.name} divides by something that earlier batches did not show: "
         divides = "is not 0"
         if self.candidates is not None and loss.grad_fn is not None:

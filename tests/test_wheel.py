@@ -107,7 +107,9 @@ def test_the_example_of_readme_trains(python_says, tmp_path, words):
     [code] = re.findall(r"```python\n(# mine.py\n.*?)```", readme, re.DOTALL)
     assert len(code.splitlines()) <= 28
     (empty / "mine.py").write_text(code)
-    [command] = re.findall(r"^    python (-m runner model=mine.Net .*)$", readme, re.MULTILINE)
+    [command] = re.findall(
+        r"^    python (-m runner model=mine.Net .* data=mine.points .*)$", readme, re.MULTILINE
+    )
     command = [*command.split(), "tracker=none"]
     python_says(*command, *words.split(), "train.max_duration=5ba")
     if "one" in words:

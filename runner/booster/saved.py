@@ -88,7 +88,7 @@ def optimizer_slots(
     keep: Collection[str] = (),
 ) -> tuple[dict[str, list[Tensor]], Callable[[], None]]:
     """Return tensors to load the state of optimizers into, and a function that then assigns it."""
-    _require_same_optimizers(optimizer, values)
+    _require_same_optimizers(optimizer, values, same_groups="groups" not in keep)
     states: dict[str, list[_StepState]] = {}
     for step_state in _step_states(optimizer):
         states.setdefault(step_state.name, []).append(step_state)
@@ -108,23 +108,33 @@ def optimizer_slots(
             for step_state in of_name:
                 if step_state.loaded:
                     step_state.optimizer.state[step_state.parameter] = step_state.loaded
-        kept = {*keep, *(_RATES if "lr" in keep else ())}
-        all_settings = [settings for groups in values["groups"] for settings in groups]
-        for group, settings in zip(optimizer.param_groups, all_settings, strict=True):
-            group.update({key: settings[key] for key in settings.keys() - kept})
+        if "groups" not in keep:
+            _load_settings(optimizer, values, keep)
         optimizer.load_rest(values)
 
     return tensors, assign
 
 
-def _require_same_optimizers(optimizer: OptimizerWrapper, values: Mapping[str, Any]) -> None:
+def _load_settings(
+    optimizer: OptimizerWrapper, values: Mapping[str, Any], keep: Collection[str]
+) -> None:
+    """Load the settings of the parameter groups, apart from those of ``keep``."""
+    kept = {*keep, *(_RATES if "lr" in keep else ())}
+    all_settings = [settings for groups in values["groups"] for settings in groups]
+    for group, settings in zip(optimizer.param_groups, all_settings, strict=True):
+        group.update({key: settings[key] for key in settings.keys() - kept})
+
+
+def _require_same_optimizers(
+    optimizer: OptimizerWrapper, values: Mapping[str, Any], same_groups: bool
+) -> None:
     saved = values["kinds"]
     kinds = _kinds(optimizer)
     if saved != kinds:
         raise ValueError(f"the state is that of {', '.join(saved)}, not of {', '.join(kinds)}")
     saved_counts = [len(groups) for groups in values["groups"]]
     counts = [len(plain.param_groups) for plain in optimizer.optimizers]
-    if saved_counts != counts:
+    if same_groups and saved_counts != counts:
         raise ValueError(f"the state is that of {saved_counts} parameter groups, not {counts}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -58,12 +59,15 @@ def content_of_failure(failure: Failure) -> dict[str, Any]:
 @contextmanager
 def printing_to_stderr() -> Iterator[None]:
     """Send to standard error what this process, and what it starts, prints on standard output."""
-    sys.stdout.flush()
+    stdout = sys.stdout
+    stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
+        stdout.flush()
+        ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
         os.dup2(kept, 1)
         os.close(kept)

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -24,6 +25,7 @@ from runner.cli.answer import (
     text_of,
 )
 from runner.config.environment import join_slurm_step, joins, started_rank
+from runner.config.notation import in_one_line
 from runner.config.problem import RefusedOnAllRanks, RequestError
 from runner.config.reading import DamagedFile
 from runner.launch import signals
@@ -79,11 +81,15 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no ‖
     _set_environment()
     words = list(argv)
-    if FLAG not in words or words[0] == "report":
+    if FLAG not in words or "report" in words[:2]:
         return _answer(words).exit_code
     words.remove(FLAG)
     with printing_to_stderr():
-        answer = _answer(words)
+        try:
+            answer = _answer(words)
+        except Exception as error:  # a fault of this program
+            traceback.print_exc()
+            answer = Answer(FAILED, {"error": in_one_line(error)})
     if not joins():
         print_line(text_of(answer))
     return answer.exit_code

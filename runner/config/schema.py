@@ -91,6 +91,14 @@ class OptimizerSection(Target):
         "auto: no weight decay for vectors, scalars and embeddings", None
     )
 
+    def conflicts(self) -> Conflicts:
+        """Yield numbers, also in groups, that would make weights NaN."""
+        yield from super().conflicts()
+        for pattern, settings in (self.groups or {}).items():
+            for name, value in settings.items():
+                if isinstance(value, float) and not abs(value) < 1e308:
+                    yield "groups", f"{name} of {pattern} must be a finite number"
+
 
 class Collate(Target):
     target: DottedName | None = key(  # type: ignore[assignment]

@@ -1,7 +1,6 @@
 """Clipping by one call, in any training loop.
 
-Names and arguments are those of Composer's gradient clipping, so that its scripts need only their
-import lines changed.
+``clipping_type`` and ``clipping_threshold`` are named as in Composer's gradient clipping.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from runner.config.notation import first_few, plural
@@ -40,7 +38,8 @@ def load_weights(
     Raises:
         WeightsError: names or shapes differ, a pattern matches nothing, or nothing can be read.
     """
-    targets = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
+    targets = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     is_meta = any(tensor.is_meta for tensor in targets.values())
     stored = read_weights(path, "meta" if is_meta else "cpu")
     for pattern in leave_out:
@@ -48,6 +47,7 @@ def load_weights(
             raise WeightsError(f"{pattern!r} matches no tensor of {path}, nor of the model")
     tensors = {name: tensor for name, tensor in stored.items() if not _matches(name, leave_out)}
     _require_shapes(targets, tensors, path)
+    _require_equal_ties(targets, tensors, path)
     missing = _missing(targets, tensors, leave_out)
     left_over = [name for name in tensors if name not in targets]
     told = _told(missing, left_over, path)
@@ -81,9 +81,14 @@ def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     for file in files:
         try:
             tensors |= _tensors_of(file, device)
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        except WeightsError:
+            if len(files) == 1:
+                raise
+        except Exception as error:  # what pickle raises depends on the content
             reason = " ".join(str(error).split())[:200]
             raise WeightsError(f"{file} cannot be read as weights: {reason}") from error
+    if not tensors:
+        raise WeightsError(f"{path} holds no tensors by name: save model.state_dict()")
     return tensors
 
 
@@ -122,6 +127,22 @@ def _require_shapes(
             f"{path} has other shapes than the model: {first_few(wrong, 4)}. model.leave_out "
             "leaves tensors out, by patterns of their names"
         )
+
+
+def _require_equal_ties(
+    targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path
+) -> None:
+    """Refuse two values for one parameter of the model that has two names."""
+    names: dict[int, str] = {}
+    for name, target in targets.items():
+        if name in tensors:
+            first = names.setdefault(id(target), name)
+            is_meta = tensors[name].is_meta
+            if first != name and not is_meta and not torch.equal(tensors[first], tensors[name]):
+                raise WeightsError(
+                    f"{first} and {name} are one parameter of the model, and differ in {path}: "
+                    "leave one of them out by model.leave_out"
+                )
 
 
 def _missing(

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,7 +28,8 @@ def parameter_groups(
     Args:
         model: the whole model.
         patterns: for globs of parameter names the settings of these parameters, such as
-            ``{"head.*": {"lr": 0.01}}``. The first pattern that matches a name counts.
+            ``{"head.*": {"lr": 0.01}}``. The first pattern that matches a name counts. Parameters
+            that none matches are the first group.
         no_decay: set ``weight_decay`` to 0 for vectors, scalars and weights of embeddings, unless
             the pattern of the parameter sets it.
 
@@ -35,22 +37,24 @@ def parameter_groups(
         GroupError: a pattern matches no parameter, or only names that an earlier one matches.
     """
     without_decay = _without_decay(model) if no_decay else set()
-    used: set[str] = set()
-    groups: dict[tuple[str | None, bool], dict[str, Any]] = {}
+    base: dict[str, Any] = {"params": []}
+    base_without_decay: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    groups = [base, base_without_decay]
+    of_pattern: dict[str, list[dict[str, Any]]] = {}
+    for pattern, settings in patterns.items():
+        of_pattern[pattern] = [
+            {"params": [], **settings},
+            {"params": [], "weight_decay": 0.0, **settings},
+        ]
+        groups += of_pattern[pattern]
     for name, parameter in model.named_parameters():
         pattern = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
-        settings = {} if pattern is None else dict(patterns[pattern])
-        drops_decay = id(parameter) in without_decay and "weight_decay" not in settings
-        if pattern is not None:
-            used.add(pattern)
-        if drops_decay:
-            settings["weight_decay"] = 0.0
-        group = groups.setdefault((pattern, drops_decay), {"params": [], **settings})
-        group["params"].append(parameter)
-    for pattern in patterns:
-        if pattern not in used:
+        pair = [base, base_without_decay] if pattern is None else of_pattern[pattern]
+        pair[id(parameter) in without_decay]["params"].append(parameter)
+    for pattern, pair in of_pattern.items():
+        if not any(group["params"] for group in pair):
             raise GroupError(_why_unused(pattern, model))
-    return list(groups.values())
+    return [group for group in groups if group["params"]]
 
 
 def _why_unused(pattern: str, model: nn.Module) -> str:
@@ -70,14 +74,36 @@ def _without_decay(model: nn.Module) -> set[int]:
     return found
 
 
-def require_settings(optimizer: Optimizer, patterns: Mapping[str, Settings]) -> None:
-    """Refuse a setting that ``optimizer`` does not have: torch would ignore it."""
+def require_settings(
+    optimizer: Optimizer, patterns: Mapping[str, Settings], no_decay: bool = False
+) -> None:
+    """Refuse settings that ``optimizer`` does not have or take: torch would not check them."""
+    kind = type(optimizer).__name__
+    if no_decay and "weight_decay" not in optimizer.defaults:
+        raise GroupError(f"{kind} has no weight_decay")
     for pattern, settings in patterns.items():
-        for name in settings:
+        for name, value in settings.items():
             if name not in optimizer.defaults:
                 near = did_you_mean(name, optimizer.defaults)
                 known = ", ".join(sorted(optimizer.defaults))
                 raise GroupError(
-                    f"{name!r} of {pattern!r} is no setting of {type(optimizer).__name__}{near}  "
-                    f"(settings: {known})"
+                    f"{name!r} of {pattern!r} is no setting of {kind}{near}  (settings: {known})"
                 )
+            if _is_number(optimizer.defaults[name]) and not _is_number(value):
+                raise GroupError(f"{name} of {pattern!r} must be a number, not {value!r}")
+        _require_accepted(optimizer, pattern, settings)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require_accepted(optimizer: Optimizer, pattern: str, settings: Settings) -> None:
+    """Make an optimizer of these settings, which checks their ranges."""
+    arguments = {**optimizer.defaults, **settings}
+    try:
+        type(optimizer)([nn.Parameter(torch.zeros(1))], **arguments)
+    except ValueError as error:
+        raise GroupError(f"{pattern!r}: {error}") from None
+    except (TypeError, RuntimeError):  # its arguments have other names than its settings
+        return

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
+
+from runner.config.notation import higher_is_better
 
 
 class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
@@ -55,7 +57,7 @@ class LinearWarmupCosineLR(_FactorLR):
     """Linear warm-up from near 0 for a share of ``total_steps``, then cosine to ``eta_min``.
 
     ``warmup_steps``, if given, is the length of the warm-up in steps instead. ``eta_min`` is exact
-    for parameter groups with the initial rate of the first one, and scaled for others.
+    for parameter groups with the optimizer's own rate, and scaled for others.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class LinearWarmupCosineLR(_FactorLR):
         last_epoch: int = -1,
         warmup_steps: int | None = None,
     ) -> None:
-        floor = eta_min / optimizer.param_groups[0]["lr"] if eta_min else 0.0
+        floor = eta_min / optimizer.defaults["lr"] if eta_min else 0.0
 
         def decay(done: float) -> float:
             return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
@@ -212,12 +214,26 @@ class PlateauLR(lr_scheduler.ReduceLROnPlateau):
     Args:
         optimizer: wrapped optimizer.
         metric: metric of evaluations to watch, such as ``eval/loss``.
+        mode: ``max`` if a higher value is better; None: of an accuracy the higher.
         options: arguments of :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`.
     """
 
-    def __init__(self, optimizer: Optimizer, metric: str = "eval/loss", **options: Any) -> None:
-        super().__init__(optimizer, **options)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        metric: str = "eval/loss",
+        mode: Literal["min", "max"] | None = None,
+        **options: Any,
+    ) -> None:
+        if mode is None:
+            mode = "max" if higher_is_better(metric) else "min"
+        super().__init__(optimizer, mode=mode, **options)
         self.metric = metric
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what was counted, with the options of this schedule."""
+        counted = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
+        super().load_state_dict({name: state_dict[name] for name in counted if name in state_dict})
 
 
 def _warmup(total_steps: int, fraction: float, steps: int | None) -> int:

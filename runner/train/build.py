@@ -159,7 +159,9 @@ def make_optimizers(target: OptimizerSection, model: nn.Module) -> list[Optimize
     make = maker(target)
     takes_model = takes(make, "model")
     patterns = target.groups or {}
-    has_groups = bool(patterns) or target.no_decay is not None
+    drops_decay = target.no_decay == "auto"
+    has_groups = bool(patterns) or drops_decay
+    is_fusable = takes(make, "fused")
     if takes_model and has_groups:
         raise GroupError(f"{target.target} makes its groups itself, from the model")
     if takes_model:
@@ -169,10 +171,10 @@ def make_optimizers(target: OptimizerSection, model: nn.Module) -> list[Optimize
     else:
         parameters: list[Any] = list(model.parameters())
         if has_groups:
-            parameters = parameter_groups(model, patterns, no_decay=target.no_decay == "auto")
-        make = partial(make, parameters)
+            parameters = parameter_groups(model, patterns, drops_decay)
+        make = partial(_over, make, parameters)
     optimizers = None
-    if takes(make, "fused"):
+    if is_fusable:
         with suppress(RuntimeError):  # Not supported on this device or with these options.
             optimizers = make(fused=True)
     if optimizers is None:
@@ -181,8 +183,14 @@ def make_optimizers(target: OptimizerSection, model: nn.Module) -> list[Optimize
         optimizers = [optimizers]
     made = [_require(Optimizer, optimizer, target) for optimizer in optimizers]
     for optimizer in made:
-        require_settings(optimizer, patterns)
+        require_settings(optimizer, patterns, drops_decay)
     return made
+
+
+def _over(make: partial[Any], parameters: Sequence[Any], **arguments: Any) -> Any:
+    """Make an optimizer of parameters or groups; it writes its defaults into the groups."""
+    copies = [dict(one) if isinstance(one, dict) else one for one in parameters]
+    return make(copies, **arguments)
 
 
 def takes(make: partial[Any], argument: str) -> bool:
@@ -359,6 +367,8 @@ def _make_model(
 ) -> nn.Module:
     """Make the model, equal on all ranks; on the host if ``boost`` gives each rank its part."""
     make = partial(make_model, config.model, from_weights)
+    random.seed(config.seed)
+    np.random.seed(config.seed)
     if not (plugin.splits_model and plugin.world_size > 1):
         torch.manual_seed(config.seed)
         return make().to(device)

@@ -311,12 +311,21 @@ def _optimizer_and_scheduler(
         scheduler = build.make_scheduler(target, optimizer, steps)
         if not isinstance(scheduler, ReduceLROnPlateau):
             _require_plain_step(target, scheduler)
-        elif data is not None and data.test is None:
-            raise TargetError("follows evaluations, and this run has no held-out data")
+        elif data is not None:
+            _require_metric(config, data, getattr(scheduler, "metric", keys.EVAL_LOSS))
 
     made = _made("optimizer", config.optimizer, make_optimizer, problems)
     optimizer = made or torch.optim.SGD(over.parameters(), lr=0.1)
     _made("scheduler", config.scheduler, make_scheduler, problems)
+
+
+def _require_metric(config: RunConfig, data: Data, metric: str) -> None:
+    """Refuse a schedule that follows a metric which no evaluation has."""
+    if data.test is None:
+        raise TargetError("follows evaluations, and this run has no held-out data")
+    names = [name for name in logged(config, data) if name.startswith(keys.EVAL)]
+    if metric not in names:
+        raise TargetError(f"follows {metric}, and evaluations have {or_list(names)}")
 
 
 def _optimizers(

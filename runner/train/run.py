@@ -174,6 +174,8 @@ def _settings_to_keep(saved: object, recorded: dict[str, Any] | None) -> set[str
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     keep = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
     keep |= {key.removeprefix("adamw_") for key in keep}  # names of AdamW's settings beside Muon
+    if any(key.startswith(("optimizer.groups", "optimizer.no_decay")) for key in changed):
+        keep |= {"groups", "lr"}
     of_schedule = ("scheduler.", "train.max_duration", "data.", "accumulation.")
     if any(key.startswith(of_schedule) for key in changed):
         keep.add("lr")

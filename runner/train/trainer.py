@@ -233,7 +233,8 @@ class Trainer:
                 state.meter.flush(together=False)
             signal = SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signal", 0)
             for sink in opened:
-                sink.close(None, 128 + signal if signal else 1)
+                with suppress(Exception):
+                    sink.close(None, 128 + signal if signal else 1)
             raise
         for sink in opened:
             sink.close(summary, 0)
@@ -494,7 +495,8 @@ class Trainer:
             verify: whether to compare the checksums of all files with the manifest first.
             keep: settings of this trainer that stay: ``lr``, whose schedules then go on at
                 the same step, other settings of the optimizers' groups, such as ``weight_decay``,
-                ``threshold``, ``mode`` (its history too), and ``metrics`` so far.
+                or ``groups`` for all of them, ``threshold``, ``mode`` (its history too), and
+                ``metrics`` so far.
 
         Raises:
             ValueError: the checkpoint is not whole (DamagedCheckpoint), or that of another model or

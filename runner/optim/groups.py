@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,24 +38,30 @@ def parameter_groups(
         GroupError: a pattern matches no parameter, or only names that an earlier one matches.
     """
     without_decay = _without_decay(model) if no_decay else set()
-    base: dict[str, Any] = {"params": []}
-    base_without_decay: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    groups = [base, base_without_decay]
-    of_pattern: dict[str, list[dict[str, Any]]] = {}
+    groups = [_Group(None, {}), _Group(None, {"weight_decay": 0.0})]
     for pattern, settings in patterns.items():
-        of_pattern[pattern] = [
-            {"params": [], **settings},
-            {"params": [], "weight_decay": 0.0, **settings},
-        ]
-        groups += of_pattern[pattern]
+        groups.append(_Group(pattern, settings))
+        if "weight_decay" not in settings:
+            groups.append(_Group(pattern, {**settings, "weight_decay": 0.0}))
     for name, parameter in model.named_parameters():
-        pattern = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
-        pair = [base, base_without_decay] if pattern is None else of_pattern[pattern]
-        pair[id(parameter) in without_decay]["params"].append(parameter)
-    for pattern, pair in of_pattern.items():
-        if not any(group["params"] for group in pair):
+        matching = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
+        pattern_of_name = matching[0] if matching else None
+        of_pattern = [group for group in groups if group.pattern == pattern_of_name]
+        # The last one is without decay, unless the pattern sets it.
+        group = of_pattern[-1] if id(parameter) in without_decay else of_pattern[0]
+        group.parameters.append(parameter)
+    used = {group.pattern for group in groups if group.parameters}
+    for pattern in patterns:
+        if pattern not in used:
             raise GroupError(_why_unused(pattern, model))
-    return [group for group in groups if group["params"]]
+    return [{"params": group.parameters, **group.settings} for group in groups if group.parameters]
+
+
+@dataclass
+class _Group:
+    pattern: str | None
+    settings: Settings
+    parameters: list[nn.Parameter] = field(default_factory=list)
 
 
 def _why_unused(pattern: str, model: nn.Module) -> str:

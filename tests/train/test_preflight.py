@@ -30,8 +30,8 @@ WRONG = [
     (
         "data.drop_last=true data.batch_size=2000 train.max_duration=5000tok clip=adaptive "
         "clip.exclude=[haed.*] optimizer._target_=tests.refusing.Optimizer optimizer.lr=-1",
-        "(4 problems)|data.batch_size=2000|1437 samples|max_duration=5000tok|ba|clip.exclude|"
-        "matches no parameter|lr is negative",
+        "(5 problems)|data.batch_size=2000|1437 samples|max_duration=5000tok|ba|clip.exclude|"
+        "matches no parameter|lr is negative|needs the number of steps",
     ),
     (
         "-m data.test_fraction=0.1,2 sweep.objective=eval/acc",

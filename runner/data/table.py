@@ -6,7 +6,9 @@ CSV and JSON lines are read by Python's standard library, parquet by pyarrow.
 import csv
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,9 +19,14 @@ from runner.config.problem import did_you_mean
 from runner.data.dataset import Data, DataUnavailable, TensorPairs, split_off
 
 _DELIMITERS = ",;\t|"
-_TRUTH = {"true": 1.0, "false": 0.0}
+_TRUTH = {"true": True, "false": False}
+_MISSING = {"nan", "na", "n/a", "#n/a", "<na>", "null", "none", "?", "-", "."}  # in lower case
+_WHOLE = re.compile(r"([+-]?(?:0|[1-9][0-9]{0,999}))(\.0*)?")
+_CODE = re.compile(r"[+-]?0[0-9]{1,999}")
 _LISTED = 8  # names that a message lists at most
 _LONGEST_CELL = 2**27  # characters
+_LARGEST = torch.finfo(torch.float32).max
+_LARGEST_STANDARDIZED = 1e150  # whose square is a float64
 
 
 class Cell(NamedTuple):
@@ -31,6 +38,37 @@ class Cell(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file.name}, line {self.line}, column {self.column}"
+
+
+class Kind(Enum):
+    """What a cell holds."""
+
+    TRUTH = auto()
+    WHOLE = auto()  # 12
+    CODE = auto()  # 012: a number, but another class than 12
+    REAL = auto()  # 1.5, 1.0, 1e3
+    TEXT = auto()
+
+
+_NUMBERS = (Kind.WHOLE, Kind.CODE, Kind.REAL)
+
+
+class Value(NamedTuple):
+    """The value of a cell, as a number and as the name of a class."""
+
+    kind: Kind
+    number: float | None  # None: text; nan and inf as text have one too
+    name: str  # 1, 1.0 and " 1" have one name
+
+    @property
+    def is_number(self) -> bool:
+        """True if it is a finite number."""
+        return self.kind in _NUMBERS
+
+    @property
+    def marks_missing(self) -> bool:
+        """True of text that other programs write for a missing number."""
+        return self.kind is Kind.TEXT and self.name.lower() in _MISSING
 
 
 class Table(NamedTuple):
@@ -48,8 +86,7 @@ class Table(NamedTuple):
             more = ", ..." if len(self.names) > _LISTED else ""
             near = did_you_mean(name, self.names)
             raise DataUnavailable(
-                f"{key}={name}: {self.file.name} has no such column{near} (its first line names "
-                f"{listed}{more})"
+                f"{key}={name}: {self.file.name} has no such column{near} (it has {listed}{more})"
             )
         if self.names.count(name) > 1:
             raise DataUnavailable(f"{self.file.name} has several columns {name}: rename them")
@@ -80,8 +117,8 @@ def table(
         path: a .csv, .tsv, .jsonl or .parquet file whose first line names the columns.
         target: the column to predict.
         columns: the columns of the inputs; None: all others.
-        classes: whether targets are classes, numbered in their order; ``auto``: text and whole
-            numbers are.
+        classes: whether targets are classes, numbered in their order; ``auto``: text, booleans and
+            whole numbers are.
         standardize: whether inputs have mean 0 and standard deviation 1 over the training rows.
         eval_path: a file of held-out rows; None: a random share of the rows.
         eval_fraction: that share; 0: no evaluation.
@@ -92,11 +129,13 @@ def table(
     seen = _read(Path(path).expanduser(), "data.path", encoding, delimiter)
     names = list(columns) if columns is not None else [n for n in seen.names if n != target]
     kinds = _Targets(seen, target, classes)
-    inputs = _numbers(seen, names, target)
+    largest = _LARGEST_STANDARDIZED if standardize else _LARGEST
+    inputs = _numbers(seen, names, target, largest)
     targets = kinds.of(seen)
     if eval_path is not None:
         held_out = _read(Path(eval_path).expanduser(), "data.eval_path", encoding, delimiter)
-        test_inputs, test_targets = _numbers(held_out, names, target), kinds.of(held_out)
+        test_inputs = _numbers(held_out, names, target, largest)
+        test_targets = kinds.of(held_out)
     else:
         kept, rest = split_off(len(inputs), eval_fraction, seed)
         test_inputs, test_targets = inputs[rest], targets[rest]
@@ -105,8 +144,10 @@ def table(
         deviation, mean = torch.std_mean(inputs, dim=0, correction=0)
         deviation[deviation <= 1e-12 * mean.abs()] = 1.0  # a constant column
         inputs, test_inputs = (inputs - mean) / deviation, (test_inputs - mean) / deviation
-    test = TensorPairs(test_inputs.float(), test_targets) if len(test_inputs) else None
-    return Data(TensorPairs(inputs.float(), targets), test, "samples")
+    inputs = _float32(inputs, names)
+    test_inputs = _float32(test_inputs, names)
+    test = TensorPairs(test_inputs, test_targets) if len(test_inputs) else None
+    return Data(TensorPairs(inputs, targets), test, "samples")
 
 
 class _Targets:
@@ -116,12 +157,15 @@ class _Targets:
         self._target = target
         self._names: dict[str, int] | None = None
         self._file = seen.file.name
-        values = [_given(cell, value) for cell, value in seen.column(target, "data.target")]
-        if classes == "auto":
-            classes = not all(map(_is_number, values)) or all(map(_is_whole, values))
+        column = [(cell, parsed(cell, value)) for cell, value in seen.column(target, "data.target")]
         if classes:
-            numbers = all(map(_is_number, values))
-            ordered = sorted({_name(value) for value in values}, key=float if numbers else str)
+            _refuse_strays(column, text_is_class=classes is True)
+        values = [value for _, value in column]
+        if classes == "auto":
+            has_real = any(value.kind is Kind.REAL for value in values)
+            classes = not (has_real and all(value.is_number for value in values))
+        if classes:
+            ordered = _ordered_names(values)
             self._names = {name: number for number, name in enumerate(ordered)}
             if len(ordered) == 1:
                 text = f"column {target} of {self._file} holds one class, {ordered[0]}"
@@ -130,70 +174,125 @@ class _Targets:
     def of(self, rows: Table) -> Tensor:
         """Return the targets of the rows of a table."""
         column = rows.column(self._target, "data.target")
+        numbers: list[float] = []
         if self._names is None:
-            return torch.tensor([_number(cell, value) for cell, value in column]).unsqueeze(1)
-        numbers = []
+            advice = "data.classes=true makes a class of each value"
+            for cell, value in column:
+                numbers.append(_number(cell, value, _LARGEST, advice))
+            return torch.tensor(numbers).unsqueeze(1)
         for cell, value in column:
-            name = _name(_given(cell, value))
+            name = parsed(cell, value).name
             if name not in self._names:
                 raise DataUnavailable(f"{cell}: class {name} does not occur in {self._file}")
             numbers.append(self._names[name])
         return torch.tensor(numbers)
 
 
-def _numbers(rows: Table, names: Sequence[str], target: str) -> Tensor:
+def _refuse_strays(column: Sequence[tuple[Cell, Value]], text_is_class: bool) -> None:
+    """Refuse the first cell that is no number in a column that is mostly numbers."""
+    strays = [(cell, value) for cell, value in column if not value.is_number]
+    numbers = len(column) - len(strays)
+    if numbers <= sum(not value.marks_missing for _, value in strays):
+        return
+    for cell, value in strays:
+        text = f"{cell}: {value.name[:40]!r} is no number, as most of the column are"
+        if value.marks_missing:
+            raise DataUnavailable(f"{text}; fill it, or leave out the row")
+        if not text_is_class:
+            raise DataUnavailable(f"{text}; correct it, or data.classes=true makes a class of it")
+
+
+def _ordered_names(values: Sequence[Value]) -> list[str]:
+    """Return the names of the classes: in the order of numbers, or of text."""
+    numbers: dict[str, float] = {}
+    for value in values:
+        if value.number is not None and value.kind is not Kind.TEXT:
+            numbers[value.name] = value.number
+    names = {value.name for value in values}
+    same_kind = len({value.is_number for value in values}) == 1
+    if same_kind and len(numbers) == len(names):
+        return sorted(names, key=lambda name: (numbers[name], name))
+    return sorted(names)
+
+
+def _numbers(rows: Table, names: Sequence[str], target: str, largest: float) -> Tensor:
     """Return the columns ``names`` as one float64 tensor [rows, columns]."""
     if not names:
         text = f"{rows.file.name} has no column of inputs beside the target {target}"
         raise DataUnavailable(text)
     if target in names:
         raise DataUnavailable(f"data.columns: {target} is the target, and no input")
+    advice = "data.columns chooses columns of numbers"
     columns = []
     for name in names:
-        values = [_number(cell, value) for cell, value in rows.column(name, "data.columns")]
+        column = rows.column(name, "data.columns")
+        values = [_number(cell, value, largest, advice) for cell, value in column]
         columns.append(torch.tensor(values, dtype=torch.float64))
     return torch.stack(columns, dim=1)
 
 
-def _given(cell: Cell, value: Any) -> Any:
-    """Return a value, which must not be missing."""
-    text = value.strip() if isinstance(value, str) else value
-    is_nan = isinstance(text, float) and math.isnan(text)
-    if text is None or text == "" or is_nan:
+def _float32(inputs: Tensor, names: Sequence[str]) -> Tensor:
+    """Return inputs in float32. Held-out rows may be too far from the training rows for it."""
+    rounded = inputs.float()
+    for name, is_finite in zip(names, rounded.isfinite().all(dim=0).tolist(), strict=True):
+        if not is_finite:
+            text = f"column {name} has a held-out value too far from its mean in the training rows"
+            raise DataUnavailable(f"{text} for float32; correct it, or leave out the row")
+    return rounded
+
+
+def parsed(cell: Cell, value: Any) -> Value:
+    """Return the kind, the number and the class name of a value, which must not be missing."""
+    if isinstance(value, bool):
+        return Value(Kind.TRUTH, int(value), str(value))
+    if isinstance(value, int):
+        return Value(Kind.WHOLE, value, str(value))
+    if isinstance(value, float) and math.isfinite(value):
+        return _parsed_real(value)
+    if isinstance(value, bytes):
+        value = value.decode(errors="backslashreplace")
+    text = str(value).strip()
+    if value is None or text == "" or (isinstance(value, float) and math.isnan(value)):
         raise DataUnavailable(f"{cell}: there is no value; fill it, or leave out the row")
-    return text
+    return _parsed_text(text)
 
 
-def _number(cell: Cell, value: Any) -> float:
-    value = _given(cell, value)
-    if isinstance(value, str) and value.lower() in _TRUTH:
-        return _TRUTH[value.lower()]
+def _parsed_text(text: str) -> Value:
+    if text.lower() in _TRUTH:
+        truth = _TRUTH[text.lower()]
+        return Value(Kind.TRUTH, int(truth), str(truth))
+    whole = _WHOLE.fullmatch(text)
+    if whole:
+        number = int(whole[1])
+        return Value(Kind.REAL if whole[2] else Kind.WHOLE, number, str(number))
+    if _CODE.fullmatch(text):
+        return Value(Kind.CODE, int(text), text)
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        text = f"{cell}: {str(value)[:40]!r} is no number; data.columns chooses columns of numbers"
-        raise DataUnavailable(text) from None
-    if not math.isfinite(number):
-        raise DataUnavailable(f"{cell}: {value} is no finite number; fill it, or leave out the row")
-    return number
+        real = float(text)
+    except ValueError:
+        return Value(Kind.TEXT, None, text)
+    if "_" in text:  # Python reads 1_0 as 10
+        return Value(Kind.TEXT, None, text)
+    return _parsed_real(real) if math.isfinite(real) else Value(Kind.TEXT, real, text)
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
+def _parsed_real(number: float) -> Value:
+    name = str(int(number)) if number.is_integer() else str(number)
+    return Value(Kind.REAL, number, name)
 
 
-def _is_whole(value: Any) -> bool:
-    return float(value).is_integer() and "." not in str(value)
-
-
-def _name(value: Any) -> str:
-    """Return the name of a class: 1, 1.0 and " 1" are one class."""
-    if _is_number(value) and not isinstance(value, bool) and float(value).is_integer():
-        return str(int(float(value)))
-    return str(value)
+def _number(cell: Cell, value: Any, largest: float, advice: str) -> float:
+    """Return a finite number of at most ``largest``, or refuse the cell with some advice."""
+    number = parsed(cell, value).number
+    text = str(value).strip()[:40]
+    if number is None:
+        raise DataUnavailable(f"{cell}: {text!r} is no number; {advice}")
+    if isinstance(number, float) and not math.isfinite(number):
+        raise DataUnavailable(f"{cell}: {text} is no finite number; fill it, or leave out the row")
+    if abs(number) > largest:
+        text = f"{text} is too large: numbers go to {largest:.2g}"
+        raise DataUnavailable(f"{cell}: {text}; correct it, or choose a larger unit")
+    return float(number)
 
 
 # -- files
@@ -218,7 +317,7 @@ def _read(file: Path, key: str, encoding: str, delimiter: str | None) -> Table:
         raise DataUnavailable(f"data.encoding={encoding} is no encoding of text") from None
     except (OSError, ValueError, csv.Error) as error:
         raise DataUnavailable(f"{file.name} cannot be read: {error}") from None
-    if not rows.rows:
+    if not rows.rows or not rows.names:
         raise DataUnavailable(f"{file.name} has no row of values")
     return rows
 
@@ -259,8 +358,9 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 
 def _json_lines(file: Path, encoding: str) -> Table:
-    names: list[str] = []
-    rows: list[list[Any]] = []
+    """Return a row for each line. The columns are the keys of all lines, None where one lacks."""
+    records: list[dict[str, Any]] = []
+    names: dict[str, None] = {}  # in the order of their first lines
     lines: list[int] = []
     with file.open(encoding=encoding) as content:
         for number, line in enumerate(content, 1):
@@ -272,10 +372,11 @@ def _json_lines(file: Path, encoding: str) -> Table:
                 raise ValueError(f"line {number} is no JSON ({error})") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} holds no JSON object, such as {{'x': 1.0}}")
-            names = names or list(row)
-            rows.append([row.get(name) for name in names])
+            records.append(row)
+            names.update(dict.fromkeys(row))
             lines.append(number)
-    return Table(file, names, rows, lines)
+    rows = [[record.get(name) for name in names] for record in records]
+    return Table(file, list(names), rows, lines)
 
 
 def _parquet(file: Path, encoding: str) -> Table:

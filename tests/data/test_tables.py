@@ -9,6 +9,8 @@ from PIL import Image
 
 from runner.cli.main import main
 from runner.config.problem import RequestError
+from runner.data.dataset import DataUnavailable
+from runner.data.table import table as read_table
 from runner.request.request import request
 from runner.train import build, preflight
 
@@ -16,12 +18,16 @@ LINEAR = ["model=torch.nn.Linear", "model.in_features=2", "model.out_features=2"
 SHORT = ["device=cpu", "tracker=none", "train.max_duration=2ba", "data.batch_size=4"]
 CSV = "data=csv data.path={0}/t.csv data.target=label"
 LINES = "data=csv data.path={0}/t.jsonl data.target=label"
+TARGETS = "data=csv data.path={0}/t.csv data.target=y data.columns=[x]"
 NUMBERS = "loss=torch.nn.MSELoss model.out_features=1"
 FOLDER = "data=datasets data.path={0} data.columns=[[x,y],label]"
 DRAW = random.Random(0)
 ROWS = [(DRAW.gauss(5, 2), DRAW.gauss(90, 9), DRAW.choice(["cat", "dog"])) for _ in range(40)]
 TEXT = "\n".join(["x,y,label", *(f"{x},{y},{label}" for x, y, label in ROWS)])
 RECORDS = [{"x": x, "y": y, "label": label} for x, y, label in ROWS]
+ALL = "\n".join(map(json.dumps, RECORDS))
+LARGE = TEXT + "\n1,1e300,cat"
+MARKED = TEXT.replace("cat", "3").replace("dog", "7") + "\n1,2,NA"
 QUOTED = TEXT.replace("cat", '"cat, small"').replace("dog", '"the ""dog"""')
 WIDE = [",".join([*(f"c{n}" for n in range(3000)), "label"])]
 WIDE += [",".join([*(str(DRAW.random()) for _ in range(3000)), str(n % 2)]) for n in range(12)]
@@ -57,11 +63,46 @@ WRITTEN = {  # the content of a file, and the words of a run that trains on it
     "wide": ("\n".join(WIDE), f"{CSV} model.in_features=3000"),
     "latin-1": (TEXT.replace("cat", "caf\xe9").encode("latin-1"), f"{CSV} data.encoding=latin-1"),
     "truth values": (TEXT.replace("cat", "True").replace("dog", "False"), CSV),
-    "JSON lines": ("\n".join(map(json.dumps, RECORDS)), LINES),
+    "JSON lines": (ALL, LINES),
+}
+COLUMNS = {  # the cells of a column, by kind of file, and the targets that are read from it
+    "booleans of JSON": ("jsonl", [True, False, True], [1, 0, 1]),
+    "booleans of parquet": ("parquet", [True, False, True], [1, 0, 1]),
+    "a zero at the start": ("csv", ["0123", "123", "7"], [1, 2, 0]),
+    "an underscore": ("csv", ["1_0", "10", "a"], [1, 0, 2]),
+    "whole numbers beyond float64": ("csv", ["9007199254740993", "9007199254740992"], [1, 0]),
+    "whole numbers of JSON": ("jsonl", [9007199254740993, 9007199254740992], [1, 0]),
+    "a sign": ("csv", ["-1", "+1", "1"], [0, 1, 1]),
+    "decimal numbers": ("csv", ["1.5", "2", "03"], [[1.5], [2.0], [3.0]]),
+    "text that marks missing numbers": ("csv", ["NA", "US", "NA", "9"], [1, 2, 1, 0]),
 }
 REFUSED = {  # the content of a file, the words, and the message
     "missing values": (TEXT + "\n1.0,,cat", CSV, "t.csv, line 42, column y: there is no value"),
     "nan": (TEXT + "\n1.0,nan,cat", CSV, "line 42, column y: nan is no finite number"),
+    "a mark among targets": (TEXT + "\n1,?,cat", TARGETS, "line 42, column y: '?' is no number"),
+    "nan among targets": (TEXT + "\n1,nan,cat", TARGETS, "'nan' is no number, as most of the"),
+    "text among targets": (TEXT + "\n1,2O,cat", TARGETS, "'2O' is no number, as most of the col"),
+    "a mark among classes": (
+        MARKED,
+        f"{CSV} data.classes=true",
+        "line 42, column label: 'NA' is no",
+    ),
+    "a large target": (TEXT + "\n1,1e300,cat", TARGETS, "column y: 1e300 is too large: numbers go"),
+    "a large input": (
+        LARGE,
+        f"{CSV} data.standardize=false",
+        "y: 1e300 is too large: numbers go to",
+    ),
+    "a large input to standardize": (LARGE, CSV, "1e300 is too large: numbers go to 1e+150"),
+    "a large whole number": (f"{TEXT}\n1,{10**400},cat", CSV, "is too large: numbers go to 1e+150"),
+    "a number with an underscore": (TEXT + "\n1,1_0,cat", CSV, "column y: '1_0' is no number"),
+    "an empty line of JSON": (f"{{}}\n{ALL}", LINES, "line 1, column label: there is no value"),
+    "a key that the first line lacks": (
+        f'{{"x": 1, "label": "a"}}\n{ALL}',
+        LINES,
+        "1, column y: ther",
+    ),
+    "no key": ("{}\n{}", LINES, "t.jsonl has no row of values"),
     "one column": ("label\na\nb", CSV, "t.csv has no column of inputs beside the target label"),
     "text inputs": (TEXT, CSV.replace("label", "x"), "is no number; data.columns chooses columns"),
     "another encoding": (TEXT.replace("cat", "caf\xe9").encode("latin-1"), CSV, "encoding=latin-1"),
@@ -118,6 +159,37 @@ def test_a_table_that_cannot_train_is_refused_in_one_sentence(name, tmp_path):
     [problem] = error.value.problems
     assert message in problem.message
     assert "\n" not in problem.message
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_targets_are_read_as_they_stand_in_the_file(name, tmp_path):
+    ending, cells, targets = COLUMNS[name]
+    file = tmp_path / f"t.{ending}"
+    if ending == "csv":
+        file.write_text("\n".join(["x,y", *(f"1,{cell}" for cell in cells)]))
+    elif ending == "jsonl":
+        file.write_text("\n".join(json.dumps({"x": 1, "y": cell}) for cell in cells))
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        arrow.parquet.write_table(arrow.table({"x": [1] * len(cells), "y": cells}), file)
+    data = read_table(str(file), "y", eval_fraction=0)
+    assert data.train.targets.tolist() == targets
+
+
+def test_booleans_are_inputs_of_0_and_1(tmp_path):
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n".join(json.dumps({"x": x, "y": x}) for x in (True, False)))
+    data = read_table(str(file), "y", eval_fraction=0, standardize=False)
+    assert data.train.inputs.tolist() == [[1.0], [0.0]]
+
+
+def test_a_held_out_value_beyond_float32_is_refused(tmp_path):
+    held_out = tmp_path / "held.csv"
+    (tmp_path / "t.csv").write_text("x,y\n1,2\n2,3")
+    held_out.write_text("x,y\n1e40,2")
+    with pytest.raises(DataUnavailable, match="column x has a held-out value too far"):
+        read_table(str(tmp_path / "t.csv"), "y", eval_path=str(held_out))
 
 
 def test_a_parquet_file_trains_as_a_table(tmp_path):

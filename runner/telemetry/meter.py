@@ -475,8 +475,9 @@ def _to_host(
 ) -> tuple[list[dict[str, float]], list[list[float]]]:
     """Return rows of numbers, and the steps of ``gauged``, as floats, in one transfer."""
     tensors = [value for row in rows for value in row.values() if isinstance(value, Tensor)]
-    if not tensors and gauged is None:
-        return [{name: float(value) for name, value in row.items()} for row in rows], []
+    if all(transfer.can_read(tensor.device) for tensor in tensors):
+        numbers = [{name: float(value) for name, value in row.items()} for row in rows]
+        return numbers, [] if gauged is None else gauged.tolist()
     parts = []
     if tensors:
         wide = transfer.widest(tensors[0].device)

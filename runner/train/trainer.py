@@ -140,7 +140,6 @@ class Trainer:
             or self.eval_dataloader is not None
             or self.model.pipeline is not None
         )
-        self._confirms_loss = self.plugin.world_size > 1
         windows = Windows(train_dataloader, accumulation_steps)
         if windows.shares_position(self.eval_dataloader):
             raise ValueError(
@@ -324,8 +323,7 @@ class Trainer:
         if optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
         loss, first_square = self._run_microbatches(window, items, sums)
-        if self._confirms_loss and not self.loss.unproved:
-            self._confirms_loss = False
+        if self.plugin.world_size > 1 and not self.loss.is_confirmed:
             self.loss.confirm()
         total, requests, ends_epoch = sums()
         progress = before.after(len(window.batches), total.samples, total.tokens, ends_epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from runner.parallel.collectives import from_all
 
 _KEPT = 8  # losses of a window that others are compared with
 _CHECKED = 64  # windows on an accelerator, after which one of so many is checked
+_MOST_CONFIRMED = 8  # windows that ranks compare until one tells what their losses divide by
 
 
 class _Seen(NamedTuple):
@@ -48,7 +50,8 @@ class Checks:
         self._scale = candidates.scale
         self._epsilon = candidates.epsilon
         self._measured = [seen for seen in candidates.first.observed if seen.items]
-        self._of_training: list[Observed] | None = None
+        self._of_training: list[Observed] = []
+        self._confirmed = 0
         self._window: list[_Seen] = []
         self._windows = 0
         self._trains = True
@@ -66,8 +69,14 @@ class Checks:
         self._trains = trains
         self._alone = alone
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether :meth:`confirm` has compared a window that tells what losses divide by."""
+        return bool(self._of_training) or self._confirmed >= _MOST_CONFIRMED
+
     def confirm(self) -> str:
         """Compare the first windows of all ranks; return what is wrong; a collective."""
+        self._confirmed += 1
         every = [seen for of_rank in from_all(self._window) for seen in of_rank]
         before: list[_Seen] = []
         for seen in every:
@@ -89,8 +98,8 @@ class Checks:
         on_accelerator = loss.device.type != "cpu"
         if on_accelerator and self._windows > _CHECKED and self._windows % _CHECKED:
             return expected
-        if loss.grad_fn is None:
-            return expected
+        if loss.grad_fn is None or not isfinite(float(loss.detach())):
+            return expected  # A loss that is not finite tells nothing: its step is skipped.
         try:
             terms = terms_of(loss)
         except NotLinear:
@@ -130,7 +139,7 @@ class Checks:
         if self._alone:
             return []
         if self._trains:
-            return [] if self._of_training is None else self._of_training
+            return self._of_training
         return self._measured
 
     def _agrees(self, seen: _Seen, others: Iterable[Observed]) -> bool:

@@ -146,6 +146,8 @@ class WindowLoss:
         self._checks: Checks | None = None
         self._scale = 1.0
         self._epsilon = 0.0
+        self._guess = (self.ignored, self._shifts)
+        self._trains = True
         self.alone = True
         self._refusal = ""
 
@@ -192,14 +194,19 @@ class WindowLoss:
         return len(args) != 1 or bool(kwargs) or not isinstance(args[0], Tensor)
 
     def use(self, candidates: Candidates) -> None:
-        """Count from now on what a measurement found that the mean divides by."""
+        """Count from now on what a measurement found that the mean divides by.
+
+        The losses of ranks have to be confirmed again, as they are compared by this count.
+        """
         self.candidates = candidates
         self._checks = Checks(candidates)
+        self._checks.begin_window(self._trains, self.alone)
         self._scale = candidates.scale
         self._epsilon = candidates.epsilon
         self.unproved = False
         divisor = candidates.divisor
         self._averages = divisor.counts != NOTHING
+        self.ignored, self._shifts = self._guess
         if divisor.counts == LABELS and not divisor.name:
             self.ignored = int(divisor.ignored)
             self._shifts = divisor.shifts
@@ -211,6 +218,12 @@ class WindowLoss:
         self._scale = 1.0
         self._epsilon = 0.0
         self._averages = _is_a_mean(self._stated_loss)
+        self.ignored, self._shifts = self._guess
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether :meth:`confirm` has nothing to compare; the same on all ranks."""
+        return self.unproved or self._checks is None or self._checks.is_confirmed
 
     @property
     def epsilon(self) -> float:
@@ -222,6 +235,7 @@ class WindowLoss:
 
         ``trains``: whether it is a window, of which :meth:`confirm` compares the first one.
         """
+        self._trains = trains
         if self._checks is not None:
             self._checks.begin_window(trains, self.alone)
 

@@ -57,8 +57,9 @@ class Shown(NamedTuple):
 
     @property
     def tells_nothing(self) -> bool:
-        """Whether it is 0 and divides by nothing, as without labels, or is multiplied by NaN."""
+        """Whether it is infinite, is multiplied by NaN, or is 0 and divides by nothing."""
         is_finite = all(math.isfinite(term.factor) for term in self.terms)
+        is_finite = is_finite and not math.isinf(self.value)
         return not is_finite or is_silent(self.loss, self.terms)
 
     @property
@@ -82,8 +83,8 @@ class Finding(NamedTuple):
         problem: why the loss is refused; empty if it is not.
         reason: what a warning says of the loss; empty for no warning.
         retry: whether another batch may tell more.
-        tells_nothing: whether the loss is 0, or is multiplied by NaN, so that it tells nothing: the
-            next window is measured instead.
+        tells_nothing: whether the loss is 0, infinite, or multiplied by NaN, so that it tells
+            nothing: the next window is measured instead.
     """
 
     candidates: Candidates | None = None

@@ -104,8 +104,11 @@ class SingleRun:
                 return failure.exit_code if failure else 0
 
             exit_code = int(self.request.run(train, folder))
-        summary = read_object(folder / files.SUMMARY)
-        return Answer(exit_code, {"folder": str(folder), "summary": summary})
+        content = {"folder": str(folder), "summary": read_object(folder / files.SUMMARY)}
+        error = read_object(folder / files.STATUS).get("error")
+        if exit_code and error:
+            content["error"] = str(error).strip().rpartition("\n")[2]
+        return Answer(exit_code, content)
 
 
 class Planned(NamedTuple):

@@ -67,16 +67,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     """Return the tensors of a file, or of all files of a folder, without running code in them."""
-    if path.is_dir():
-        files = sorted(path.glob(f"*{SAFETENSORS}"))
-        if not files:
-            files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        if not files:
-            raise WeightsError(f"{path} holds no file of weights ({', '.join(SUFFIXES)})")
-    elif path.is_file():
-        files = [path]
-    else:
-        raise WeightsError(f"there is no file or folder {path}")
+    files = _files_of(path)
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -86,10 +77,26 @@ def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
                 raise
         except Exception as error:  # what pickle raises depends on the content
             reason = " ".join(str(error).split())[:200]
+            if "weights_only" in reason:  # torch advises to run what is in the file
+                reason = "it holds something else than tensors, or is no such file"
             raise WeightsError(f"{file} cannot be read as weights: {reason}") from error
     if not tensors:
         raise WeightsError(f"{path} holds no tensors by name: save model.state_dict()")
     return tensors
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a file, or the files of weights in a folder."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise WeightsError(f"there is no file or folder {path}")
+    files = sorted(path.glob(f"*{SAFETENSORS}"))
+    if not files:
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    if not files:
+        raise WeightsError(f"{path} holds no file of weights ({', '.join(SUFFIXES)})")
+    return files
 
 
 def _tensors_of(file: Path, device: str) -> dict[str, Tensor]:

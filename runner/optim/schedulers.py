@@ -229,11 +229,21 @@ class PlateauLR(lr_scheduler.ReduceLROnPlateau):
             mode = "max" if higher_is_better(metric) else "min"
         super().__init__(optimizer, mode=mode, **options)
         self.metric = metric
+        self.initial_rates = [group["lr"] for group in optimizer.param_groups]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what was counted, with the options of this schedule."""
-        counted = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
+        """Continue from what was counted, with the options of this schedule.
+
+        The rates are those of this optimizer, reduced as far as those of the state were.
+        """
+        counted = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
         super().load_state_dict({name: state_dict[name] for name in counted if name in state_dict})
+        saved = list(zip(state_dict["initial_rates"], state_dict["_last_lr"], strict=True))
+        for number, group in enumerate(self.optimizer.param_groups):
+            before, reduced = saved[min(number, len(saved) - 1)]
+            initial = self.initial_rates[number]
+            group["lr"] = reduced if initial == before else initial * (reduced / before)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def _warmup(total_steps: int, fraction: float, steps: int | None) -> int:

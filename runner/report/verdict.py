@@ -125,7 +125,8 @@ def _answer(findings: Findings, best: Setting) -> str:
 
 def _title_of_run(findings: Findings, run: Run) -> str:
     [setting] = findings.settings
-    count = plural(run.steps, "step")
+    before = run.branch[1] if run.branch else 0
+    count = plural(max(run.steps - before, 0), "step")
     if run.state in _ENDED:
         return f"This run {_ENDED[run.state]} at step {run.steps:,}"
     if findings.diverged(setting):

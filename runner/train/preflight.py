@@ -37,6 +37,7 @@ from runner.config.environment import (
     started_rank,
     variable,
 )
+from runner.config.identity import NO_PATH
 from runner.config.notation import in_one_line, message_of, plural
 from runner.config.problem import (
     MISSING,
@@ -193,8 +194,8 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
 def _weights(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
     """Compare the names and shapes of the weights to start from with those of the model."""
     section = config.model
-    if section.file is None:
-        return
+    if section.file is None or config.resume.source not in NO_PATH:
+        return  # a checkpoint has all weights
     try:
         load_weights(model, section.file, section.strict, section.leave_out)
     except WeightsError as error:
@@ -468,7 +469,10 @@ class _Trial:
             text = f"its first two samples cannot be read: {in_one_line(error)}"
             raise DataUnavailable(text) from error
         section = self._config.data
+        if section.collate.target is not None:
+            self.at_fault = ("data.collate._target_", section.collate.target)
         collate = build.make_collate(section)
+        self.at_fault = ("model._target_", self._config.model.target)
         try:
             return collate(samples)
         except UnequalSamples:

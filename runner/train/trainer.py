@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from runner.booster import Booster, NonFiniteGradient
 from runner.booster.criterion import Criterion
@@ -122,6 +123,9 @@ class Trainer:
         self.stop: Callable[[], int] = requested
         if not isinstance(eval_dataloader, Evaluate):
             eval_dataloader = Evaluate(eval_dataloader)
+        follows = [s for s in _listed(schedulers) if isinstance(s, ReduceLROnPlateau)]
+        if follows and eval_dataloader.dataloader is None:
+            raise ValueError("ReduceLROnPlateau follows evaluations: give an eval_dataloader")
         self.eval_dataloader = eval_dataloader.dataloader
         self.eval_interval = Duration.parse(str(eval_dataloader.interval))
         if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
@@ -140,7 +144,6 @@ class Trainer:
             or self.eval_dataloader is not None
             or self.model.pipeline is not None
         )
-        self._confirms_loss = self.plugin.world_size > 1
         windows = Windows(train_dataloader, accumulation_steps)
         if windows.shares_position(self.eval_dataloader):
             raise ValueError(
@@ -158,8 +161,7 @@ class Trainer:
         self.passes.region = self._region
         self._accumulation_steps = accumulation_steps
         mode = self._bind(algorithms)
-        if not isinstance(schedulers, Sequence):
-            schedulers = [schedulers]
+        schedulers = _listed(schedulers)
         self.state = TrainState(
             meter=self._meter(mode),
             mode=mode,
@@ -325,8 +327,7 @@ class Trainer:
         if optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
         loss, first_square = self._run_microbatches(window, items, sums)
-        if self._confirms_loss and not self.loss.unproved:
-            self._confirms_loss = False
+        if self.plugin.world_size > 1 and not self.loss.is_confirmed:
             self.loss.confirm()
         total, requests, ends_epoch = sums()
         progress = before.after(len(window.batches), total.samples, total.tokens, ends_epoch)
@@ -503,6 +504,10 @@ class Trainer:
                 of other optimizers. Nothing was loaded then.
         """
         checkpoint.load(self, Path(path), verify, keep)
+
+
+def _listed(schedulers: Any) -> list[Any]:
+    return list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
 
 
 def _no_region(part: str) -> AbstractContextManager[Any]:

@@ -845,8 +845,43 @@ def refusals_of_rank(plugin, trains):
     return str(refused.value)
 
 
+def twice_of_nines(outputs, targets):
+    kept = targets != 0
+    factor = 2 if (targets == 9).any() else 1
+    return ((outputs - targets).square() * kept).sum() / (factor * kept.sum())
+
+
+def refusal_after_a_look(plugin, trains):
+    """Where rank 1 divides by twice its items, in a batch after one that tells counts apart."""
+    booster = Booster(plugin=plugin())
+    generator = torch.Generator().manual_seed(booster.plugin.rank)
+    pairs = []
+    for _ in range(4):
+        numbers = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+        pairs.append((numbers[:, :3], numbers[:, 3:]))
+    pairs[2][1][0, 0] = 0
+    if booster.plugin.rank == 1:
+        pairs[2][1].zero_()  # nothing to compare the next one with
+        pairs[3][1][0, 0] = 9
+    trainer = Trainer(
+        nn.Linear(3, 2).double(),
+        pairs if trains else pairs[:2],
+        "4ba" if trains else "2ba",
+        eval_dataloader=None if trains else pairs[2:],
+        criterion=twice_of_nines,
+        booster=booster,
+    )
+    with pytest.raises(DivisorError) as refused:
+        trainer.fit()
+    return str(refused.value)
+
+
 def refusals_of_each(plugin):
-    return [refusals_of_rank(plugin, trains) for trains in (True, False)]
+    return [
+        refusal(plugin, trains)
+        for refusal in (refusals_of_rank, refusal_after_a_look)
+        for trains in (True, False)
+    ]
 
 
 def test_all_ranks_end_with_the_refusal_of_one_in_training_and_in_an_evaluation():

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.booster.batch import BatchError, batch_size
+from runner.booster.candidates import Candidate, Candidates
+from runner.booster.divisor import LABELS, Divisor
 from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
 from runner.booster.outputs import returned_loss
@@ -227,3 +229,74 @@ def test_a_loss_that_is_multiplied_by_nan_tells_nothing_of_its_mean():
     batches = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(2)]
     settle(loss, model, batches)
     assert loss.unproved
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("places", [(0,), (1,), (2,)])
+def test_a_loss_that_is_not_finite_says_nothing_of_those_beside_it(bad, places):
+    """Its graph has a term that those of the other microbatches do not have."""
+
+    def criterion(outputs, targets):
+        loss = (outputs - targets).square().mean()
+        marked = targets == 7
+        return loss + bad * (outputs * marked).sum() if marked.any() else loss
+
+    model = nn.Linear(3, 2)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
+    loss = WindowLoss(model, criterion)
+    settle(loss, model, batches)
+    for place in places:
+        batches[place][1][0, 0] = 7
+    loss.begin_window(trains=True)
+    for number, batch in enumerate(batches):
+        value = loss.sum(loss.forward(model, batch), batch, loss.items(batch).items)
+        assert bool(value.isfinite()) == (number not in places)
+    loss.confirm()
+
+
+def test_an_infinite_loss_of_the_first_batch_is_measured_in_the_next():
+    def criterion(outputs, targets):
+        loss = (outputs - targets).square().mean()
+        return loss + (1e30 * (outputs * (targets == 7))).square().sum()
+
+    model = nn.Linear(3, 2)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(2)]
+    batches[0][1][0, 0] = 7
+    loss = WindowLoss(model, criterion)
+    settle(loss, model, batches[:1])
+    assert loss.unproved
+
+
+def test_another_count_is_confirmed_by_the_next_window_that_tells_of_it():
+    def criterion(outputs, targets):
+        return (outputs - targets).square().mean() * (targets != 7).all()
+
+    model = nn.Linear(3, 2)
+    batch = torch.randn(4, 3), torch.randn(4, 2)
+    infinite = torch.full((4, 3), float("inf")), torch.randn(4, 2)
+    loss = WindowLoss(model, criterion)
+    settle(loss, model, [batch])
+    for _ in range(2):
+        assert not loss.is_confirmed
+        for pair in (infinite, batch):
+            assert not loss.is_confirmed
+            loss.begin_window(trains=True)
+            loss.sum(loss.forward(model, pair), pair, loss.items(pair).items)
+            loss.confirm()
+        assert loss.is_confirmed
+        loss.use(loss.candidates)
+
+
+def test_what_an_earlier_measurement_ignored_is_forgotten():
+    loss = WindowLoss(nn.Identity(), lambda outputs, targets: F.cross_entropy(outputs, targets))
+    outputs = torch.eye(3)[None]
+    batch = {"x": outputs, "labels": torch.tensor([[0, 1, 2]])}
+
+    def graded():
+        return int(loss.correct(outputs, batch)[1])
+
+    for forget in (loss.forget, lambda: loss.use(Candidates([Candidate(Divisor("samples"))]))):
+        loss.use(Candidates([Candidate(Divisor(LABELS, ignored=1, shifts=True))]))
+        assert graded() == 1
+        forget()
+        assert graded() == 3

@@ -61,6 +61,8 @@ def poisoned(plugin: str | None, model: str, name: str, kept: bool = False) -> d
         seen.append(True)
         return loss + bad * torch.where(marked, outputs, 0.0).sum()
 
+    if math.isfinite(bad):  # A finite term of one batch alone is refused unless items are stated.
+        criterion.loss_items = lambda targets: (targets != IGNORED).sum()
     rows = Rows()
     error = None
     case = Case(model, mode, 2, double=precision == "fp32", steps=4, precision=precision)

@@ -1,5 +1,6 @@
 """Rates that follow evaluations or belong to parameter groups, over checkpoints."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -71,3 +72,21 @@ def test_a_training_that_keeps_its_groups_takes_the_moments_alone_from_a_checkpo
     assert settings == [(RATE, 0), (0.003, 0), (RATE, 0.0)]
     moments = second.optimizer.unwrap().state
     assert {int(moment["step"]) for moment in moments.values()} == {3}
+
+
+def test_a_plateau_keeps_its_reductions_where_the_schedules_are_made_anew(tmp_path):
+    first, _ = training("3ep")
+    first.fit()
+    checkpoint = first.save(tmp_path)
+    second, rates = training("4ep")
+    second.load(checkpoint, keep={"lr"})
+    second.fit()
+    assert rates.seen == [RATE / 2]
+
+
+def test_a_plateau_without_held_out_data_is_refused():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="give an eval_dataloader"):
+        Trainer(model, batches(), "1ep", optimizers=optimizer, schedulers=schedule)

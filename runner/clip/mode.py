@@ -385,6 +385,8 @@ def class_of(kind: type[Mode]) -> type[ClipMode]:
 
 def scale(layout: Layout, coef: Tensor) -> None:
     """Multiply all gradients by ``coef``."""
+    if transfer.can_read(coef.device) and coef == 1.0:
+        return
     kernels_of(coef.device).multiply(layout.gradients()[1], coef)
 
 

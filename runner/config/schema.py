@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -58,6 +58,14 @@ class Precision(Section):
     growth_interval: Count = key("fp16: double the scale after so many finite steps")
 
 
+def _listed(value: object) -> object:
+    """Return a list of one for a text."""
+    return [value] if isinstance(value, str) else value
+
+
+_Patterns = Annotated[Texts, BeforeValidator(_listed)]
+
+
 class ModelSection(Target):
     # With defaults, as in section optimizer: runs that were recorded earlier lack them.
     weights: Text | None = key(
@@ -65,7 +73,7 @@ class ModelSection(Target):
         None,
     )
     strict: bool = key("refuse weights that lack tensors of the model, or have others", True)
-    leave_out: Texts = key("load all tensors but these patterns of names: [head.*]", [])
+    leave_out: _Patterns = key("load all tensors but these patterns of names: [head.*]", [])
 
     @property
     def file(self) -> Path | None:

@@ -182,7 +182,7 @@ class Booster(saved.CheckpointIO):
             known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
         window, batch, loss = known[1], next(data_iter), None
         settle(window, model.unwrap(), [batch], pipeline, together=self.plugin.world_size > 1)
-        window.begin_window(trains=False)
+        window.begin_window()
         if optimizer is not None:
             kept: list[Tensor] | None = [] if return_outputs else None
             weight, pair = 1.0 / window.divisor(window.items(batch).items), (batch, batch)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from runner.booster.candidates import (
@@ -13,16 +14,19 @@ from runner.booster.candidates import (
     Candidates,
     Observed,
     is_silent,
-    is_zero,
     near,
     tolerance_of,
 )
-from runner.booster.loss_graph import GraphError, NotLinear, Term, terms_of
+from runner.booster.loss_graph import GraphError, NotLinear, Term, class_weights_of, terms_of
 from runner.parallel.collectives import from_all
 
 _KEPT = 8  # losses of a window that others are compared with
 _CHECKED = 64  # windows on an accelerator, after which one of so many is checked
-_MOST_CONFIRMED = 8  # windows that ranks compare until one tells what their losses divide by
+_SENT = 6  # numbers of a loss that ranks compare first
+
+
+class UnshownWeights(Exception):
+    """A loss weighs its items by numbers that were not there when it was measured."""
 
 
 class _Seen(NamedTuple):
@@ -36,10 +40,8 @@ class Checks:
     """Compares what the losses of a window divide by with the items that were counted.
 
     Microbatches have the right weights if each part of their losses divides by the same multiple of
-    their items. One process compares the losses of a window with one another alone, as a number
-    that divides all of them, such as a temperature, may change from step to step. A rank among
-    several does not see the losses of others: it compares its own with those of the measurement,
-    or, in training, with those of all ranks in the first window.
+    their items. The losses of a window are compared with one another alone, on all ranks, as a
+    number that divides all of them, such as a temperature, may change from step to step.
 
     Args:
         candidates: how items are counted, and what was measured.
@@ -49,54 +51,47 @@ class Checks:
         self._candidates = candidates
         self._scale = candidates.scale
         self._epsilon = candidates.epsilon
-        self._measured = [seen for seen in candidates.first.observed if seen.items]
-        self._of_training: list[Observed] = []
-        self._confirmed = 0
+        self._class_weights: list[Tensor] = []
         self._window: list[_Seen] = []
         self._windows = 0
-        self._trains = True
-        self._alone = True
 
-    def begin_window(self, trains: bool, alone: bool) -> None:
-        """Begin a window of microbatches, or an evaluation.
-
-        Args:
-            trains: whether it is a window, of which :meth:`confirm` compares the first one.
-            alone: whether there is one process.
-        """
+    def begin_window(self) -> None:
+        """Begin a window of microbatches, or an evaluation."""
         self._window = []
         self._windows += 1
-        self._trains = trains
-        self._alone = alone
 
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether :meth:`confirm` has compared a window that tells what losses divide by."""
-        return bool(self._of_training) or self._confirmed >= _MOST_CONFIRMED
+    def reads(self, on_accelerator: bool) -> bool:
+        """Return whether losses of this window are read; to read one waits for an accelerator."""
+        return not on_accelerator or self._windows <= _CHECKED or not self._windows % _CHECKED
+
+    def row(self) -> list[float]:
+        """Return numbers of a loss of this window, which are equal on all ranks in most windows."""
+        for seen in self._window:
+            ratios = _ratios(seen.observed, self._epsilon)[:_SENT]
+            return [1.0, *ratios, *[0.0] * (_SENT - len(ratios))]
+        return [0.0] * (_SENT + 1)
 
     def confirm(self) -> str:
-        """Compare the first windows of all ranks; return what is wrong; a collective."""
-        self._confirmed += 1
-        every = [seen for of_rank in from_all(self._window) for seen in of_rank]
-        before: list[_Seen] = []
-        for seen in every:
-            if not self._agrees(seen, [each.observed for each in before]):
-                numbers = " and ".join(f"{number:g}" for number in seen.observed.divisors)
-                return f"the losses of ranks divide by other multiples of their items ({numbers})"
-            before.append(seen)
-        self._of_training = [seen.observed for seen in before if seen.observed.items]
+        """Compare the losses of all ranks in this window; return what is wrong; a collective."""
+        before: list[Observed] = []
+        for window in from_all(self._window):
+            for seen in window:
+                if not self._agrees(seen, before):
+                    return f"{_described(seen.observed)}, and beside it {_described(before[0])}"
+                before.append(seen.observed)
         return ""
 
     def multiplier(self, loss: Tensor, items: float) -> float | None:
         """Return what makes the mean of a batch a sum over its items; None if it is over others.
 
-        The number is as good as the items if the graph does not tell, or is not read: to read a
-        number waits for an accelerator.
+        The number is as good as the items if the graph does not tell, or is not read.
+
+        Raises:
+            UnshownWeights: the loss weighs its items in a way that was not measured.
         """
         candidates = self._candidates
         expected = items + self._epsilon
-        on_accelerator = loss.device.type != "cpu"
-        if on_accelerator and self._windows > _CHECKED and self._windows % _CHECKED:
+        if not self.reads(loss.device.type != "cpu"):
             return expected
         if loss.grad_fn is None or not isfinite(float(loss.detach())):
             return expected  # A loss that is not finite tells nothing: its step is skipped.
@@ -106,20 +101,36 @@ class Checks:
             return None
         except GraphError:
             return expected
+        self._require_shown_weights(terms)
         if candidates.outer and len(terms) == 1:
             return expected
         if not items and is_silent(loss, terms):
             return expected
         return self._compared(loss, terms, items)
 
+    def _require_shown_weights(self, terms: Sequence[Term]) -> None:
+        """Require that weights of elements were measured, and weights of classes are as before."""
+        weights = class_weights_of(terms)
+        if len(weights) != len(self._class_weights):
+            self._class_weights = weights  # the loss has another part, or is the first one
+        for weight, before in zip(weights, self._class_weights, strict=True):
+            if weight is not before and not _are_equal(weight, before):
+                raise UnshownWeights
+        if not self._candidates.weighted and any(term.is_weighted for term in terms):
+            raise UnshownWeights
+
+    def accept_weights(self) -> None:
+        """Take the weights of a loss that was measured since for shown."""
+        self._candidates.weighted = True
+        self._class_weights = []
+
     def _compared(self, loss: Tensor, terms: Sequence[Term], items: float) -> float | None:
         candidates = self._candidates
-        observed = Observed(items / self._scale, candidates.read(terms), is_zero(loss))
+        observed = candidates.observe(items / self._scale, loss, terms)
         seen = _Seen(observed, max(candidates.tolerance, tolerance_of(loss, terms)))
         if not items and not observed.is_zero:
             return self._divisor_of_none(seen, terms)
-        others = [each.observed for each in self._window]
-        if not self._agrees(seen, [*self._reference(), *others]):
+        if not self._agrees(seen, [other.observed for other in self._window]):
             return None
         if len(self._window) < _KEPT and items:
             self._window.append(seen)
@@ -130,21 +141,14 @@ class Checks:
         if any(term.is_penalty for term in terms):
             return None  # which would have the weight of an item
         for number in (self._scale, self._epsilon):
-            if all(near(each, number, seen.tolerance) for each in seen.observed.divisors):
+            if all(near(divisor, number, seen.tolerance) for divisor in seen.observed.divisors):
                 return number
         return None
 
-    def _reference(self) -> list[Observed]:
-        """Return what the losses of this window are compared with beside one another."""
-        if self._alone:
-            return []
-        if self._trains:
-            return self._of_training
-        return self._measured
-
-    def _agrees(self, seen: _Seen, others: Iterable[Observed]) -> bool:
+    def _agrees(self, seen: _Seen, others: Sequence[Observed]) -> bool:
         divisor = self._candidates.divisor
-        same = [other for other in others if len(other.divisors) == len(seen.observed.divisors)]
+        parts = len(seen.observed.divisors)
+        same = [other for other in others if len(other.divisors) == parts]
         if not Candidate(divisor, [*same, seen.observed]).fits(seen.tolerance):
             return False
         if same or seen.observed.is_zero:
@@ -153,15 +157,35 @@ class Checks:
         telling = [other for other in others if other.items]
         if not telling or not seen.observed.items:
             return True
-        ratios, expected = _ratios(seen.observed), _ratios(telling[0])
+        ratios = _ratios(seen.observed)
+        expected = _ratios(telling[0])
         return all(_is_among(ratio, expected, seen.tolerance) for ratio in ratios) and all(
             _is_among(ratio, ratios, seen.tolerance) for ratio in expected
         )
 
 
-def _ratios(observed: Observed) -> list[float]:
-    return [divisor / observed.items for divisor in observed.divisors]
+def _ratios(observed: Observed, epsilon: float = 0.0) -> list[float]:
+    """Return what each part divides by for each item, also by the number that multiplies it."""
+    factors = observed.factors or (1.0,) * len(observed.divisors)
+    ratios = []
+    for divisor, factor in zip(observed.divisors, factors, strict=True):
+        ratios.append((divisor - epsilon) / (observed.items * (factor or 1.0)))
+    return ratios
+
+
+def _described(observed: Observed) -> str:
+    """Return what a loss of so many items divides by, for a message."""
+    numbers = " and ".join(f"{number:g}" for number in dict.fromkeys(observed.divisors))
+    factors = [f"{factor:g}" for factor in dict.fromkeys(observed.factors) if factor != 1]
+    multiplied = f" and multiplies with {' and '.join(factors)}" if factors else ""
+    return f"a loss of {observed.items:g} items divides by {numbers}{multiplied}"
 
 
 def _is_among(number: float, numbers: Iterable[float], tolerance: float) -> bool:
     return any(near(number, other, tolerance) for other in numbers)
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+    )

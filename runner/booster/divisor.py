@@ -32,7 +32,7 @@ _COUNTED: Mapping[str, Callable[[Tensor, float], Tensor]] = {
 _SUM = "sum of values"
 _IGNORED_CLASSES = (-100, -1, 0, 1, 2, 3, 255)
 _IGNORED_NUMBERS = (-9999, -999, -100, -1, 0)
-_LARGEST_INPUT = 1 << 20  # elements of an input that is no target, to save time
+LARGEST_INPUT = 1 << 20  # elements of an input that is no target, to save time
 
 
 class Divisor(NamedTuple):
@@ -61,10 +61,10 @@ class Divisor(NamedTuple):
         inside = positions_inside(batch) if self.counts == _POSITIONS else None
         if inside is not None:
             return inside[0]
-        values = _tensor(batch, self.name)
+        values = tensor_of(batch, self.name)
         if self.counts == SAMPLES or values is None:
             return batch_size(batch)
-        mask = _tensor(batch, self.mask) if self.mask else None
+        mask = tensor_of(batch, self.mask) if self.mask else None
         if mask is not None and mask.shape != values.shape:
             mask = None
         if self.shifts:
@@ -109,7 +109,7 @@ def positions_inside(batch: Any) -> tuple[int, int] | None:
     return int((starts < length).sum()), int((ends < length).sum())
 
 
-def _tensor(batch: Any, name: Name) -> Tensor | None:
+def tensor_of(batch: Any, name: Name) -> Tensor | None:
     """Return a tensor of a batch; None if this batch has none of that name."""
     if not name:
         return targets_of(batch)
@@ -123,7 +123,7 @@ def _tensor(batch: Any, name: Name) -> Tensor | None:
     return value if isinstance(value, Tensor) and _can_be_counted(value) else None
 
 
-def _tensors(batch: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
+def tensors_of(batch: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
     """Yield the tensors [samples, ...] of a batch, the targets first, by their names."""
     targets = targets_of(batch)
     if not name and targets is not None and _can_be_counted(targets):
@@ -134,7 +134,7 @@ def _tensors(batch: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
         named = dict(enumerate(batch))
     for key, value in named.items():
         if not isinstance(value, Tensor):
-            yield from _tensors(value, (*name, key))
+            yield from tensors_of(value, (*name, key))
         elif value is not targets and _can_be_counted(value):
             yield (*name, key), value
 
@@ -152,9 +152,9 @@ def divisors_of(batch: Any) -> Iterator[Divisor]:
     if positions_inside(batch) is not None:
         yield Divisor(_POSITIONS)
     yield Divisor(SAMPLES)
-    tensors = list(_tensors(batch))
+    tensors = list(tensors_of(batch))
     for name, values in tensors:
-        if name and values.is_floating_point() and values.numel() > _LARGEST_INPUT:
+        if name and values.is_floating_point() and values.numel() > LARGEST_INPUT:
             continue
         is_sequence = values.ndim == 2 or (values.ndim > 2 and not values.is_floating_point())
         for shifts in (False, True) if is_sequence else (False,):
@@ -212,7 +212,7 @@ class Compared(NamedTuple):
 
 def compared_by(call: TorchLoss, batch: Any) -> Compared | None:
     """Return how a loss of torch counts a batch; None if it does not compare all labels of it."""
-    for name, labels in _tensors(batch):
+    for name, labels in tensors_of(batch):
         shifts: bool | None = None
         if _equal(call.targets, labels):
             shifts = False

@@ -8,6 +8,7 @@ so that they are exact, whatever the values of the loss are, and reading them ru
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 _MEAN, _SUM = 1, 2
 _MOST_NODES = 20_000
+_MOST_WEIGHTS = 20
 _PASSED = (
     "Alias",
     "Clamp",
@@ -78,12 +80,16 @@ class NotLinear(GraphError):
 
 
 class TorchLoss(NamedTuple):
-    """A call of a loss of torch that returned a mean."""
+    """A call of a loss of torch that returned a mean.
+
+    ``weight`` has a weight for each class; for each target if ``weighs_elements``.
+    """
 
     targets: Tensor
     classes: bool
     ignored: int
     weight: Tensor | None
+    weighs_elements: bool = False
 
 
 class Term(NamedTuple):
@@ -93,11 +99,12 @@ class Term(NamedTuple):
         divisor: what it divides by.
         outer: what the sum of all parts divides by too.
         factor: number that it is multiplied with, such as the weight of a penalty.
+        outer_factor: number that the sum of all parts is multiplied with too.
         divides: whether it divides at all; a sum and a penalty of weights do not.
         call: the loss of torch that it is; None for operations of one's own.
         is_scaled: whether a number multiplies or divides it, be it 1 in this batch.
         averages: whether it is a mean over elements, which grow with the samples of a batch.
-        is_weighted: whether other numbers than 0 and 1 multiply the elements of its sum.
+        weights: tensors that multiply or divide the elements of its sum or mean.
         is_penalty: whether it depends on parameters alone, and on no sample.
         summed: number of elements of the sum that it is; 0 if it is none.
         dtype: the least precise one of what it divides by; None if these are exact.
@@ -106,14 +113,20 @@ class Term(NamedTuple):
     divisor: float
     outer: float
     factor: float
+    outer_factor: float
     divides: bool
     call: TorchLoss | None = None
     is_scaled: bool = False
     averages: bool = False
-    is_weighted: bool = False
+    weights: tuple[Tensor, ...] = ()
     is_penalty: bool = False
     summed: int = 0
     dtype: torch.dtype | None = None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether other numbers than 0 and 1 multiply the elements of its sum or mean."""
+        return any(not _is_mask(weight) for weight in self.weights)
 
 
 class _Place(NamedTuple):
@@ -124,6 +137,7 @@ class _Place(NamedTuple):
     divisor: float = 1.0
     outer: float = 1.0
     factor: float = 1.0
+    outer_factor: float = 1.0
     divides: bool = False
     inside: bool = False  # of a sum of parts
     is_scaled: bool = False
@@ -144,7 +158,8 @@ class _Place(NamedTuple):
             factor = _factor(self.node)
             assert factor is not None
             return self.divided(number)._replace(is_scaled=True)._rounded(factor.dtype)
-        return self._replace(factor=self.factor * number, is_scaled=True)
+        outer_factor = self.outer_factor if self.inside else self.outer_factor * number
+        return self._replace(factor=self.factor * number, outer_factor=outer_factor, is_scaled=True)
 
     def averaged(self) -> _Place:
         after = math.prod(_shape(self.node, self.output))
@@ -165,17 +180,21 @@ class _Place(NamedTuple):
         return self._replace(dtype=max(several, key=lambda each: torch.finfo(each).eps))
 
     def term(
-        self, call: TorchLoss | None = None, is_weighted: bool = False, is_penalty: bool = False
+        self,
+        call: TorchLoss | None = None,
+        weights: tuple[Tensor, ...] = (),
+        is_penalty: bool = False,
     ) -> Term:
         return Term(
             divisor=self.divisor,
             outer=self.outer,
             factor=self.factor,
+            outer_factor=self.outer_factor,
             divides=self.divides,
             call=call,
             is_scaled=self.is_scaled,
             averages=self.averages,
-            is_weighted=is_weighted,
+            weights=weights,
             is_penalty=is_penalty,
             summed=self.summed,
             dtype=self.dtype,
@@ -217,6 +236,16 @@ def terms_of(loss: Tensor) -> list[Term]:
     raise GraphError("it is a sum of very many parts")
 
 
+def class_weights_of(terms: Sequence[Term]) -> list[Tensor]:
+    """Return the weights of classes of the losses of torch among the parts of a loss."""
+    weights = []
+    for term in terms:
+        if term.call is None or term.call.weight is None or term.call.weighs_elements:
+            continue
+        weights.append(term.call.weight)
+    return weights
+
+
 _Step = tuple[Term | None, list[_Place]]
 
 
@@ -245,8 +274,7 @@ def _last_of(place: _Place) -> Term:
     if name == "AccumulateGrad" or name.startswith(_ELEMENTS):
         return place.term(is_penalty=_is_penalty(place))
     if name.startswith(_SUMS):
-        is_weighted = len(place.before()) == 1
-        return place.term(is_weighted=is_weighted, is_penalty=_is_penalty(place))
+        return place.term(weights=_vectors_of(place), is_penalty=_is_penalty(place))
     if _is_learned_number(place) or _is_penalty(place):
         return place.term(is_penalty=True)
     if name == "Pow" and _is_sum_of_squares(place):
@@ -259,12 +287,10 @@ def _last_of(place: _Place) -> Term:
 def _read_elements(place: _Place) -> _Step:
     """Read on inside of a sum or a mean: a number may still divide all its elements."""
     name, before = place.name, place.before()
-    is_weighted = False
     if name in ("Div", "Mul") and len(before) == 1:
         factor = _factor(place.node)
         if factor is not None and not factor.ndim:
             return None, place.scaled().before()
-        is_weighted = factor is not None and not bool(((factor == 0) | (factor == 1)).all())
     elif name == "Mean":
         return None, place.averaged().before()
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
@@ -273,7 +299,40 @@ def _read_elements(place: _Place) -> _Step:
         return None, [part._replace(inside=True) for part in before]
     elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
         return None, [part for part in before if not _is_penalty(part)]
-    return place.term(is_weighted=is_weighted, is_penalty=_is_penalty(place)), []
+    return place.term(weights=_weights_of(place), is_penalty=_is_penalty(place)), []
+
+
+def _weights_of(place: _Place) -> tuple[Tensor, ...]:
+    """Return the tensors that multiply or divide elements, down to another operation."""
+    weights = []
+    for _ in range(_MOST_WEIGHTS):
+        before = place.before()
+        if len(before) != 1:
+            break
+        if place.name in ("Div", "Mul"):
+            factor = _factor(place.node)
+            if factor is None:
+                break
+            weights.append(factor)
+        elif not place.name.startswith(_PASSED):
+            break
+        place = before[0]
+    return tuple(weights)
+
+
+def _vectors_of(place: _Place) -> tuple[Tensor, ...]:
+    """Return the constant vector of a product such as ``torch.dot``."""
+    if len(place.before()) != 1:
+        return ()
+    for name in ("_saved_self", "_saved_tensor", "_saved_vec", "_saved_mat2"):
+        vector = getattr(place.node, name, None)
+        if isinstance(vector, Tensor):
+            return (vector.detach(),)
+    return (torch.full((1,), math.nan),)
+
+
+def _is_mask(weight: Tensor) -> bool:
+    return bool(((weight == 0) | (weight == 1)).all())
 
 
 def _is_sum_of_parts(name: str, before: list[_Place]) -> bool:
@@ -367,15 +426,25 @@ def _number(node: Any) -> float | None:
 
 def _loss_of_torch(place: _Place) -> Term:
     node = place.node
-    weights = [getattr(node, f"_saved_{name}", None) for name in ("weight", "pos_weight")]
-    weight = next((weight for weight in weights if weight is not None), None)
+    weight = getattr(node, "_saved_weight", None)
+    of_positives = getattr(node, "_saved_pos_weight", None)
     if node._saved_reduction == _SUM:
-        return place.term(is_weighted=weight is not None)
+        weights = tuple(each for each in (weight, of_positives) if each is not None)
+        return place.term(weights=weights)
     place = place._replace(averages=True)
     targets = node._saved_target
     if not hasattr(node, "_saved_total_weight"):
-        call = TorchLoss(targets, classes=False, ignored=0, weight=weight)
-        return place.divided(max(targets.numel(), node._saved_self.numel())).term(call)
+        of_elements = () if weight is None or weight.shape != targets.shape else (weight,)
+        of_classes = weight if of_positives is None else of_positives
+        call = TorchLoss(
+            targets,
+            classes=False,
+            ignored=0,
+            weight=of_classes,
+            weighs_elements=bool(of_elements) and of_positives is None,
+        )
+        place = place.divided(max(targets.numel(), node._saved_self.numel()))
+        return place.term(call, weights=of_elements)
     ignored = int(node._saved_ignore_index)
     signed = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
     call = TorchLoss(targets, classes=True, ignored=signed, weight=weight)

@@ -10,30 +10,32 @@ at too.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from runner.booster.batch import batch_size, mapped
+from runner.booster.batch import batch_size
 from runner.booster.candidates import Candidate, Candidates
 from runner.booster.divisor import NOTHING, Divisor
 from runner.booster.loss import DivisorError, WindowLoss
-from runner.booster.loss_graph import GraphError, terms_of
-from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss
 from runner.booster.parts import has_samples, in_two, joined, samples_at
-from runner.booster.untouched import Trace, untouched
-from runner.booster.verdict import Finding, Shown, divisor_of_calls, verdict
-from runner.parallel.collectives import from_all
-from runner.parallel.hooks import held_tensors
+from runner.booster.shown import (
+    WHILE_MEASURED,
+    MeasuredModel,
+    Shown,
+    ShowsNothing,
+    first_pass,
+    shown_by,
+)
+from runner.booster.untouched import Trace
+from runner.booster.variety import Variety
+from runner.booster.verdict import Finding, divisor_of_calls, verdict
 from runner.parallel.pipeline import Pipeline
 
 _logger = logging.getLogger(__name__)
@@ -52,68 +54,20 @@ _BY_VALUES = (
     "what the mean of %s divides by is told by the losses of a batch and its parts alone, because "
     "%s: it is taken for the mean over %s"
 )
-
-
-_WHILE_MEASURED = (
-    "raised while it was measured what the loss divides by (loss.items=samples, labels or none "
-    "states it)"
+_NOT_INSIDE = (
+    "{} weighs its items by numbers that earlier batches did not show, and no part of a batch can "
+    "be computed alone while ranks wait for one another: {}"
 )
 
 
-@dataclass
-class _Model:
-    """A model and its loss, run on batches of this rank.
+class _Doubt(NamedTuple):
+    """A batch whose loss may show more.
 
-    ``is_inside`` is true in a forward pass in which other ranks may wait for this one. An exception
-    there ends the run: the ranks would not meet again.
+    ``needs_parts``: whether it holds values of a kind that no measured batch had.
     """
 
-    module: nn.Module
-    pipeline: Pipeline | None
-    loss: WindowLoss
-    together: bool
-    training: bool = False
-    is_inside: bool = False
-
-    def communicates(self) -> bool:
-        """Return whether ranks exchange tensors in a forward pass."""
-        if self.pipeline is not None:
-            return True
-        for module in self.module.modules() if self.together else ():
-            values = (*vars(module).values(), *module._parameters.values())
-            if isinstance(module, FSDPModule):
-                return True
-            if any(isinstance(value, dist.ProcessGroup | DTensor) for value in values):
-                return True
-        return False
-
-    def from_ranks(self, value: Any) -> list[Any]:
-        return from_all(value) if self.together else [value]
-
-    def modules(self) -> Iterator[nn.Module]:
-        yield from self.module.modules()
-        stages = () if self.pipeline is None else self.pipeline.stages.values()
-        for stage in stages:
-            yield from stage.modules()
-
-    def outputs(self, batch: Any) -> Any:
-        for module in self.modules():
-            module.training = self.training
-        call = self.loss.call(batch)
-        self.is_inside = self.communicates()
-        if self.pipeline is not None:
-            outputs = self.pipeline.evaluate(call.only_tensor())
-        else:
-            args, kwargs = call
-            outputs = self.module(*args, **kwargs)
-        self.is_inside = False
-        return outputs
-
-    def without_a_trace(self, batch: Any) -> AbstractContextManager[Trace]:
-        device = next((tensor.device for tensor in held_tensors(batch)), torch.device("cpu"))
-        criterion = self.loss.criterion
-        of_criterion = criterion.modules() if isinstance(criterion, nn.Module) else ()
-        return untouched(chain(self.modules(), of_criterion), device)
+    number: int
+    needs_parts: bool
 
 
 @torch.enable_grad()
@@ -141,19 +95,25 @@ def settle(
     if pipeline is not None and loss.may_return:
         loss.unproved = False
         return
-    model = _Model(module, pipeline, loss, together)
+    if loss.is_settled:
+        return
+    model = MeasuredModel(module, pipeline, loss, together)
+    loss.look_again = partial(_look_inside, model)
     if loss.unproved:
         _measure(model, batches, to_device)
     start = 0
-    while not loss.is_settled:
-        number = _first_of_doubt(model, batches, start)
-        if number is None:
+    while not (loss.unproved or loss.is_settled):
+        doubt = _first_doubt(model, batches, start)
+        if doubt is None:
             return
-        _look(model, batches, number, to_device)
-        start = number + 1
+        if doubt.needs_parts:
+            _look_at_parts(model, batches, doubt.number, to_device)
+        else:
+            _look(model, batches, doubt.number, to_device)
+        start = doubt.number + 1
 
 
-def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
+def _measure(model: MeasuredModel, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
     """Measure the first batch, and others while these do not tell enough."""
     loss, number = model.loss, 0
     goes_on = True
@@ -165,31 +125,61 @@ def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], A
             return
         with model.without_a_trace(batch) as trace:
             findings = _measured(model, batch, trace)
-        _conclude(loss, batch, findings)
+        if _conclude(loss, batch, findings):
+            _note_variety(model, Variety.of(batch))
         number += 1
         goes_on = loss.unproved and any(model.from_ranks(number < len(batches)))
 
 
-def _first_of_doubt(model: _Model, batches: Sequence[Any], start: int) -> int | None:
-    """Return the number of the first batch, on any rank, that candidates count differently.
+def _first_doubt(model: MeasuredModel, batches: Sequence[Any], start: int) -> _Doubt | None:
+    """Return the first batch of any rank whose loss may show more; a collective.
 
-    Batches before ``start`` tell nothing.
+    It is one that candidates count differently, or that holds values of a new kind. Batches before
+    ``start`` tell nothing.
     """
-    candidates = model.loss.candidates
-    number: int | None = None
-    if candidates is not None and not model.loss.unproved:
-        doubtful = [
-            place
-            for place, batch in enumerate(batches)
-            if place >= start and candidates.disagree(batch)
-        ]
-        number = doubtful[0] if doubtful else None
-    numbers = [each for each in model.from_ranks(number) if each is not None]
-    return min(numbers, default=None)
+    loss = model.loss
+    candidates = loss.candidates
+    assert candidates is not None
+    number = math.inf
+    is_new = False
+    for place in range(start, len(batches)):
+        is_new = _is_new(loss.variety, batches, place)
+        if is_new or candidates.disagree(batches[place]):
+            number = place
+            break
+    divides = all(_divides(batches, place) for place in range(start, len(batches)))
+    numbers, news, divisible = zip(*model.gather([number, is_new, divides]), strict=True)
+    if min(numbers) == math.inf:
+        return None
+    needs_parts = any(news) and all(divisible)
+    if needs_parts or not any(news):
+        return _Doubt(int(min(numbers)), needs_parts)
+    others = [number for number, is_new in zip(numbers, news, strict=True) if not is_new]
+    first = min(others, default=math.inf)
+    return None if first == math.inf else _Doubt(int(first), needs_parts=False)
+
+
+def _is_new(variety: Variety | None, batches: Sequence[Any], place: int) -> bool:
+    if variety is None or variety.is_complete:
+        return False
+    return variety.is_new(_samples_from(batches, place))
+
+
+def _divides(batches: Sequence[Any], place: int) -> bool:
+    batch = _samples_from(batches, place)
+    samples = batch_size(batch)
+    return samples > 1 and has_samples(batch, samples)
+
+
+def _samples_from(batches: Sequence[Any], place: int) -> Any:
+    """Return a batch; of one sample, this one joined with the next batch, or the one before."""
+    if batch_size(batches[place]) == 1:
+        place = min(place, max(len(batches) - 2, 0))
+    return joined(batches[place:])
 
 
 def _look(
-    model: _Model, batches: Sequence[Any], number: int, to_device: Callable[[Any], Any]
+    model: MeasuredModel, batches: Sequence[Any], number: int, to_device: Callable[[Any], Any]
 ) -> None:
     """Look at what the loss of one more batch of each rank divides by."""
     candidates = model.loss.candidates
@@ -207,7 +197,64 @@ def _look(
     _conclude(model.loss, batch, findings)
 
 
-def _measured_again(model: _Model, earlier: Candidates, batch: Any, trace: Trace) -> list[Finding]:
+def _look_at_parts(
+    model: MeasuredModel,
+    batches: Sequence[Any],
+    number: int,
+    to_device: Callable[[Any], Any],
+) -> None:
+    """Measure a batch of each rank that holds values of a new kind, and its two parts."""
+    candidates = model.loss.candidates
+    assert candidates is not None
+    on_host = _samples_from(batches, min(number, len(batches) - 1))
+    batch = to_device(on_host)
+    with model.without_a_trace(batch) as trace:
+        findings = _measured_again(model, candidates, batch, trace)
+    findings = [_counts_no_look(finding, candidates.looks) for finding in findings]
+    loss = model.loss
+    variety = loss.variety
+    if not _conclude(loss, batch, findings) or variety is None:
+        return
+    if any(finding.tells_nothing for finding in findings) and loss.tries < _MOST_TRIES:
+        loss.tries += 1  # the next window may tell
+        return
+    _note_variety(model, variety.without(on_host))
+
+
+def _counts_no_look(finding: Finding, looks: int) -> Finding:
+    if finding.candidates is None:
+        return finding
+    return finding._replace(candidates=replace(finding.candidates, looks=looks))
+
+
+def _note_variety(model: MeasuredModel, variety: Variety) -> None:
+    """Keep which kinds of values no rank has measured; a collective."""
+    for other in model.from_ranks(variety):
+        variety = variety.common(other)
+    model.loss.variety = variety
+
+
+@torch.enable_grad()
+def _look_inside(model: MeasuredModel, batch: Any) -> None:
+    """Measure a batch of this rank inside of a step, as its loss has weights that are new.
+
+    Raises:
+        DivisorError: the weights depend on the batch, or ranks communicate in a forward pass.
+    """
+    loss = model.loss
+    if model.communicates():
+        raise DivisorError(_NOT_INSIDE.format(loss.name, loss.ways_out))
+    alone = replace(model, together=False)
+    with alone.without_a_trace(batch) as trace:
+        findings = _measured(alone, batch, trace)
+    for finding in findings:
+        if finding.problem:
+            raise DivisorError(finding.problem)
+
+
+def _measured_again(
+    model: MeasuredModel, earlier: Candidates, batch: Any, trace: Trace
+) -> list[Finding]:
     """Measure a batch, and return those candidates alone that agreed with earlier ones."""
     names = [candidate.divisor._replace(weight=None) for candidate in earlier.candidates]
     trace.remove()
@@ -218,9 +265,17 @@ def _measured_again(model: _Model, earlier: Candidates, batch: Any, trace: Trace
         for candidate in candidates.candidates:
             if candidate.divisor._replace(weight=None) in names:
                 remaining.append(candidate)
-        candidates = replace(candidates, candidates=remaining, looks=earlier.looks + 1)
-        problem = finding.problem or _no_count(model.loss, "")
-        findings.append(Finding(candidates, problem="" if remaining else problem))
+        candidates = replace(
+            candidates,
+            candidates=remaining,
+            looks=earlier.looks + 1,
+            weighted=candidates.weighted or earlier.weighted,
+        )
+        problem = finding.problem
+        if not remaining:
+            problem = problem or _no_count(model.loss, "")
+        nothing = finding.tells_nothing or finding.retry
+        findings.append(Finding(candidates, problem, finding.reason, tells_nothing=nothing))
     return findings
 
 
@@ -245,13 +300,14 @@ def _in_common(loss: WindowLoss, several: Sequence[Candidates]) -> Candidates:
     return candidates
 
 
-def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None:
-    """Use, on all ranks, what any of them has found."""
+def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> bool:
+    """Use, on all ranks, what any of them has found; return whether a batch may show more."""
     for finding in findings:
         if finding.problem:
             raise DivisorError(finding.problem)
     reasons = [finding.reason for finding in findings if finding.reason]
     several = [finding.candidates for finding in findings if finding.candidates is not None]
+    is_mean = not reasons
     if several:
         candidates = _in_common(loss, several)
         if candidates.looks >= _MOST_LOOKS:
@@ -261,30 +317,37 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None
         if any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:
             loss.tries += 1
             loss.unproved = True  # the next batches may tell more
-            return
+            return False
     elif any(finding.tells_nothing for finding in findings) and not reasons:
         loss.use(Candidates([Candidate(Divisor(NOTHING))]))
         loss.unproved = True  # the next window may tell
-        return
+        return False
     elif any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:
         loss.tries += 1  # the next window may tell
-        return
+        return False
     loss.unproved = False
-    if reasons:
-        text = _COMPARED if several else _UNMEASURED
-        if several and candidates.by_values:
-            text = _BY_VALUES
+    if not several:
+        _warn(loss, batch, _UNMEASURED, reasons)
+        return False
+    _warn(loss, batch, _BY_VALUES if candidates.by_values else _COMPARED, reasons)
+    if not is_mean and not candidates.by_values:
+        loss.variety = None  # no part of a batch can show that it is a mean
+        return False
+    return not candidates.known
+
+
+def _warn(loss: WindowLoss, batch: Any, text: str, reasons: Sequence[str]) -> None:
+    """Warn once of why the measurement of a loss is not certain."""
+    if reasons and reasons[0] not in loss.warnings:
+        loss.warnings.append(reasons[0])
         _logger.warning(text, loss.name, reasons[0], loss.counted_as(batch))
 
 
-# -- what a batch shows
-
-
-def _measured(model: _Model, batch: Any, trace: Trace) -> list[Finding]:
+def _measured(model: MeasuredModel, batch: Any, trace: Trace) -> list[Finding]:
     """Return what each rank finds out by a batch and its two parts."""
     loss, samples = model.loss, batch_size(batch)
-    finding, loss_of = _first_pass(model, batch, trace)
-    whole = finding if isinstance(finding, Shown) else None
+    shown, loss_of = first_pass(model, batch, trace)
+    whole = shown if isinstance(shown, Shown) else None
     is_random = trace.drawn()
     divides = whole is not None and divisor_of_calls(whole) is None and samples > 1
     # Ranks may communicate in a forward pass, so that all of them run the same number.
@@ -298,125 +361,40 @@ def _measured(model: _Model, batch: Any, trace: Trace) -> list[Finding]:
         trace.remove()
         try:
             with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
-                parts.append(_shown(part, loss_of(numbers)))
+                parts.append(shown_by(part, loss_of(numbers)))
         except Exception as error:
             if model.is_inside:
-                error.add_note(_WHILE_MEASURED)
+                error.add_note(WHILE_MEASURED)
                 raise
             reason = f"it does not take a part of a batch ({type(error).__name__})"
-    if whole is not None:
-        try:
-            finding = verdict(loss, whole, parts if len(parts) == 2 else [], is_random, reason)
-        except DivisorError as error:
-            finding = Finding(problem=str(error))
-    assert isinstance(finding, Finding)
-    return model.from_ranks(finding)
+    return model.from_ranks(_found(loss, shown, parts, is_random, reason))
 
 
-_LossOf = Callable[[Sequence[int] | None], Tensor | None]
-
-
-def _first_pass(model: _Model, batch: Any, trace: Trace) -> tuple[Shown | Finding, _LossOf]:
-    """Return what a batch shows, or why it shows nothing, and what computes losses of parts."""
-    finding = Finding()
-    is_exact = False
-    loss_of: _LossOf = lambda numbers: None  # noqa: E731
-    for training in (False, True):
-        model.training = training
-        trace.remove()
-        try:
-            loss_of = (_returned if model.loss.may_return else _compared)(model, batch)
-            trace.drawn()  # by the forward pass of a model whose outputs are compared
-            value = loss_of(None)
-        except _ExactError:
-            is_exact = True  # the cross entropy of logits is, unless training returns a loss
-            continue
-        except DivisorError as error:
-            return Finding(problem=str(error)), loss_of
-        except Exception as error:
-            if model.is_inside:
-                error.add_note(_WHILE_MEASURED)
-                raise
-            reason = f"its model does not take the batch alone ({type(error).__name__})"
-            finding = finding if is_exact else Finding(reason=reason)
-            if model.pipeline is not None:
-                break
-            continue
-        if value is not None:
-            return _shown(batch, value), loss_of
-        if model.pipeline is not None:
-            break  # the last stage, on another rank, has the outputs
-    return finding, loss_of
-
-
-class _ExactError(Exception):
-    """The model returns logits, and no loss."""
-
-
-def _returned(model: _Model, batch: Any) -> _LossOf:
-    """Return a function that computes the loss that a model returns."""
-    samples = batch_size(batch)
-
-    def loss_of(numbers: Sequence[int] | None) -> Tensor | None:
-        part = batch if numbers is None else samples_at(batch, numbers, samples)
-        outputs = model.outputs(part)
-        loss = returned_loss(outputs)
-        if loss is None and isinstance(logits_of(outputs), Tensor):
-            raise _ExactError
-        return loss
-
-    return loss_of
-
-
-def _compared(model: _Model, batch: Any) -> _LossOf:
-    """Return a function that computes a loss of outputs, which are computed once.
-
-    They are computed for each part if some are numbers, as these may be means over a batch.
-    """
-    samples = batch_size(batch)
-    outputs = model.outputs(batch)
-    numbers_too = holds_numbers(outputs)
-    if not numbers_too:
-        outputs = mapped(outputs, _without_graph)
-
-    def loss_of(numbers: Sequence[int] | None) -> Tensor | None:
-        if outputs is None:
-            return None
-        part = batch if numbers is None else samples_at(batch, numbers, samples)
-        if numbers_too:
-            return model.loss.mean(outputs if numbers is None else model.outputs(part), part)
-        if numbers is not None and not has_samples(outputs, samples):
-            raise ValueError("outputs have no dimension of samples")
-        chosen = outputs if numbers is None else samples_at(outputs, numbers, samples)
-        return model.loss.mean(mapped(chosen, _as_single_leaf), part)
-
-    return loss_of
-
-
-def _as_single_leaf(tensor: Tensor) -> Tensor:
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return as_leaf(tensor.float() if is_half else tensor)
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach()
-
-
-def _shown(batch: Any, loss: Tensor | None) -> Shown:
-    if loss is None:
-        raise ValueError("a part of a batch has no loss")
+def _found(
+    loss: WindowLoss,
+    shown: Shown | ShowsNothing,
+    parts: Sequence[Shown],
+    is_random: bool,
+    reason: str,
+) -> Finding:
+    """Return what this rank finds out by a batch, and its two parts if both show something."""
+    if isinstance(shown, ShowsNothing):
+        return Finding(problem=shown.problem, reason=shown.reason)
     try:
-        return Shown(batch, loss.detach(), terms_of(loss))
-    except GraphError as error:
-        return Shown(batch, loss.detach(), error=error)
+        return verdict(loss, shown, parts if len(parts) == 2 else [], is_random, reason)
+    except DivisorError as error:
+        return Finding(problem=str(error))
 
 
-def _looked_at(model: _Model, candidates: Candidates, batch: Any, trace: Trace) -> list[Finding]:
+def _looked_at(
+    model: MeasuredModel, candidates: Candidates, batch: Any, trace: Trace
+) -> list[Finding]:
     """Return the candidates that agree, on each rank, with one more batch too."""
-    shown, _ = _first_pass(model, batch, trace)
-    if isinstance(shown, Finding):
+    shown, _ = first_pass(model, batch, trace)
+    if isinstance(shown, ShowsNothing):
         candidates.looks += 1
-        return model.from_ranks(shown._replace(candidates=candidates))
+        nothing = Finding(candidates, problem=shown.problem, reason=shown.reason)
+        return model.from_ranks(nothing)
     remaining = candidates
     if shown.error is None or shown.tells_nothing:
         remaining = candidates.after(batch, shown.loss, shown.terms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
@@ -42,6 +43,7 @@ ONE_SAMPLE = (
 )
 NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
 NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
+_MOST_KEPT = 16  # elements of a tensor that says what a loss divides by
 ENDED = (
     "the data of some of the {} data-parallel ranks has ended before that of the others: use "
     "plugin.prepare_dataloader, or let an IterableDataset yield equally many batches on each rank"
@@ -223,6 +225,7 @@ class Passes:
         # Without autocast the wrapper would only cost a call.
         self._module = self.model if self.model.dtype else self.model.module
         self.loss.alone = self.booster.plugin.world_size == 1
+        self.loss.on_accelerator = self.device.type != "cpu"
 
     def accumulate(
         self,
@@ -237,7 +240,7 @@ class Passes:
             # Ranks average their gradients; the loss is divided by the items of all of them.
             return self.booster.plugin.data_size / self.loss.divisor(items())
 
-        self.loss.begin_window(trains=True)
+        self.loss.begin_window()
         total: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
             beat()
@@ -293,25 +296,25 @@ class Passes:
         """Compute the mean loss over the items of ``loader``, and the metrics; a collective."""
         plugin = self.booster.plugin
         self.model.eval()
-        self.loss.begin_window(trains=False)
+        self.loss.begin_window()
         scores = _Scores()
         for idle, host in self._settled(held_out(loader, plugin)):
             beat()
             items = None if idle else self.loss.counted(host).items
             scores.note_items(items)
             batch = self.to_device(host)
-            # The graph of a loss without items tells what it divides by.
-            with torch.set_grad_enabled(items == 0):
+            with self._with_graph_of_loss(items):
                 outputs = self._outputs(batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
             scores.losses.append(self.loss.sum(outputs, batch, items).detach())
             metrics.update(outputs, batch, idle)
-            scores.note_correct(self.loss.correct(outputs, batch), idle)
+            scores.note_correct(self.loss.compares.correct(outputs, batch), idle)
         summed = scores.over_ranks(plugin)
         self.model.train()
         if math.isnan(summed.loss):
             self.loss.raise_refusal()
+        self.loss.confirm()
         if not summed.items:
             return {}
         values = {keys.EVAL_LOSS: summed.loss / (summed.items + self.loss.epsilon)}
@@ -324,6 +327,21 @@ class Passes:
         if self.model.pipeline is None:
             return self.loss.forward(self._module, batch)
         return self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
+
+    @contextmanager
+    def _with_graph_of_loss(self, items: float | None) -> Iterator[None]:
+        """Record the graph of a held-out loss where it tells what the loss divides by.
+
+        That of a loss which the model returns goes through the model: large tensors are not kept.
+        """
+        if items == 0:
+            with torch.enable_grad():
+                yield
+        elif items is not None and self.loss.compares_returned:
+            with torch.enable_grad(), saved_tensors_hooks(_without_elements, _unchanged):
+                yield
+        else:
+            yield
 
     @torch.no_grad()
     def square_of_gradients(self) -> Tensor:
@@ -341,6 +359,17 @@ class Passes:
         if not isinstance(batch, Tensor) and callable(move):
             return move(self.device)
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
+
+
+def _without_elements(tensor: Tensor) -> Tensor:
+    """Return a tensor that a graph keeps; a large one becomes zeros of its shape, one in memory."""
+    if tensor.numel() <= _MOST_KEPT:
+        return tensor
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _too_few_for_batch_norm(error: BaseException | None) -> bool:

@@ -327,8 +327,7 @@ class Trainer:
         if optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
         loss, first_square = self._run_microbatches(window, items, sums)
-        if self.plugin.world_size > 1 and not self.loss.is_confirmed:
-            self.loss.confirm()
+        self.loss.confirm()
         total, requests, ends_epoch = sums()
         progress = before.after(len(window.batches), total.samples, total.tokens, ends_epoch)
         evaluates = progress.completed(self.eval_interval, before)

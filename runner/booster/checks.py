@@ -26,7 +26,15 @@ _SENT = 6  # numbers of a loss that ranks compare first
 
 
 class UnshownWeights(Exception):
-    """A loss weighs its items by numbers that were not there when it was measured."""
+    """A loss weighs its items by numbers that were not there when it was measured.
+
+    Args:
+        weights: those of single elements; empty for weights of classes.
+    """
+
+    def __init__(self, weights: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.weights = weights
 
 
 class _Seen(NamedTuple):
@@ -81,6 +89,15 @@ class Checks:
                 before.append(seen.observed)
         return ""
 
+    def described(self, loss: Tensor, items: float) -> str:
+        """Return what a loss divides by, and another one of this window, for a message."""
+        try:
+            seen = self._candidates.observe(items / self._scale, loss, terms_of(loss))
+        except GraphError as error:
+            return f"this loss is no mean over items, as {error}"
+        texts = [_described(seen), *[_described(other.observed) for other in self._window[:1]]]
+        return ", and beside it ".join(texts)
+
     def multiplier(self, loss: Tensor, items: float) -> float | None:
         """Return what makes the mean of a batch a sum over its items; None if it is over others.
 
@@ -116,8 +133,11 @@ class Checks:
         for weight, before in zip(weights, self._class_weights, strict=True):
             if weight is not before and not _are_equal(weight, before):
                 raise UnshownWeights
-        if not self._candidates.weighted and any(term.is_weighted for term in terms):
-            raise UnshownWeights
+        if self._candidates.weighted:
+            return
+        of_elements = [weight for term in terms if term.is_weighted for weight in term.weights]
+        if of_elements:
+            raise UnshownWeights(of_elements)
 
     def accept_weights(self) -> None:
         """Take the weights of a loss that was measured since for shown."""
@@ -175,10 +195,14 @@ def _ratios(observed: Observed, epsilon: float = 0.0) -> list[float]:
 
 def _described(observed: Observed) -> str:
     """Return what a loss of so many items divides by, for a message."""
-    numbers = " and ".join(f"{number:g}" for number in dict.fromkeys(observed.divisors))
-    factors = [f"{factor:g}" for factor in dict.fromkeys(observed.factors) if factor != 1]
-    multiplied = f" and multiplies with {' and '.join(factors)}" if factors else ""
-    return f"a loss of {observed.items:g} items divides by {numbers}{multiplied}"
+    text = f"a loss of {observed.items:g} items divides by {_listed(observed.divisors)}"
+    if set(observed.factors) <= {1.0}:
+        return text
+    return f"{text} and multiplies with {_listed(observed.factors)}"
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return " and ".join(f"{number:g}" for number in dict.fromkeys(numbers))
 
 
 def _is_among(number: float, numbers: Iterable[float], tolerance: float) -> bool:

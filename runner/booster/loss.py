@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from runner.booster.criterion import (
 )
 from runner.booster.divisor import NOTHING
 from runner.booster.items import Count, DivisorError, ItemCounter, Loss, LossForm
-from runner.booster.loss_graph import GraphError, terms_of
 from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss, zero_of
 from runner.booster.variety import Variety
 from runner.gradients.transfer import start_gather
@@ -109,7 +108,7 @@ class WindowLoss:
         self.warnings: list[str] = []
         self.candidates: Candidates | None = None
         self.variety: Variety | None = None
-        self.look_again: Callable[[Any], None] | None = None
+        self.look_again: Callable[[Any, Sequence[Tensor]], None] | None = None
         self._checks: Checks | None = None
         self._scale = 1.0
         self._epsilon = 0.0
@@ -343,9 +342,9 @@ class WindowLoss:
             return items
         try:
             return self._checks.multiplier(loss, items)
-        except UnshownWeights:
+        except UnshownWeights as error:
             if self.look_again is not None:
-                self.look_again(batch)
+                self.look_again(batch, error.weights)
             self._checks.accept_weights()
         return self._checks.multiplier(loss, items)
 
@@ -356,26 +355,11 @@ class WindowLoss:
         """
         if not loss.detach().isfinite().all():
             return loss * math.nan
-        text = f"{self.name} divides by something that earlier batches did not show: "
-        divides = "is not 0"
-        if self.candidates is not None and loss.grad_fn is not None:
-            divides = _described(loss, self.candidates)
-        if self._averages:
-            counted = f"this one counts {items:g} items as the earlier ones do, and the loss"
-        else:
-            counted = "they show a sum, and this loss"
-        raise DivisorError(f"{text}{counted} {divides}: {self.ways_out}")
-
-
-def _described(loss: Tensor, candidates: Candidates) -> str:
-    """Return what a loss does to what it has summed."""
-    try:
-        seen = candidates.observe(1.0, loss, terms_of(loss))
-    except GraphError as error:
-        return f"is no mean over items, as {error}"
-    text = "divides by " + " and ".join(f"{number:g}" for number in dict.fromkeys(seen.divisors))
-    factors = [f"{factor:g}" for factor in dict.fromkeys(seen.factors) if factor != 1]
-    return f"{text} and multiplies with {' and '.join(factors)}" if factors else text
+        text = "this batch has no items, and its loss is not 0"
+        if self._checks is not None and loss.grad_fn is not None:
+            text = self._checks.described(loss, items)
+        unshown = f"{self.name} divides by something that earlier batches did not show"
+        raise DivisorError(f"{unshown}: {text}: {self.ways_out}")
 
 
 def _nothing(returned: Tensor | None, outputs: Any) -> Tensor:

@@ -40,6 +40,7 @@ _PASSED = (
 )
 """Operations that leave a mean what it is: their names begin so."""
 _ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
+_OF_ELEMENTS = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
 _PARTS = ("Select", "Slice", "Split", "Unbind")
 _ELEMENTS = (*_PARTS, "Index", "Take")
@@ -303,20 +304,22 @@ def _read_elements(place: _Place) -> _Step:
 
 
 def _weights_of(place: _Place) -> tuple[Tensor, ...]:
-    """Return the tensors that multiply or divide elements, down to another operation."""
+    """Return the tensors that multiply or divide elements, down to functions of single elements."""
     weights = []
+    places = [place]
     for _ in range(_MOST_WEIGHTS):
-        before = place.before()
-        if len(before) != 1:
+        if not places:
             break
-        if place.name in ("Div", "Mul"):
-            factor = _factor(place.node)
+        current = places.pop()
+        before = current.before()
+        if current.name in ("Div", "Mul") and len(before) == 1:
+            factor = _factor(current.node)
             if factor is None:
-                break
+                continue
             weights.append(factor)
-        elif not place.name.startswith(_PASSED):
-            break
-        place = before[0]
+        elif not current.name.startswith((*_PASSED, *_OF_ELEMENTS)):
+            continue
+        places += before
     return tuple(weights)
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,19 +22,12 @@ from torch import nn
 from runner.booster.batch import batch_size
 from runner.booster.candidates import Candidate, Candidates
 from runner.booster.divisor import NOTHING, Divisor
+from runner.booster.findings import divides, look_inside, looked_at, measured, measured_again
 from runner.booster.loss import DivisorError, WindowLoss
-from runner.booster.parts import has_samples, in_two, joined, samples_at
-from runner.booster.shown import (
-    WHILE_MEASURED,
-    MeasuredModel,
-    Shown,
-    ShowsNothing,
-    first_pass,
-    shown_by,
-)
-from runner.booster.untouched import Trace
+from runner.booster.parts import joined
+from runner.booster.shown import MeasuredModel
 from runner.booster.variety import Variety
-from runner.booster.verdict import Finding, divisor_of_calls, verdict
+from runner.booster.verdict import Finding
 from runner.parallel.pipeline import Pipeline
 
 _logger = logging.getLogger(__name__)
@@ -54,9 +46,9 @@ _BY_VALUES = (
     "what the mean of %s divides by is told by the losses of a batch and its parts alone, because "
     "%s: it is taken for the mean over %s"
 )
-_NOT_INSIDE = (
-    "{} weighs its items by numbers that earlier batches did not show, and no part of a batch can "
-    "be computed alone while ranks wait for one another: {}"
+_UNTOLD = (
+    "{} is told by its values alone, and these do not tell which of several counts that differ in "
+    "this batch its mean divides by, such as {} and {}: {}"
 )
 
 
@@ -98,7 +90,8 @@ def settle(
     if loss.is_settled:
         return
     model = MeasuredModel(module, pipeline, loss, together)
-    loss.look_again = partial(_look_inside, model)
+    if loss.look_again is None:
+        loss.look_again = partial(look_inside, model)
     if loss.unproved:
         _measure(model, batches, to_device)
     start = 0
@@ -124,7 +117,7 @@ def _measure(model: MeasuredModel, batches: Sequence[Any], to_device: Callable[[
             loss.unproved = False
             return
         with model.without_a_trace(batch) as trace:
-            findings = _measured(model, batch, trace)
+            findings = measured(model, batch, trace)
         if _conclude(loss, batch, findings):
             _note_variety(model, Variety.of(batch))
         number += 1
@@ -140,39 +133,30 @@ def _first_doubt(model: MeasuredModel, batches: Sequence[Any], start: int) -> _D
     loss = model.loss
     candidates = loss.candidates
     assert candidates is not None
-    number = math.inf
-    is_new = False
-    for place in range(start, len(batches)):
-        is_new = _is_new(loss.variety, batches, place)
-        if is_new or candidates.disagree(batches[place]):
-            number = place
-            break
-    divides = all(_divides(batches, place) for place in range(start, len(batches)))
-    numbers, news, divisible = zip(*model.gather([number, is_new, divides]), strict=True)
-    if min(numbers) == math.inf:
-        return None
-    needs_parts = any(news) and all(divisible)
-    if needs_parts or not any(news):
-        return _Doubt(int(min(numbers)), needs_parts)
-    others = [number for number, is_new in zip(numbers, news, strict=True) if not is_new]
-    first = min(others, default=math.inf)
-    return None if first == math.inf else _Doubt(int(first), needs_parts=False)
+    places = range(start, len(batches))
+    counted = _first(places, lambda place: candidates.disagree(batches[place]))
+    new = math.inf
+    can_divide = True
+    if loss.variety is not None and not loss.variety.is_complete:
+        is_new = loss.variety.is_new
+        new = _first(places, lambda place: is_new(_samples_from(batches, place)))
+        can_divide = all(divides(_samples_from(batches, place)) for place in places)
+    of_ranks = model.gather([counted, new, can_divide])
+    counted = min(row[0] for row in of_ranks)
+    new = min(row[1] for row in of_ranks)
+    if new <= counted and new < math.inf and all(row[2] for row in of_ranks):
+        return _Doubt(int(new), needs_parts=True)
+    return None if counted == math.inf else _Doubt(int(counted), needs_parts=False)
 
 
-def _is_new(variety: Variety | None, batches: Sequence[Any], place: int) -> bool:
-    if variety is None or variety.is_complete:
-        return False
-    return variety.is_new(_samples_from(batches, place))
-
-
-def _divides(batches: Sequence[Any], place: int) -> bool:
-    batch = _samples_from(batches, place)
-    samples = batch_size(batch)
-    return samples > 1 and has_samples(batch, samples)
+def _first(places: Iterable[int], is_doubtful: Callable[[int], bool]) -> float:
+    """Return the first place that is doubtful; infinity if there is none."""
+    return next((place for place in places if is_doubtful(place)), math.inf)
 
 
 def _samples_from(batches: Sequence[Any], place: int) -> Any:
     """Return a batch; of one sample, this one joined with the next batch, or the one before."""
+    place = min(place, len(batches) - 1)
     if batch_size(batches[place]) == 1:
         place = min(place, max(len(batches) - 2, 0))
     return joined(batches[place:])
@@ -184,17 +168,34 @@ def _look(
     """Look at what the loss of one more batch of each rank divides by."""
     candidates = model.loss.candidates
     assert candidates is not None
+    if candidates.by_values:
+        _look_at_values(model, candidates, _samples_from(batches, number), to_device)
+        return
     batch = to_device(batches[min(number, len(batches) - 1)])
     with model.without_a_trace(batch) as trace:
-        if candidates.by_values:
-            findings = _measured_again(model, candidates, batch, trace)
-        else:
-            findings = _looked_at(model, candidates, batch, trace)
-        if any(finding.problem for finding in findings) and not candidates.by_values:
+        findings = looked_at(model, candidates, batch, trace)
+        if any(finding.problem for finding in findings):
             # A number that divides all losses of a step, such as a temperature, may have changed.
-            again = _measured_again(model, candidates, batch, trace)
+            again = measured_again(model, candidates, batch, trace)
             findings = findings if any(finding.problem for finding in again) else again
     _conclude(model.loss, batch, findings)
+
+
+def _look_at_values(
+    model: MeasuredModel, candidates: Candidates, on_host: Any, to_device: Callable[[Any], Any]
+) -> None:
+    """Measure a batch of each rank, and its parts, as the graph of the loss does not tell."""
+    loss = model.loss
+    batch = to_device(on_host)
+    with model.without_a_trace(batch) as trace:
+        findings = measured_again(model, candidates, batch, trace)
+    _conclude(loss, batch, findings)
+    if not any(finding.tells_nothing for finding in findings):
+        return
+    candidates = loss.candidates or candidates
+    if any(model.from_ranks(candidates.disagree(batch))):
+        first, second, *_ = [candidate.divisor.described() for candidate in candidates.candidates]
+        raise DivisorError(_UNTOLD.format(loss.name, first, second, loss.ways_out))
 
 
 def _look_at_parts(
@@ -206,10 +207,10 @@ def _look_at_parts(
     """Measure a batch of each rank that holds values of a new kind, and its two parts."""
     candidates = model.loss.candidates
     assert candidates is not None
-    on_host = _samples_from(batches, min(number, len(batches) - 1))
+    on_host = _samples_from(batches, number)
     batch = to_device(on_host)
     with model.without_a_trace(batch) as trace:
-        findings = _measured_again(model, candidates, batch, trace)
+        findings = measured_again(model, candidates, batch, trace)
     findings = [_counts_no_look(finding, candidates.looks) for finding in findings]
     loss = model.loss
     variety = loss.variety
@@ -232,59 +233,6 @@ def _note_variety(model: MeasuredModel, variety: Variety) -> None:
     for other in model.from_ranks(variety):
         variety = variety.common(other)
     model.loss.variety = variety
-
-
-@torch.enable_grad()
-def _look_inside(model: MeasuredModel, batch: Any) -> None:
-    """Measure a batch of this rank inside of a step, as its loss has weights that are new.
-
-    Raises:
-        DivisorError: the weights depend on the batch, or ranks communicate in a forward pass.
-    """
-    loss = model.loss
-    if model.communicates():
-        raise DivisorError(_NOT_INSIDE.format(loss.name, loss.ways_out))
-    alone = replace(model, together=False)
-    with alone.without_a_trace(batch) as trace:
-        findings = _measured(alone, batch, trace)
-    for finding in findings:
-        if finding.problem:
-            raise DivisorError(finding.problem)
-
-
-def _measured_again(
-    model: MeasuredModel, earlier: Candidates, batch: Any, trace: Trace
-) -> list[Finding]:
-    """Measure a batch, and return those candidates alone that agreed with earlier ones."""
-    names = [candidate.divisor._replace(weight=None) for candidate in earlier.candidates]
-    trace.remove()
-    findings = []
-    for finding in _measured(model, batch, trace):
-        candidates = finding.candidates or earlier
-        remaining = []
-        for candidate in candidates.candidates:
-            if candidate.divisor._replace(weight=None) in names:
-                remaining.append(candidate)
-        candidates = replace(
-            candidates,
-            candidates=remaining,
-            looks=earlier.looks + 1,
-            weighted=candidates.weighted or earlier.weighted,
-        )
-        problem = finding.problem
-        if not remaining:
-            problem = problem or _no_count(model.loss, "")
-        nothing = finding.tells_nothing or finding.retry
-        findings.append(Finding(candidates, problem, finding.reason, tells_nothing=nothing))
-    return findings
-
-
-def _no_count(loss: WindowLoss, divisors: str) -> str:
-    divides = f": it divides by {divisors}, which is no count of" if divisors else " by a count of"
-    return (
-        f"{loss.name} is over something that earlier batches did not show{divides} this batch that "
-        f"agrees with them: {loss.ways_out}"
-    )
 
 
 def _in_common(loss: WindowLoss, several: Sequence[Candidates]) -> Candidates:
@@ -341,63 +289,3 @@ def _warn(loss: WindowLoss, batch: Any, text: str, reasons: Sequence[str]) -> No
     if reasons and reasons[0] not in loss.warnings:
         loss.warnings.append(reasons[0])
         _logger.warning(text, loss.name, reasons[0], loss.counted_as(batch))
-
-
-def _measured(model: MeasuredModel, batch: Any, trace: Trace) -> list[Finding]:
-    """Return what each rank finds out by a batch and its two parts."""
-    loss, samples = model.loss, batch_size(batch)
-    shown, loss_of = first_pass(model, batch, trace)
-    whole = shown if isinstance(shown, Shown) else None
-    is_random = trace.drawn()
-    divides = whole is not None and divisor_of_calls(whole) is None and samples > 1
-    # Ranks may communicate in a forward pass, so that all of them run the same number.
-    in_parts = [divides and has_samples(batch, samples)]
-    if loss.may_return:
-        in_parts = model.from_ranks(in_parts[0])
-    parts: list[Shown] = []
-    reason = ""
-    for numbers in in_two(samples) if all(in_parts) else ():
-        part = samples_at(batch, numbers, samples)
-        trace.remove()
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
-                parts.append(shown_by(part, loss_of(numbers)))
-        except Exception as error:
-            if model.is_inside:
-                error.add_note(WHILE_MEASURED)
-                raise
-            reason = f"it does not take a part of a batch ({type(error).__name__})"
-    return model.from_ranks(_found(loss, shown, parts, is_random, reason))
-
-
-def _found(
-    loss: WindowLoss,
-    shown: Shown | ShowsNothing,
-    parts: Sequence[Shown],
-    is_random: bool,
-    reason: str,
-) -> Finding:
-    """Return what this rank finds out by a batch, and its two parts if both show something."""
-    if isinstance(shown, ShowsNothing):
-        return Finding(problem=shown.problem, reason=shown.reason)
-    try:
-        return verdict(loss, shown, parts if len(parts) == 2 else [], is_random, reason)
-    except DivisorError as error:
-        return Finding(problem=str(error))
-
-
-def _looked_at(
-    model: MeasuredModel, candidates: Candidates, batch: Any, trace: Trace
-) -> list[Finding]:
-    """Return the candidates that agree, on each rank, with one more batch too."""
-    shown, _ = first_pass(model, batch, trace)
-    if isinstance(shown, ShowsNothing):
-        candidates.looks += 1
-        nothing = Finding(candidates, problem=shown.problem, reason=shown.reason)
-        return model.from_ranks(nothing)
-    remaining = candidates
-    if shown.error is None or shown.tells_nothing:
-        remaining = candidates.after(batch, shown.loss, shown.terms)
-    remaining.looks = candidates.looks + (not shown.tells_nothing)
-    problem = "" if remaining.candidates else _no_count(model.loss, shown.divisors)
-    return model.from_ranks(Finding(remaining, problem=problem, tells_nothing=shown.tells_nothing))

@@ -77,7 +77,7 @@ class MeasuredModel:
     """A model and its loss, run on batches of this rank.
 
     ``is_inside`` is true in a forward pass in which other ranks may wait for this one. An exception
-    there ends the run: the ranks would not meet again.
+    there ends the run: the ranks would not meet again. ``measured`` is the last batch that was.
     """
 
     module: nn.Module
@@ -86,6 +86,7 @@ class MeasuredModel:
     together: bool
     training: bool = False
     is_inside: bool = False
+    measured: Any = None
 
     def communicates(self) -> bool:
         """Return whether ranks exchange tensors in a forward pass."""

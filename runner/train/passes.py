@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
-from runner.booster.batch import mapped
+from runner.booster.batch import batch_size, mapped, targets_of
 from runner.booster.loss import Count, WindowLoss
 from runner.booster.measurement import settle
 from runner.data.order import PartitionedBatches
@@ -43,7 +43,7 @@ ONE_SAMPLE = (
 )
 NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
 NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
-_MOST_KEPT = 16  # elements of a tensor that says what a loss divides by
+_NUMBERS = 16  # elements of a tensor that says what a loss divides by
 ENDED = (
     "the data of some of the {} data-parallel ranks has ended before that of the others: use "
     "plugin.prepare_dataloader, or let an IterableDataset yield equally many batches on each rank"
@@ -303,7 +303,7 @@ class Passes:
             items = None if idle else self.loss.counted(host).items
             scores.note_items(items)
             batch = self.to_device(host)
-            with self._with_graph_of_loss(items):
+            with self._with_graph_of_loss(batch, items):
                 outputs = self._outputs(batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
@@ -329,16 +329,20 @@ class Passes:
         return self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
 
     @contextmanager
-    def _with_graph_of_loss(self, items: float | None) -> Iterator[None]:
+    def _with_graph_of_loss(self, batch: Any, items: float | None) -> Iterator[None]:
         """Record the graph of a held-out loss where it tells what the loss divides by.
 
-        That of a loss which the model returns goes through the model: large tensors are not kept.
+        That of a loss which the model returns goes through the model: it keeps no tensor that is
+        larger than the targets, which may have a weight each.
         """
         if items == 0:
             with torch.enable_grad():
                 yield
         elif items is not None and self.loss.compares_returned:
-            with torch.enable_grad(), saved_tensors_hooks(_without_elements, _unchanged):
+            targets = targets_of(batch)
+            most = batch_size(batch) if targets is None else targets.numel()
+            pack = partial(_without_elements, most=max(most, _NUMBERS))
+            with torch.enable_grad(), saved_tensors_hooks(pack, _unchanged):
                 yield
         else:
             yield
@@ -361,9 +365,9 @@ class Passes:
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
 
 
-def _without_elements(tensor: Tensor) -> Tensor:
+def _without_elements(tensor: Tensor, most: int) -> Tensor:
     """Return a tensor that a graph keeps; a large one becomes zeros of its shape, one in memory."""
-    if tensor.numel() <= _MOST_KEPT:
+    if tensor.numel() <= most:
         return tensor
     return tensor.new_zeros(()).expand(tensor.shape)
 

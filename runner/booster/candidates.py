@@ -35,6 +35,14 @@ class Observed(NamedTuple):
         """Whether nothing was divided, as in a batch without labels."""
         return not self.items and self.is_zero
 
+    def with_factors(self) -> Observed:
+        """Return the same with divisors of the parts and of the factors together."""
+        if not self.factors:
+            return self
+        pairs = zip(self.divisors, self.factors, strict=True)
+        divisors = tuple(divisor / (factor or 1.0) for divisor, factor in pairs)
+        return self._replace(divisors=divisors, factors=())
+
 
 def tolerance_of(loss: Tensor, terms: Sequence[Term]) -> float:
     """Return by how much a divisor may differ from a count, as it is rounded.
@@ -235,22 +243,18 @@ class Candidates:
 
     def read(self, terms: Sequence[Term]) -> tuple[float, ...]:
         """Return what the parts of a loss divide by, but those of parameters alone."""
-        of_samples = _of_samples(terms)
-        if self.outer:
-            return (of_samples[0].outer,)
-        if not self.factors:
-            return tuple(term.divisor for term in of_samples)
-        return tuple(term.divisor / (term.factor or 1.0) for term in of_samples)
+        return self.observe(0.0, False, terms).divisors
 
-    def observe(self, items: float, loss: Tensor, terms: Sequence[Term]) -> Observed:
+    def observe(self, items: float, is_zero: bool, terms: Sequence[Term]) -> Observed:
         """Return what the loss of a batch of so many items shows."""
         of_samples = _of_samples(terms)
-        factors: tuple[float, ...] = ()
+        divisors = tuple(term.divisor for term in of_samples)
+        factors = tuple(term.factor for term in of_samples)
         if self.outer:
+            divisors = (of_samples[0].outer,)
             factors = (of_samples[0].outer_factor,)
-        elif not self.factors:
-            factors = tuple(term.factor for term in of_samples)
-        return Observed(items, self.read(terms), is_zero(loss), factors)
+        seen = Observed(items, divisors, is_zero, factors)
+        return seen.with_factors() if self.factors else seen
 
     def after(self, batch: Any, loss: Tensor, terms: Sequence[Term]) -> Candidates:
         """Return the candidates that agree with one more batch too."""
@@ -259,7 +263,7 @@ class Candidates:
         tolerance = max(self.tolerance, tolerance_of(loss, terms))
         remaining = []
         for candidate in self.candidates:
-            seen = self.observe(candidate.divisor.items(batch), loss, terms)
+            seen = self.observe(candidate.divisor.items(batch), is_zero(loss), terms)
             extended = Candidate(candidate.divisor, [*candidate.observed, seen])
             if extended.fits(tolerance):
                 remaining.append(extended)
@@ -277,6 +281,14 @@ class Candidates:
         """Return the candidates that agree with what another rank has seen too."""
         if self.known or other.known:
             return self if self.known else other
+        if self.factors == other.factors:
+            together = self._joined(other)
+            if together.candidates or self.factors:
+                return together
+        # A number may be constant in the batches of each rank, and differ between ranks.
+        return self._with_factors()._joined(other._with_factors())
+
+    def _joined(self, other: Candidates) -> Candidates:
         tolerance = max(self.tolerance, other.tolerance)
         theirs = {each.divisor._replace(weight=None): each for each in other.candidates}
         remaining = []
@@ -295,6 +307,14 @@ class Candidates:
             looks=max(self.looks, other.looks),
             weighted=self.weighted or other.weighted,
         )
+
+    def _with_factors(self) -> Candidates:
+        """Return the candidates with numbers that multiply the parts counted as divisors."""
+        candidates = []
+        for candidate in self.candidates:
+            observed = [seen.with_factors() for seen in candidate.observed]
+            candidates.append(Candidate(candidate.divisor, observed))
+        return replace(self, candidates=candidates, factors=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything, as lists and dictionaries."""

@@ -14,6 +14,7 @@ from runner.booster.candidates import (
     Candidates,
     Observed,
     is_silent,
+    is_zero,
     near,
     tolerance_of,
 )
@@ -85,18 +86,25 @@ class Checks:
         for window in from_all(self._window):
             for seen in window:
                 if not self._agrees(seen, before):
-                    return f"{_described(seen.observed)}, and beside it {_described(before[0])}"
+                    return f"{self._text(seen.observed)}, and beside it {self._text(before[0])}"
                 before.append(seen.observed)
         return ""
 
     def described(self, loss: Tensor, items: float) -> str:
         """Return what a loss divides by, and another one of this window, for a message."""
         try:
-            seen = self._candidates.observe(items / self._scale, loss, terms_of(loss))
+            seen = self._candidates.observe(items / self._scale, is_zero(loss), terms_of(loss))
         except GraphError as error:
             return f"this loss is no mean over items, as {error}"
-        texts = [_described(seen), *[_described(other.observed) for other in self._window[:1]]]
+        texts = [self._text(seen), *[self._text(other.observed) for other in self._window[:1]]]
         return ", and beside it ".join(texts)
+
+    def _text(self, observed: Observed) -> str:
+        items = observed.items * self._scale
+        text = f"a loss of {items:g} items divides by {_listed(observed.divisors)}"
+        if set(observed.factors) <= {1.0}:
+            return text
+        return f"{text} and multiplies with {_listed(observed.factors)}"
 
     def multiplier(self, loss: Tensor, items: float) -> float | None:
         """Return what makes the mean of a batch a sum over its items; None if it is over others.
@@ -146,7 +154,7 @@ class Checks:
 
     def _compared(self, loss: Tensor, terms: Sequence[Term], items: float) -> float | None:
         candidates = self._candidates
-        observed = candidates.observe(items / self._scale, loss, terms)
+        observed = candidates.observe(items / self._scale, is_zero(loss), terms)
         seen = _Seen(observed, max(candidates.tolerance, tolerance_of(loss, terms)))
         if not items and not observed.is_zero:
             return self._divisor_of_none(seen, terms)
@@ -191,14 +199,6 @@ def _ratios(observed: Observed, epsilon: float = 0.0) -> list[float]:
     for divisor, factor in zip(observed.divisors, factors, strict=True):
         ratios.append((divisor - epsilon) / (observed.items * (factor or 1.0)))
     return ratios
-
-
-def _described(observed: Observed) -> str:
-    """Return what a loss of so many items divides by, for a message."""
-    text = f"a loss of {observed.items:g} items divides by {_listed(observed.divisors)}"
-    if set(observed.factors) <= {1.0}:
-        return text
-    return f"{text} and multiplies with {_listed(observed.factors)}"
 
 
 def _listed(numbers: Iterable[float]) -> str:

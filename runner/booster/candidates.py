@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.booster.divisor import NOTHING, Divisor
-from runner.booster.loss_graph import Term
+from runner.booster.terms import Term
 
 _KEPT = 8  # observations of a way to count
 _LARGEST_EPSILON = 1e-2
@@ -86,6 +86,7 @@ class Candidate:
 
     divisor: Divisor
     observed: list[Observed] = field(default_factory=list)
+    _scales: dict[float, float] = field(default_factory=dict, repr=False, compare=False)
 
     def fits(self, tolerance: float) -> bool:
         """Return whether each part divides by the items, as above, or by a constant."""
@@ -100,6 +101,11 @@ class Candidate:
 
     def scale(self, tolerance: float) -> float:
         """Return what the loss divides by for each item."""
+        if tolerance not in self._scales:
+            self._scales[tolerance] = self._scale(tolerance)
+        return self._scales[tolerance]
+
+    def _scale(self, tolerance: float) -> float:
         epsilon = self.epsilon(tolerance)
         for part in range(self._parts):
             if self._fits(part, epsilon, tolerance):

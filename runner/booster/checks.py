@@ -18,7 +18,8 @@ from runner.booster.candidates import (
     near,
     tolerance_of,
 )
-from runner.booster.loss_graph import GraphError, NotLinear, Term, class_weights_of, terms_of
+from runner.booster.loss_graph import GraphError, NotLinear, terms_of
+from runner.booster.terms import Term, class_weights_of
 from runner.parallel.collectives import from_all
 
 _KEPT = 8  # losses of a window that others are compared with
@@ -158,7 +159,8 @@ class Checks:
         seen = _Seen(observed, max(candidates.tolerance, tolerance_of(loss, terms)))
         if not items and not observed.is_zero:
             return self._divisor_of_none(seen, terms)
-        if not self._agrees(seen, [other.observed for other in self._window]):
+        agrees = bool(items) and self._is_as_the_first(seen)
+        if not agrees and not self._agrees(seen, [other.observed for other in self._window]):
             return None
         if len(self._window) < _KEPT and items:
             self._window.append(seen)
@@ -172,6 +174,17 @@ class Checks:
             if all(near(divisor, number, seen.tolerance) for divisor in seen.observed.divisors):
                 return number
         return None
+
+    def _is_as_the_first(self, seen: _Seen) -> bool:
+        """Return whether a loss divides by the same for each item as the first one."""
+        if not self._window:
+            return True
+        first = self._window[0].observed
+        if len(seen.observed.divisors) != len(first.divisors):
+            return False
+        if not _are_near(seen.observed.factors, first.factors, seen.tolerance):
+            return False
+        return _are_near(_ratios(seen.observed), _ratios(first), seen.tolerance)
 
     def _agrees(self, seen: _Seen, others: Sequence[Observed]) -> bool:
         divisor = self._candidates.divisor
@@ -203,6 +216,11 @@ def _ratios(observed: Observed, epsilon: float = 0.0) -> list[float]:
 
 def _listed(numbers: Iterable[float]) -> str:
     return " and ".join(f"{number:g}" for number in dict.fromkeys(numbers))
+
+
+def _are_near(numbers: Sequence[float], others: Sequence[float], tolerance: float) -> bool:
+    pairs = zip(numbers, others, strict=True)
+    return all(near(number, other, tolerance) for number, other in pairs)
 
 
 def _is_among(number: float, numbers: Iterable[float], tolerance: float) -> bool:

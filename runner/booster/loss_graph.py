@@ -8,11 +8,13 @@ so that they are exact, whatever the values of the loss are, and reading them ru
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from runner.booster.terms import Term, TorchLoss
 
 _MEAN, _SUM = 1, 2
 _MOST_NODES = 20_000
@@ -80,61 +82,9 @@ class NotLinear(GraphError):
     """The loss is a function of means that is no mean, such as the square root of one."""
 
 
-class TorchLoss(NamedTuple):
-    """A call of a loss of torch that returned a mean.
+class _Path(NamedTuple):
+    """What was read on the way down from the loss."""
 
-    ``weight`` has a weight for each class; for each target if ``weighs_elements``.
-    """
-
-    targets: Tensor
-    classes: bool
-    ignored: int
-    weight: Tensor | None
-    weighs_elements: bool = False
-
-
-class Term(NamedTuple):
-    """A part of a loss, which is a sum of such parts.
-
-    Attributes:
-        divisor: what it divides by.
-        outer: what the sum of all parts divides by too.
-        factor: number that it is multiplied with, such as the weight of a penalty.
-        outer_factor: number that the sum of all parts is multiplied with too.
-        divides: whether it divides at all; a sum and a penalty of weights do not.
-        call: the loss of torch that it is; None for operations of one's own.
-        is_scaled: whether a number multiplies or divides it, be it 1 in this batch.
-        averages: whether it is a mean over elements, which grow with the samples of a batch.
-        weights: tensors that multiply or divide the elements of its sum or mean.
-        is_penalty: whether it depends on parameters alone, and on no sample.
-        summed: number of elements of the sum that it is; 0 if it is none.
-        dtype: the least precise one of what it divides by; None if these are exact.
-    """
-
-    divisor: float
-    outer: float
-    factor: float
-    outer_factor: float
-    divides: bool
-    call: TorchLoss | None = None
-    is_scaled: bool = False
-    averages: bool = False
-    weights: tuple[Tensor, ...] = ()
-    is_penalty: bool = False
-    summed: int = 0
-    dtype: torch.dtype | None = None
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether other numbers than 0 and 1 multiply the elements of its sum or mean."""
-        return any(not _is_mask(weight) for weight in self.weights)
-
-
-class _Place(NamedTuple):
-    """A node on the way down from the loss."""
-
-    node: Any
-    output: int  # number of the output of the node
     divisor: float = 1.0
     outer: float = 1.0
     factor: float = 1.0
@@ -146,35 +96,16 @@ class _Place(NamedTuple):
     summed: int = 0
     dtype: torch.dtype | None = None
 
-    def divided(self, by: float) -> _Place:
+    def divided(self, by: float) -> _Path:
         outer = self.outer if self.inside else self.outer * by
         return self._replace(divisor=self.divisor * by, outer=outer, divides=True)
 
-    def scaled(self) -> _Place:
-        """Return the place with the number that its product or quotient has."""
-        number = _number(self.node)
-        if number is None:
-            raise NotLinear("it divides by something that depends on the outputs")
-        if self.name == "Div":
-            factor = _factor(self.node)
-            assert factor is not None
-            return self.divided(number)._replace(is_scaled=True)._rounded(factor.dtype)
-        outer_factor = self.outer_factor if self.inside else self.outer_factor * number
-        return self._replace(factor=self.factor * number, outer_factor=outer_factor, is_scaled=True)
+    def multiplied(self, by: float) -> _Path:
+        outer_factor = self.outer_factor if self.inside else self.outer_factor * by
+        return self._replace(factor=self.factor * by, outer_factor=outer_factor, is_scaled=True)
 
-    def averaged(self) -> _Place:
-        after = math.prod(_shape(self.node, self.output))
-        return self.divided(self._elements() / max(after, 1))._replace(averages=True)
-
-    def added_up(self) -> _Place:
-        return self._replace(summed=self.summed or self._elements())
-
-    def _elements(self) -> int:
-        """Return how many elements a sum or a mean takes."""
-        return math.prod(int(length) for length in self.node._saved_self_sym_sizes)
-
-    def _rounded(self, dtype: torch.dtype) -> _Place:
-        """Return the place of what divides by a tensor of ``dtype`` too."""
+    def rounded(self, dtype: torch.dtype) -> _Path:
+        """Return the path of what divides by a tensor of ``dtype`` too."""
         if not dtype.is_floating_point:
             return self
         several = [dtype] if self.dtype is None else [dtype, self.dtype]
@@ -201,18 +132,58 @@ class _Place(NamedTuple):
             dtype=self.dtype,
         )
 
-    def before(self) -> list[_Place]:
+
+class _Place(NamedTuple):
+    """A node on the way down from the loss."""
+
+    node: Any
+    output: int  # number of the output of the node
+    path: _Path
+
+    def scaled(self) -> _Path:
+        """Return the path with the number that this product or quotient has."""
+        number = _number(self.node)
+        if number is None:
+            raise NotLinear("it divides by something that depends on the outputs")
+        if self.name == "Div":
+            factor = _factor(self.node)
+            assert factor is not None
+            return self.path.divided(number)._replace(is_scaled=True).rounded(factor.dtype)
+        return self.path.multiplied(number)
+
+    def averaged(self) -> _Path:
+        after = math.prod(_shape(self.node, self.output))
+        return self.path.divided(self._elements() / max(after, 1))._replace(averages=True)
+
+    def added_up(self) -> _Path:
+        return self.path._replace(summed=self.path.summed or self._elements())
+
+    def _elements(self) -> int:
+        """Return how many elements a sum or a mean takes."""
+        return math.prod(int(length) for length in self.node._saved_self_sym_sizes)
+
+    def before(self, path: _Path | None = None) -> list[_Place]:
         """Return the nodes that this one takes tensors with gradients from."""
-        nodes = self.node.next_functions
-        return [self._replace(node=node, output=output) for node, output in nodes if node]
+        path = path or self.path
+        return [_Place(node, output, path) for node, output in self.node.next_functions if node]
+
+    def parts(self) -> list[_Place]:
+        """Return the nodes that this one adds up."""
+        return self.before(self.path._replace(inside=True))
 
     @property
     def name(self) -> str:
-        return str(self.node.name()).rpartition("::")[2].partition("Backward")[0]
+        return _operation(self.node.name())
 
     @property
     def is_scalar(self) -> bool:
         return len(_shape(self.node, self.output)) == 0
+
+
+@cache
+def _operation(name: str) -> str:
+    """Return the operation whose backward pass a node computes."""
+    return name.rpartition("::")[2].partition("Backward")[0]
 
 
 def terms_of(loss: Tensor) -> list[Term]:
@@ -224,7 +195,7 @@ def terms_of(loss: Tensor) -> list[Term]:
     if loss.grad_fn is None:
         raise GraphError("it has no gradient")
     terms: list[Term] = []
-    places = [_Place(loss.grad_fn, loss.output_nr)]
+    places = [_Place(loss.grad_fn, loss.output_nr, _Path())]
     for _ in range(_MOST_NODES):
         if not places:
             return terms
@@ -237,16 +208,6 @@ def terms_of(loss: Tensor) -> list[Term]:
     raise GraphError("it is a sum of very many parts")
 
 
-def class_weights_of(terms: Sequence[Term]) -> list[Tensor]:
-    """Return the weights of classes of the losses of torch among the parts of a loss."""
-    weights = []
-    for term in terms:
-        if term.call is None or term.call.weight is None or term.call.weighs_elements:
-            continue
-        weights.append(term.call.weight)
-    return weights
-
-
 _Step = tuple[Term | None, list[_Place]]
 
 
@@ -257,13 +218,13 @@ def _read_scalar(place: _Place) -> _Step:
     if name in ("Div", "Mul"):
         return _product(place)
     if name == "Mean":
-        return None, place.averaged().before()
+        return None, place.before(place.averaged())
     if name.startswith(_ADDED):
-        return None, [part._replace(inside=True) for part in before]
+        return None, place.parts()
     if name.startswith("Clamp") and _is_clamped(place.node):
         raise NotLinear("it clamps what it has summed")
     if name == "Sum":
-        return None, place.added_up().before()
+        return None, place.before(place.added_up())
     if name.startswith(_PASSED):
         return None, before
     return _last_of(place), []
@@ -273,13 +234,13 @@ def _last_of(place: _Place) -> Term:
     """Return the part of the loss that ends at a number."""
     name = place.name
     if name == "AccumulateGrad" or name.startswith(_ELEMENTS):
-        return place.term(is_penalty=_is_penalty(place))
+        return place.path.term(is_penalty=_is_penalty(place))
     if name.startswith(_SUMS):
-        return place.term(weights=_vectors_of(place), is_penalty=_is_penalty(place))
+        return place.path.term(weights=_vectors_of(place), is_penalty=_is_penalty(place))
     if _is_learned_number(place) or _is_penalty(place):
-        return place.term(is_penalty=True)
+        return place.path.term(is_penalty=True)
     if name == "Pow" and _is_sum_of_squares(place):
-        return place.term()
+        return place.path.term()
     if hasattr(place.node, "saved_tensors"):
         raise GraphError(f"its graph ends in {place.node.name()}")
     raise NotLinear(f"it takes {name.lower()} of what it has summed")
@@ -291,16 +252,16 @@ def _read_elements(place: _Place) -> _Step:
     if name in ("Div", "Mul") and len(before) == 1:
         factor = _factor(place.node)
         if factor is not None and not factor.ndim:
-            return None, place.scaled().before()
+            return None, place.before(place.scaled())
     elif name == "Mean":
-        return None, place.averaged().before()
+        return None, place.before(place.averaged())
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
         return None, before
     elif _is_sum_of_parts(name, before):
-        return None, [part._replace(inside=True) for part in before]
+        return None, place.parts()
     elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
         return None, [part for part in before if not _is_penalty(part)]
-    return place.term(weights=_weights_of(place), is_penalty=_is_penalty(place)), []
+    return place.path.term(weights=_weights_of(place), is_penalty=_is_penalty(place)), []
 
 
 def _weights_of(place: _Place) -> tuple[Tensor, ...]:
@@ -334,10 +295,6 @@ def _vectors_of(place: _Place) -> tuple[Tensor, ...]:
     return (torch.full((1,), math.nan),)
 
 
-def _is_mask(weight: Tensor) -> bool:
-    return bool(((weight == 0) | (weight == 1)).all())
-
-
 def _is_sum_of_parts(name: str, before: list[_Place]) -> bool:
     """Return whether elements are means of their own, or values plus a penalty."""
     if name in ("Stack", "Cat"):
@@ -349,10 +306,10 @@ def _product(place: _Place) -> _Step:
     """Read a product or a quotient, of which one part may be a number that is learned."""
     before = place.before()
     if len(before) == 1:
-        return None, place.scaled().before()
+        return None, place.before(place.scaled())
     learned = [_is_learned_number(part) or _is_penalty(part) for part in before]
     if all(learned):
-        return place.term(is_penalty=True), []
+        return place.path.term(is_penalty=True), []
     if place.name == "Mul" and sum(learned) == 1:
         return None, [before[learned.index(False)]]
     if place.name == "Div" and learned == [False, True]:
@@ -433,8 +390,8 @@ def _loss_of_torch(place: _Place) -> Term:
     of_positives = getattr(node, "_saved_pos_weight", None)
     if node._saved_reduction == _SUM:
         weights = tuple(each for each in (weight, of_positives) if each is not None)
-        return place.term(weights=weights)
-    place = place._replace(averages=True)
+        return place.path.term(weights=weights)
+    path = place.path._replace(averages=True)
     targets = node._saved_target
     if not hasattr(node, "_saved_total_weight"):
         of_elements = () if weight is None or weight.shape != targets.shape else (weight,)
@@ -446,13 +403,13 @@ def _loss_of_torch(place: _Place) -> Term:
             weight=of_classes,
             weighs_elements=bool(of_elements) and of_positives is None,
         )
-        place = place.divided(max(targets.numel(), node._saved_self.numel()))
-        return place.term(call, weights=of_elements)
+        path = path.divided(max(targets.numel(), node._saved_self.numel()))
+        return path.term(call, weights=of_elements)
     ignored = int(node._saved_ignore_index)
     signed = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
     call = TorchLoss(targets, classes=True, ignored=signed, weight=weight)
     total = node._saved_total_weight
-    return place.divided(float(total))._rounded(total.dtype).term(call)
+    return path.divided(float(total)).rounded(total.dtype).term(call)
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:

@@ -140,7 +140,8 @@ def _first_doubt(model: MeasuredModel, batches: Sequence[Any], start: int) -> _D
     if loss.variety is not None and not loss.variety.is_complete:
         is_new = loss.variety.is_new
         new = _first(places, lambda place: is_new(_samples_from(batches, place)))
-        can_divide = all(divides(_samples_from(batches, place)) for place in places)
+        if model.together or new < math.inf:
+            can_divide = all(divides(_samples_from(batches, place)) for place in places)
     of_ranks = model.gather([counted, new, can_divide])
     counted = min(row[0] for row in of_ranks)
     new = min(row[1] for row in of_ranks)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from runner.booster.batch import batch_size
-from runner.booster.loss_graph import class_weights_of
 from runner.booster.shown import Shown
+from runner.booster.terms import class_weights_of
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 

@@ -13,9 +13,10 @@ from runner.booster.batch import batch_size
 from runner.booster.candidates import Candidate, Candidates, near, tolerance_of
 from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
 from runner.booster.loss import WindowLoss
-from runner.booster.loss_graph import NotLinear, Term
+from runner.booster.loss_graph import NotLinear
 from runner.booster.sample_weights import weights_vary
 from runner.booster.shown import Shown
+from runner.booster.terms import Term
 
 _RANDOM = "it is random"
 _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
@@ -212,7 +213,10 @@ def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Diviso
         compared = None if term.call is None else compared_by(term.call, whole.batch)
         if compared is not None:
             possible.insert(0, compared.divisor)
-    return possible
+    distinct: dict[Any, Divisor] = {}
+    for divisor in possible:
+        distinct.setdefault((*divisor[:-1], id(divisor.weight)), divisor)
+    return list(distinct.values())
 
 
 def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:

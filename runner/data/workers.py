@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,7 +142,23 @@ class WorkerLoader(DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             return arrived(super().__iter__(), dataset, self.timeout)
         reads = shielded(super().__iter__)
+        if self._iterator is not None:
+            told = (self._iterator._workers_done_event, self._iterator._index_queues)
+            weakref.finalize(self._iterator, end_workers, *told).atexit = False
         return arrived(reads, dataset, self.timeout)
+
+
+def end_workers(done: Any, queues: Sequence[Any]) -> None:
+    """Tell the workers of an iterator to end, if torch has not told them.
+
+    An iterator that is found in a cycle of garbage loses its queues before torch can put the end
+    into them, and torch then waits five seconds for each.
+    """
+    if done.is_set():
+        return
+    done.set()
+    for queue in queues:
+        queue.put(None)
 
 
 def arrived(reads: Iterator[Any], dataset: Any, timeout: float) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from runner.config.mode import (
     options_of,
     validated,
 )
-from runner.config.problem import did_you_mean
+from runner.config.problem import did_you_mean, near_name
 from runner.config.section import Conflicts, problems_of, refusal
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "checked", "info_of", "load", "options_of"]
@@ -274,7 +274,7 @@ def class_of(given: Mapping[str, Any]) -> type[Mode]:
         if kind in NAMES:
             return MODES[str(kind)]
         text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
-        raise refusal([("mode", text, kind)])
+        raise refusal([("mode", text, kind, near_name(kind, NAMES))])
     try:
         return load(target if isinstance(target, str) else "")
     except ValueError as error:
@@ -306,7 +306,7 @@ def inner_mode(given: Any, **outer: Any) -> Mode:
         mode = validated(kind, options)
     except ValidationError as error:
         for problem in problems_of(error.errors(), options_of(kind), options):
-            problems.append((problem.key, problem.message, problem.value))
+            problems.append((problem.key, problem.message, problem.value, problem.suggestion))
     if problems:
         raise refusal(problems)
     return mode

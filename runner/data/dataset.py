@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from runner.config.problem import Suggesting
 from runner.data.order import RandomState, generator_for, generators, set_epoch
 from runner.data.samples import draws_nothing, place_of
 
@@ -25,7 +26,7 @@ Columns: TypeAlias = Sequence[str | Sequence[str]] | None
 that of the targets; None: samples are dictionaries of all columns."""
 
 
-class DataUnavailable(Exception):
+class DataUnavailable(Suggesting):
     """Data is missing or cannot be read."""
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.config.problem import did_you_mean
+from runner.config.problem import did_you_mean, near_name
 from runner.data.dataset import Data, DataUnavailable, TensorPairs, split_off
 
 _DELIMITERS = ",;\t|"
@@ -86,7 +86,8 @@ class Table(NamedTuple):
             more = ", ..." if len(self.names) > _LISTED else ""
             near = did_you_mean(name, self.names)
             raise DataUnavailable(
-                f"{key}={name}: {self.file.name} has no such column{near} (it has {listed}{more})"
+                f"{key}={name}: {self.file.name} has no such column{near} (it has {listed}{more})",
+                near_name(name, self.names),
             )
         if self.names.count(name) > 1:
             raise DataUnavailable(f"{self.file.name} has several columns {name}: rename them")

@@ -33,8 +33,9 @@ from runner.train.callbacks import Callbacks
 from runner.train.logged import evaluated, unlogged_keys
 from runner.train.maker import TargetError, maker, misfits, require_plain_step
 from runner.train.model import make_on_meta
-from runner.train.passes import NO_NOISE_SCALE, NO_UPDATE_RATIO
+from runner.train.options import NO_UPDATE_RATIO
 from runner.train.ranks import too_many, unfit_model, unfit_size
+from runner.train.recording import NO_NOISE_SCALE
 from runner.train.state import followed_metric
 from runner.train.trial import misfits_of_samples
 

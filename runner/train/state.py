@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +142,24 @@ class TrainState:
                 f"of {size} over all ranks: choose data.batch_size so that it has {saved_size}"
             )
         return progress._replace(batch=samples // size)
+
+
+def all_schedulers(schedulers: Any, held_out: Iterable[Any] | None) -> list[Any]:
+    """Return the schedules of a training as a list.
+
+    Args:
+        schedulers: None, a schedule, or several, of which some may be None.
+        held_out: the held-out data; None if there is none.
+
+    Raises:
+        ValueError: a schedule follows evaluations, and there is no held-out data.
+    """
+    several = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+    existing = [scheduler for scheduler in several if scheduler is not None]
+    follows = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in existing)
+    if follows and held_out is None:
+        raise ValueError("ReduceLROnPlateau follows evaluations: give an eval_dataloader")
+    return existing
 
 
 def followed_metric(scheduler: ReduceLROnPlateau, evaluated: Collection[str]) -> str:

@@ -111,8 +111,8 @@ def _destinations(sinks: To | Sequence[To]) -> list[To]:
 
 def flushes_each_step(plugin: Plugin, device: torch.device) -> bool:
     """Return whether somebody watches a terminal, and a transfer of metrics costs nothing."""
-    alone = plugin.world_size == 1  # a flush of several ranks is a collective
-    return is_watched(sys.stderr) and alone and transfer.can_read(device)
+    is_collective = plugin.world_size > 1
+    return is_watched(sys.stderr) and not is_collective and transfer.can_read(device)
 
 
 def make_bar(

@@ -154,8 +154,8 @@ def all_schedulers(schedulers: Any, held_out: Iterable[Any] | None) -> list[Any]
     Raises:
         ValueError: a schedule follows evaluations, and there is no held-out data.
     """
-    several = schedulers if isinstance(schedulers, Sequence) else [schedulers]
-    existing = [scheduler for scheduler in several if scheduler is not None]
+    candidates = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+    existing = [scheduler for scheduler in candidates if scheduler is not None]
     follows = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in existing)
     if follows and held_out is None:
         raise ValueError("ReduceLROnPlateau follows evaluations: give an eval_dataloader")

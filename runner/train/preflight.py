@@ -22,7 +22,7 @@ from runner.config.identity import NO_PATH, digest
 from runner.config.notation import first_line
 from runner.config.problem import NOTHING, Problem, RequestError, Suggesting
 from runner.config.schema import OptimizerSection, RunConfig
-from runner.config.section import Target, value_at
+from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
 from runner.gradients import Layout, OptionError
@@ -161,7 +161,6 @@ def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:
         if model is not None:
             mode.bind(Layout.of_model(model))
         if clip.when == "backward":
-            plain = config.model_dump(by_alias=True)
             if config.plugin.name != "single":
                 why = f"plugin={config.plugin.name} makes gradients final after that pass: use step"
                 yield Problem("clip.when", clip.when, why)
@@ -173,7 +172,7 @@ def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:
                 fp16=config.precision.name == "fp16",
                 skip=clip.skip.rule is not None,
             ):
-                yield Problem(key, value_at(plain, key), why)
+                yield Problem(key, _value_of(config, key), why)
     except OptionError as error:
         value = error.value
         if value is NOTHING:
@@ -183,6 +182,13 @@ def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:
         if clip.target is None:
             raise
         yield Problem("clip._target_", clip.target, f"cannot be used: {first_line(error)}")
+
+
+def _value_of(section: Any, key: str) -> Any:
+    """Return the value of a dotted key of a section."""
+    for name in key.split("."):
+        section = getattr(section, name)
+    return section
 
 
 def _make_callback(target: Target) -> Callbacks:

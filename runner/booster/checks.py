@@ -21,7 +21,7 @@ from runner.booster.loss_graph import GraphError, NotLinear, Term, terms_of
 from runner.parallel.collectives import from_all
 
 _KEPT = 8  # losses of a window that later ones are compared with
-_CHECKED = 64  # windows on an accelerator, after which one of so many is checked
+_CHECKED = 64  # windows on an accelerator; later one window in 64 is checked
 _MOST_CONFIRMED = 8  # windows that ranks compare until one tells what their losses divide by
 
 

@@ -118,7 +118,7 @@ def optimizer_slots(
 def _load_settings(
     optimizer: OptimizerWrapper, values: Mapping[str, Any], keep: Collection[str]
 ) -> None:
-    """Load the settings of the parameter groups, apart from those of ``keep``."""
+    """Load the settings of the parameter groups, except the names in ``keep``."""
     kept = {*keep, *(_RATES if "lr" in keep else ())}
     all_settings = [settings for groups in values["groups"] for settings in groups]
     for group, settings in zip(optimizer.param_groups, all_settings, strict=True):

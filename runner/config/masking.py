@@ -60,7 +60,7 @@ def masked(value: Any, key: str = "", known: Iterable[str] = ()) -> Any:
     Args:
         value: the containers, or a single value.
         key: the key that ``value`` itself has.
-        known: secrets to find in all texts, besides those of the environment.
+        known: secrets to find in all texts, besides the secrets of the environment.
     """
     return _masked(value, str(key), is_secret(str(key)), [*_variants(known), *_of_environment()])
 

@@ -98,7 +98,7 @@ class Suggesting(Exception):
 
 
 def _once(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield each problem once; what several jobs have in common names none of them."""
+    """Yield each problem once; it names a job only if no other job has it too."""
     jobs: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         jobs.setdefault((problem.word, problem.message), []).append(problem)

@@ -150,7 +150,7 @@ class Tracker(Section):
         if not self.uses("wandb"):
             return
         if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
-            yield "project", "wandb allows at most 128 characters, none of them / \\ # ? % or :"
+            yield "project", "wandb allows at most 128 characters, without / \\ # ? % or :"
         for tag in self.tags:
             if len(tag) > 64:
                 yield (

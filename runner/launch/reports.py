@@ -189,7 +189,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 def _watch(file: Path, seconds: float) -> None:
     seen = 0
-    # The disk may be full, or the folder be that of an evaluation on another machine
+    # The disk may be full, or an evaluation has its folder on another machine.
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
         with file.open("w") as stack:

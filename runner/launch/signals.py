@@ -26,7 +26,8 @@ ECHO = 1.0
 ECHO_OF_LAUNCHER = 3.0
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
-requested, defer = stop.requested, stop.defer
+requested = stop.requested
+defer = stop.defer
 
 
 class Terminated(SystemExit):

@@ -1,7 +1,7 @@
 """Run one job, and keep its record: in this process, on local ranks, or as torchrun's first rank.
 
 Local ranks are started by torch's elastic agent. This process then trains nothing and follows
-``metrics.jsonl``, so that a rank that is killed takes none of the record with it.
+``metrics.jsonl``, so that the record is whole if a rank is killed.
 """
 
 from __future__ import annotations

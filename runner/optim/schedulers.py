@@ -236,7 +236,7 @@ class PlateauLR(lr_scheduler.ReduceLROnPlateau):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what was counted, with the options of this schedule.
 
-        The rates are those of this optimizer, reduced as far as those of the state were.
+        The rates of this optimizer are reduced as far as the rates of the state were.
         """
         counted = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
         super().load_state_dict({name: state_dict[name] for name in counted if name in state_dict})

@@ -83,18 +83,27 @@ def _named_tensors(
 
 @torch.no_grad()
 def load(
-    here: Mapping[str, Sequence[Tensor]],
+    slots: Mapping[str, Sequence[Tensor]],
     names: Mapping[str, str],
     state: Mapping[str, Tensor],
     strict: bool = True,
 ) -> None:
     """Load a state dict of the whole model, which only the first rank reads.
 
-    ``here``: by name, the copies of each tensor on this rank. ``names``: each name of the model,
-    with the first name of its tensor. Every rank calls this. One tensor is sent at a time.
+    Every rank calls this. One tensor is sent at a time.
+
+    Args:
+        slots: the copies of each tensor on this rank, by name.
+        names: each name in the model, with the first name of its tensor.
+        state: the state dict.
+        strict: whether to refuse names that only the model, or only the state dict, has.
+
+    Raises:
+        ValueError: on every rank; the state does not fit the model.
     """
-    of_ranks = from_all({name: (t[0].shape, t[0].dtype) for name, t in here.items()})
-    kinds = {name: kind for of_rank in of_ranks for name, kind in of_rank.items()}
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for of_rank in from_all({name: (t[0].shape, t[0].dtype) for name, t in slots.items()}):
+        kinds |= of_rank
     renamed: dict[str, Tensor] = {}  # the state, without the prefix of a compiled model
 
     def check() -> list[str]:
@@ -107,7 +116,7 @@ def load(
         return [name for name in dict.fromkeys(names.values()) if name in renamed]
 
     to_load = on_first(check)
-    device = next((tensors[0].device for tensors in here.values()), torch.device("cpu"))
+    device = next((tensors[0].device for tensors in slots.values()), torch.device("cpu"))
     for name in to_load:
         shape, dtype = kinds[name]
         if is_first():
@@ -116,7 +125,7 @@ def load(
             whole = torch.empty(shape, dtype=dtype, device=device)
         if several_ranks():
             dist.broadcast(whole, src=0)
-        for tensor in here.get(name, ()):
+        for tensor in slots.get(name, ()):
             _copy_part(whole, tensor)
 
 
@@ -153,27 +162,27 @@ class FirstRankValues:
 
         Every rank calls this. At most one parameter, or a few small ones, are whole at a time.
         """
-        here = self._parameters_here(model, renamed, device)
-        here |= self._buffers_here(device)
+        slots = self._parameters_of_rank(model, renamed, device)
+        slots |= self._buffers_of_rank(device)
         names = {id(tensor): name for name, tensor in self._tensors.items()}
         to_send = [tensor for tensor in self._tensors.values() if tensor.numel()]
         for bucket in buckets(to_send):
             for tensor, whole in zip(bucket, _from_first(bucket, device), strict=True):
-                for part in here.get(names[id(tensor)], ()):
+                for part in slots.get(names[id(tensor)], ()):
                     _copy_part(whole, part)
 
-    def _parameters_here(
+    def _parameters_of_rank(
         self, model: nn.Module, renamed: Mapping[str, str], device: torch.device
     ) -> dict[str, list[Tensor]]:
         """Return the parameters of this rank by their names in the whole model, on ``device``."""
-        here: dict[str, list[Tensor]] = {}
+        parameters: dict[str, list[Tensor]] = {}
         for local_name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor) and parameter.device != device:
                 parameter.data = torch.empty_like(parameter, device=device)
-            here.setdefault(renamed.get(local_name, local_name), []).append(parameter)
-        return here
+            parameters.setdefault(renamed.get(local_name, local_name), []).append(parameter)
+        return parameters
 
-    def _buffers_here(self, device: torch.device) -> dict[str, list[Tensor]]:
+    def _buffers_of_rank(self, device: torch.device) -> dict[str, list[Tensor]]:
         """Return the buffers of this rank by their names in the whole model, on ``device``."""
         on_device: dict[str, Tensor] = {}
         for name, module, key in self._places:
@@ -207,12 +216,14 @@ def _problems(
     shapes: Mapping[str, torch.Size],
     strict: bool,
 ) -> Iterator[str]:
-    missing = [name for name in names if name not in state]
-    unexpected = [name for name in state if name not in names]
-    if strict and missing:
-        yield f"missing: {first_few(missing)}"
-    if strict and unexpected:
-        yield f"unexpected: {first_few(unexpected)}"
+    """Yield how a state dict differs from the model, by names if ``strict``, and by shapes."""
+    if strict:
+        missing = [name for name in names if name not in state]
+        unexpected = [name for name in state if name not in names]
+        if missing:
+            yield f"missing: {first_few(missing)}"
+        if unexpected:
+            yield f"unexpected: {first_few(unexpected)}"
     for name, tensor in state.items():
         if name not in names:
             continue
@@ -227,6 +238,8 @@ def _problems(
 
 
 class Stored(NamedTuple):
+    """The shape and the type of a tensor in a file."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 

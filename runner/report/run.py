@@ -294,11 +294,12 @@ class SweepRuns:
         return command_of([*swept, *kept, *seeds, added])
 
     def command_of(self, run: Run) -> str:
+        """Return the command that repeats a run."""
         return command_of([*self.flags, *run.overrides])
 
 
 def read(folder: Path) -> SweepRuns:
-    """Read the folder of one run, or of a sweep of any number of runs, which may be none."""
+    """Read the folder of one run, or of a sweep, which may have no run yet."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: no such folder")
     folder = folder.resolve()
@@ -340,7 +341,7 @@ def read_sweep(folder: Path) -> SweepRuns:
 
 
 def _folders_of_runs(folder: Path) -> list[Path]:
-    """Return the folders inside of a sweep's that are, or will be, those of runs."""
+    """Return the folders of a sweep that hold a run, or are made for one."""
     folders = [path for path in folder.iterdir() if path.is_dir()]
     if any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN)):
         return [path for path in folders if path.name.isdecimal()]
@@ -365,7 +366,8 @@ def _without_folder(entry: Entry) -> Run:
 
 
 def command_of(overrides: Iterable[object]) -> str:
-    return shlex.join(["python", "-m", "runner", *map(str, overrides)])
+    """Return the command with these overrides, quoted for a shell."""
+    return shlex.join(["python", "-m", "runner", *(str(override) for override in overrides)])
 
 
 def _flags(composed: Any) -> tuple[str, ...]:

@@ -239,7 +239,7 @@ class _Checks:
     def _optimizers(
         self, target: OptimizerSection, model: nn.Module, is_own_model: bool
     ) -> list[torch.optim.Optimizer]:
-        """Make the optimizers; those of one group where the groups do not fit the model."""
+        """Make the optimizers; without groups of parameters if these do not fit the model."""
         try:
             return build.make_optimizers(target, model)
         except GroupError as error:

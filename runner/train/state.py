@@ -107,7 +107,7 @@ class TrainState:
         if "metrics" in keep:
             self.meter.last = {keys.TRAIN_SAMPLES: self.progress.samples}
             if "skips" in self.parts:
-                self.parts["skips"].searches = 0  # the meter counts none of before either
+                self.parts["skips"].searches = 0  # the meter begins anew too
         else:
             self.meter.load_state_dict(state["meter"])
         if "mode" not in keep:

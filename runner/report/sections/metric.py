@@ -114,27 +114,41 @@ def _slug(suffix: str) -> str:
 def _points(tables: Tables, settings: Sequence[Setting], key: str, suffix: str) -> Chart:
     """Return the chart of the metric against a number."""
     findings = tables.findings
-    placed = [setting for setting in settings if setting.number(key) is not None]
-    unplaced = [setting for setting in settings if setting.number(key) is None]
-    has_seeds = any(len(setting.runs) > 1 for setting in settings)
+    placed: list[Setting] = []
+    unplaced: list[Setting] = []
+    for setting in settings:
+        (unplaced if setting.number(key) is None else placed).append(setting)
     means = [_mean(tables, setting, key) for setting in placed]
-    reference = findings.compared_with if any(mean.half is not None for mean in means) else None
+    has_seeds = any(len(setting.runs) > 1 for setting in settings)
     note = f"One point a run, × diverged; {_better(findings)}."
-    if reference is not None:
+    level_of_reference = None
+    reference = findings.compared_with
+    if reference is not None and any(mean.half is not None for mean in means):
         note += f" Bars that cross the dotted line do not differ clearly from {reference.label}."
-    mode = next((setting.info for setting in placed if setting.clips), None)
+        level_of_reference = findings.mean(reference)[0]
+    all_scores: list[points.Point] = []
+    for setting in placed:
+        all_scores += _scores(tables, setting, key)
     return points.draw(
         name=f"metric-{short(key)}{_slug(suffix)}",
         title=f"Best {findings.metric} against {_name_of(key)}{suffix}",
         note=note,
         axes=(_name_of(key), f"best {findings.metric}"),
-        points=[point for setting in placed for point in _scores(tables, setting, key)],
+        points=all_scores,
         means=means if has_seeds or len(findings.swept) == 1 else [],
         levels=_levels(tables, unplaced),
         names={_place(setting, key): choice(setting.runs[0], key) for setting in placed},
-        published=mode.published if mode and key == THRESHOLD else (),
-        reference=None if reference is None else findings.mean(reference)[0],
+        published=_published(placed) if key == THRESHOLD else (),
+        reference=level_of_reference,
     )
+
+
+def _published(settings: Sequence[Setting]) -> Sequence[tuple[float, str]]:
+    """Return the published thresholds of the first mode that clips."""
+    for setting in settings:
+        if setting.clips:
+            return setting.info.published
+    return ()
 
 
 def _place(setting: Setting, key: str) -> float:

@@ -128,7 +128,7 @@ class GradientMonitor:
             tokens=self._tokens,
             seconds=seconds - self._before,
         )
-        self._before = now
+        self._before = seconds
         self._meter.push(metrics)
 
     def log(self, metrics: Mapping[str, float]) -> None:

@@ -189,7 +189,7 @@ def _nearest_keys(key: str, keys: Sequence[str]) -> Sequence[str]:
     section, _, last = key.lower().rpartition(".")
     same_end = _by_end(keys).get(last, [])
     # A name of other programs counts if the rest of ``key`` does not say which key is meant.
-    meant = _OURS.get(last)
+    meant = _OURS.get(last, "")
     if meant in keys and not (section and same_end):
         return [meant]
     if same_end:

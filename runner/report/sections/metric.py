@@ -35,7 +35,7 @@ def metric_charts(tables: Tables) -> list[Chart]:
 
 
 def _has_score(findings: Findings, setting: Setting) -> bool:
-    return any(findings.score(run) is not None for run in setting.runs)
+    return any(findings.scores.score(run) is not None for run in setting.runs)
 
 
 def _by_choice(
@@ -125,7 +125,7 @@ def _points(tables: Tables, settings: Sequence[Setting], key: str, suffix: str) 
     reference = findings.compared_with
     if reference is not None and any(mean.half is not None for mean in means):
         note += f" Bars that cross the dotted line do not differ clearly from {reference.label}."
-        level_of_reference = findings.mean(reference)[0]
+        level_of_reference = findings.scores.mean(reference)[0]
     all_scores: list[points.Point] = []
     for setting in placed:
         all_scores += _scores(tables, setting, key)
@@ -161,10 +161,10 @@ def _scores(tables: Tables, setting: Setting, key: str) -> list[points.Point]:
     findings = tables.findings
     scores = []
     for run in setting.runs:
-        score = findings.score(run)
+        score = findings.scores.score(run)
         if score is None:
             continue
-        hollow = not findings.counts(run)
+        hollow = not findings.scores.counts(run)
         text = f"{setting.label}, run {run.number}: {findings.metric} {rounded(score)}"
         point = points.Point(
             entry=tables.entry(setting),
@@ -180,7 +180,7 @@ def _scores(tables: Tables, setting: Setting, key: str) -> list[points.Point]:
 
 def _mean(tables: Tables, setting: Setting, key: str) -> points.Mean:
     """Return the mean of a setting with its interval."""
-    mean, _ = tables.findings.mean(setting)
+    mean, _ = tables.findings.scores.mean(setting)
     return points.Mean(
         entry=tables.entry(setting),
         place=_place(setting, key),
@@ -194,7 +194,7 @@ def _levels(tables: Tables, settings: Sequence[Setting]) -> list[points.Level]:
     """Return the means of settings that have no place on the axis."""
     levels = []
     for setting in settings:
-        mean, _ = tables.findings.mean(setting)
+        mean, _ = tables.findings.scores.mean(setting)
         if math.isfinite(mean):
             levels.append(points.Level(tables.entry(setting), mean, tables.text_of(setting)))
     return levels
@@ -219,8 +219,8 @@ def _heat(
                 entry=tables.entry(setting),
                 x=choice(first, across),
                 y=choice(first, up),
-                mean=findings.mean(setting)[0],
-                stable=not findings.diverged(setting),
+                mean=findings.scores.mean(setting)[0],
+                stable=not findings.scores.diverged(setting),
                 text=tables.text_of(setting),
             )
         )
@@ -244,7 +244,7 @@ def _dots(tables: Tables, settings: Sequence[Setting]) -> Chart:
     reference = findings.compared_with
     name = reference.label if reference else "the best"
     note = f"Difference to {name}, seed by seed, with its 95 % interval; {_better(findings)}."
-    if any(findings.diverged(setting) for setting in listed):
+    if any(findings.scores.diverged(setting) for setting in listed):
         note += " × diverged."
     if len(listed) > _ROWS:
         note += f" {len(listed) - _ROWS} more settings stand in the table."
@@ -266,20 +266,20 @@ def _row(tables: Tables, setting: Setting) -> dots.Row:
         half=_half(tables, setting),
         seeds=_paired(findings, setting) if len(setting.runs) > 1 else [],
         text=tables.text_of(setting),
-        diverged=bool(findings.diverged(setting)),
+        diverged=bool(findings.scores.diverged(setting)),
     )
 
 
 def _difference(findings: Findings, setting: Setting) -> float:
     """Return the difference of a mean to the reference, NaN without a mean."""
-    mean, _ = findings.mean(setting)
+    mean, _ = findings.scores.mean(setting)
     reference = findings.compared_with
     if reference is None or not math.isfinite(mean):
         return math.nan
     difference = findings.comparisons.get(setting.index)
     if difference is not None:
         return difference.value
-    return mean - findings.mean(reference)[0]
+    return mean - findings.scores.mean(reference)[0]
 
 
 def _paired(findings: Findings, setting: Setting) -> list[tuple[str, float]]:
@@ -287,10 +287,10 @@ def _paired(findings: Findings, setting: Setting) -> list[tuple[str, float]]:
     reference = findings.compared_with
     if reference is None:
         return []
-    scores = findings.seeds(reference)
+    scores = findings.scores.seeds(reference)
     differences = []
-    for run in findings.judged(setting):
-        score = findings.score(run)
+    for run in findings.scores.judged(setting):
+        score = findings.scores.score(run)
         base = scores.get(run.seed)
         if score is not None and base is not None and math.isfinite(score):
             differences.append((run.number, score - base))

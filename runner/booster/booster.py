@@ -12,7 +12,6 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.booster import saved
 from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
@@ -22,6 +21,7 @@ from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
 from runner.booster.replaced import refuse_replaced
 from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import BoostedParameters, ModelWrapper, checked, no_backward, wrappers
+from runner.checkpoint.states import CheckpointIO
 from runner.clip.boosted import register
 from runner.clip.skip import SkipRule
 from runner.parallel.collectives import raise_first
@@ -29,7 +29,7 @@ from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 
 
-class Booster(saved.CheckpointIO):
+class Booster(CheckpointIO):
     """Adapt the parts of a training loop to a plugin; the loop itself does not change.
 
     Args:

@@ -292,11 +292,12 @@ class Trainer:
         state = self.state
         try:
             with self._region("clipping"):
-                return self.optimizer.clip(state.mode, fold=True, each=each)
+                decision: Decision = self.optimizer.clip(state.mode, fold=True, each=each)
         except NonFiniteGradient as error:
             self.loss.raise_refusal()
             loss = float(accumulated.loss)
             raise self.skipped_steps.described(error, state.progress, window, loss) from None
+        return decision
 
     def _take_step(self, gauges: Gauges | None) -> Tensor | None:
         """Step the optimizers, and free the gradients; return what ``gauges`` have measured."""

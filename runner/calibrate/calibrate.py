@@ -111,6 +111,7 @@ class Histogram:
 
 
 def warm_up(steps: int, configured: int | None) -> int:
+    """Return the number of first steps to describe separately: a tenth, or what is configured."""
     return steps // 10 if configured is None else min(configured, steps - 1)
 
 
@@ -139,6 +140,7 @@ def suggest(start: float, low: float, high: float) -> dict[str, float] | None:
 
 
 def would_clip(peaks: Sequence[float], threshold: float) -> float:
+    """Return the share of steps whose value is above a threshold."""
     return sum(peak > threshold for peak in peaks) / max(len(peaks), 1)
 
 

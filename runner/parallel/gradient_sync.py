@@ -37,6 +37,14 @@ class Replicas(NamedTuple):
 def replicas_of(
     model: nn.Module, axes: Axes, experts: frozenset[str], *, sharded: bool
 ) -> list[Replicas]:
+    """Return the parameters whose gradients are averaged, with the ranks that hold copies.
+
+    Args:
+        model: this rank's part of the model.
+        axes: the axes of the device mesh.
+        experts: names of the parameters of experts.
+        sharded: whether ``fully_shard`` has averaged the gradients.
+    """
     shared, expert = split_parameters(model, experts)
     if sharded:
         # fully_shard divides by the ranks that hold the same expert: ``ep`` times too few.
@@ -237,6 +245,7 @@ class Averaging:
 
 
 def written(parameter: Tensor) -> tuple[Tensor | None, int]:
+    """Return the gradient of a parameter, and a number that changes when it is written in place."""
     gradient = parameter.grad  # a DTensor and its shard count by themselves
     return gradient, 0 if gradient is None else gradient._version + local(gradient)._version
 

@@ -32,10 +32,12 @@ INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
 
 
 def plural(count: int, noun: str) -> str:
+    """Format a count with its noun, and commas between thousands."""
     return notation.plural(count, noun, form=",")
 
 
 def rounded(value: float | None, digits: int = 4) -> str:
+    """Format a number with signs of typography; a dash for None."""
     if value is None:
         return "–"
     text = notation.rounded(value, digits)
@@ -43,6 +45,7 @@ def rounded(value: float | None, digits: int = 4) -> str:
 
 
 def signed(value: float, digits: int = 3) -> str:
+    """Format a number with its sign."""
     return f"{'+' if value > 0 else ''}{rounded(value, digits)}"
 
 
@@ -54,12 +57,14 @@ def joined(names: Sequence[str], most: int) -> str:
 
 
 def percent(share: float | None) -> str:
+    """Format a share as a percentage; a dash for None."""
     if share is None or not math.isfinite(share):
         return rounded(share)
     return notation.percent(share).replace(" ", "\u00a0")
 
 
 def viridis(place: float) -> str:
+    """Return the color at a place from 0 to 1 of the map viridis, as ``#rrggbb``."""
     places = np.linspace(0, 1, len(_VIRIDIS))
     return f"#{bytes(round(np.interp(place, places, channel)) for channel in _VIRIDIS.T).hex()}"
 

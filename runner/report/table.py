@@ -30,6 +30,8 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
+    """A cell of the table: text, value for sorting, style, and a hint under the pointer."""
+
     text: str
     value: str = ""  # by which it is sorted
     style: str = ""
@@ -104,6 +106,7 @@ def _more_columns(findings: Findings) -> list[Column]:
 
 
 def signed_or_dash(value: float | None) -> str:
+    """Format a number with its sign; a dash for None."""
     return ABSENT if value is None else signed(value)
 
 
@@ -277,6 +280,7 @@ def _with_spread(mean: float | None, spread: float | None, text: Text) -> Cell:
 
 
 def with_interval(difference: Difference) -> str:
+    """Format a difference with its confidence interval, if it has one."""
     if difference.low is None or difference.high is None:
         return signed(difference.value)
     low = signed(difference.low, 2)

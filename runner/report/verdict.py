@@ -44,6 +44,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(findings: Findings) -> Verdict:
+    """Return the title of the page, its sentences, and the next command."""
     runs = findings.sweep.runs
     if len(runs) == 1:
         title = _title_of_run(findings, runs[0])

@@ -175,7 +175,13 @@ class Composer:
         return {*self._names}
 
     def _compose(self, overrides: Sequence[Override], base: Mapping[str, Any]) -> Composition:
-        chosen = {key_of(override): override for override in overrides if self.chooses(override)}
+        chosen: dict[str, Override] = {}  # by group
+        values: list[Override] = []
+        for override in overrides:
+            if self.chooses(override):
+                chosen[key_of(override)] = override
+            else:
+                values.append(override)
         layers, choices, problems = self._layers(chosen)
         composition = self._choose(choices)
         composition.problems += problems
@@ -188,12 +194,12 @@ class Composer:
         assignments = list(_of_layers(layers, chosen))
         # A recipe may have set keys of Hydra: those that are typed are set once more.
         typed = [chosen[key] for key in chosen if layers and key.startswith("hydra.")]
-        values = [override for override in overrides if not self.chooses(override)]
         # Arguments are set after the target that they are for.
         values.sort(key=lambda override: not override.key_or_group.endswith("._target_"))
         for override in (*typed, *values):
-            if key_of(override) not in composition.unsettled:
-                assignments.append(_assignment(override))
+            assignment = _assignment(override)
+            if assignment.key not in composition.unsettled:
+                assignments.append(assignment)
         assign(assignments, composition)
         add_defaults_of_the_mode(composition.config)
         return composition

@@ -107,6 +107,7 @@ def make_collate(config: DataSection) -> Callable[[Any], Any]:
 
 
 def make_criterion(config: LossSection) -> Criterion | None:
+    """Make the criterion; None if the configuration names none."""
     if config.target is None:
         return None
     make = maker(config)
@@ -165,6 +166,7 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
 
 
 def make_callbacks(config: RunConfig) -> list[object]:
+    """Make the callbacks that a configuration asks for."""
     callbacks: list[object] = []
     if config.early_stopping.patience is not None:
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
@@ -177,6 +179,7 @@ def make_callbacks(config: RunConfig) -> list[object]:
 
 
 def make_plugin(config: RunConfig) -> Plugin:
+    """Make the plugin, with the options that it uses."""
     kind, options = plugin_of(config)
     return kind(**options)
 
@@ -208,6 +211,7 @@ def samples_of(config: RunConfig) -> tuple[int | None, int]:
 
 
 def data_parts(config: RunConfig) -> int:
+    """Return the data-parallel size of a run."""
     return data_parallel_size(config.plugin, ranks_of(config))
 
 
@@ -220,6 +224,7 @@ def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
 
 
 def mesh_of(plugin: PluginSection, ranks: int) -> MeshSizes:
+    """Return the sizes of the mesh of a plugin; a SizeError if they do not fit the ranks."""
     dp = 1 if plugin.name == "single" else plugin.dp_size
     return MeshSizes.of(ranks, dp, plugin.tp_size, plugin.pp_size, plugin.ep_size)
 

@@ -11,6 +11,8 @@ _COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}  # by 
 
 
 class Progress(NamedTuple):
+    """Where a training stands: counts of what is behind it, ``batch`` within its epoch."""
+
     epoch: int = 0
     batch: int = 0
     step: int = 0

@@ -40,6 +40,8 @@ EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 class Window(NamedTuple):
+    """The microbatches of one optimizer step on this rank; ``first``: index of the first one."""
+
     first: int
     batches: list[Any]
     last: bool

@@ -90,6 +90,7 @@ def leave_unread(stream: TextIO) -> None:
 
 
 def is_watched(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can move its cursor."""
     try:
         return os.environ.get("TERM") != "dumb" and stream.isatty()
     except (AttributeError, ValueError):  # closed

@@ -168,12 +168,16 @@ class Distribution:
             data = axes.dp.get_group()
             nn.SyncBatchNorm.convert_sync_batchnorm(model, data)  # type: ignore[no-untyped-call]
         self._require_shardable(model)
+
+        # What is asked of the whole model, before it is split.
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = mesh.of_experts(model) if sizes.ep > 1 else frozenset()
         styles = self._tensor_styles(model)
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         values = FirstRankValues(model)
+
+        # Split: stages, experts, weights, and shards of what is left on the rank.
         own_stages = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
         if sizes.ep > 1:
             mesh.spread_experts(model, axes.ep.get_group())
@@ -187,6 +191,8 @@ class Distribution:
         if self.sharded:
             self._shard_over_data(roots, axes, usage, device, ends=not parts)
         values.fill(model, own_stages.renamed, device)
+
+        # Where gradients lie, and what an optimizer step does.
         if self._is_replicated():
             # All ranks have bitwise equal gradients, so that clipping needs no collective.
             layout = Layout.of_model(model)

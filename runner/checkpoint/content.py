@@ -208,7 +208,7 @@ class CheckpointSaver:
         folder: folder of all checkpoints of the run, on a disk that all ranks share.
         interval: duration between checkpoints, such as ``500ba`` or ``10min``; None: only when the
             training is asked to stop.
-        keep: number of newest checkpoints to keep; 0: none is states.
+        keep: number of newest checkpoints to keep; 0: none is saved.
         best: metric by which one more checkpoint is kept, such as ``eval/loss``: the checkpoint
             whose last evaluation is the best. None: no further checkpoint is kept.
         maximizes: whether a higher value of ``best`` is better; by default it is of an accuracy.
@@ -259,7 +259,7 @@ class CheckpointSaver:
 
         Raises:
             ValueError: the folder holds checkpoints of another training, which would be removed;
-                or the state of the training cannot be states.
+                or the state of the training cannot be saved.
         """
         if not self.keep:
             return

@@ -90,27 +90,27 @@ class RandomState(dict[str, Any]):
     """State of the global generators of Python, NumPy and torch, the current GPU's, and others."""
 
     @classmethod
-    def now(cls, own: Mapping[str, Generator], with_gpu: bool = True) -> RandomState:
-        """Return the states of the global generators, and of those in ``own``."""
-        state = cls({name: _state_of(generator) for name, generator in _all(own).items()})
+    def now(cls, further: Mapping[str, Generator], with_gpu: bool = True) -> RandomState:
+        """Return the states of the global generators, and of ``further`` ones."""
+        state = cls({name: _state_of(generator) for name, generator in _all(further).items()})
         if with_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state[_GPU] = torch.cuda.get_rng_state()
         return state
 
-    def restore(self, own: Mapping[str, Generator]) -> None:
-        """Set the global generators, and those in ``own``, to the states that were read."""
+    def restore(self, further: Mapping[str, Generator]) -> None:
+        """Set the global generators, and ``further`` ones, to the states that were read."""
         if not self:
             return
-        by_name = _all(own)
+        by_name = _all(further)
         for name in self.keys() & by_name.keys():
             _restore(by_name[name], self[name])
         if _GPU in self and torch.cuda.is_available():
             torch.cuda.set_rng_state(self[_GPU])
 
     @classmethod
-    def only(cls, own: Mapping[str, Generator]) -> RandomState:
+    def only(cls, further: Mapping[str, Generator]) -> RandomState:
         """Return the state of these generators without the global ones."""
-        return cls({f"own.{name}": _state_of(generator) for name, generator in own.items()})
+        return cls({f"own.{name}": _state_of(generator) for name, generator in further.items()})
 
     def digest(self) -> int:
         """Return a seed that depends on all these states, apart from states of GPUs."""
@@ -166,17 +166,17 @@ class OwnRandom:
 
 
 @contextmanager
-def unchanged(own: Mapping[str, Generator], with_gpu: bool = False) -> Iterator[None]:
-    """Leave the global generators, and those in ``own``, as they are before the block."""
-    before = RandomState.now(own, with_gpu)
+def unchanged(further: Mapping[str, Generator], with_gpu: bool = False) -> Iterator[None]:
+    """Leave the global generators, and ``further`` ones, as they are before the block."""
+    before = RandomState.now(further, with_gpu)
     try:
         yield
     finally:
-        before.restore(own)
+        before.restore(further)
 
 
-def _all(own: Mapping[str, Generator]) -> dict[str, Any]:
-    return {**_GLOBAL, **{f"own.{name}": generator for name, generator in own.items()}}
+def _all(further: Mapping[str, Generator]) -> dict[str, Any]:
+    return {**_GLOBAL, **{f"own.{name}": generator for name, generator in further.items()}}
 
 
 def _state_of(generator: Any) -> Any:

@@ -34,7 +34,7 @@ POINTS = (50, 75, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
 
 
-# Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.
+# A tally has bounds with these decimal exponents, and this many bins a decade, each 6 % wide.
 LOWEST = -16
 HIGHEST = 12
 PER_DECADE = 40

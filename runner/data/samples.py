@@ -205,7 +205,7 @@ class SeededSamples(Dataset[Any]):
         if get_worker_info() is not None:
             yield
             return
-        # To read or to set the state of NumPy's generator takes longer than all the others.
+        # Reading or setting the state of NumPy's generator takes longer than all others together.
         numpy = _NUMPY.get_bit_generator()
         if self._scratch is None or self._scratch is numpy:
             self._scratch = np.random.MT19937(0)

@@ -169,7 +169,8 @@ def _replace_by_meta(root: nn.Module) -> None:
 
     They are contiguous, because fully_shard does not support channels-last weights.
     """
-    # By its id each original parameter, held so that no other tensor gets this id, and its new one.
+    # Each original parameter with its new one, by the id of the original, which is kept alive so
+    # that no other tensor gets this id.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in root.modules():
         for key, parameter in list(module._parameters.items()):

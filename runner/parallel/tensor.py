@@ -192,7 +192,8 @@ def parallelize(
     # Modules inside these get whole sequences.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
     entrances = _entrances(styles)
-    # By its id each original parameter, held so that no other tensor gets this id, and its DTensor.
+    # Each original parameter with its DTensor, by the id of the original, which is kept alive so
+    # that no other tensor gets this id.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, module in model.named_modules():
         if name not in styles and next(module.parameters(), None) is None:

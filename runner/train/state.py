@@ -1,4 +1,4 @@
-"""Where a training stands: everything besides the weights that it must have to continue exactly."""
+"""The state of a training: all that it needs besides the weights to continue exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrainState:
     rank: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)  # what else has a state_dict
     progress: Progress = field(default_factory=Progress)
-    schedulers_behind: bool = False  # an optimizer step was made that they have not followed
+    schedulers_behind: bool = False  # whether they have still to follow the last optimizer step
 
     def step_schedulers(self) -> None:
         """Step the schedules after an optimizer step that was taken; a skipped one moves none."""

@@ -223,7 +223,7 @@ class Trainer:
         return summary
 
     def _step(self, window: Window) -> None:
-        """Take one optimizer step; ``state.progress`` then stands behind it."""
+        """Take one optimizer step, and move ``state.progress`` past it."""
         state = self.state
         optimizer = self.optimizer
         before = state.progress

@@ -228,6 +228,7 @@ def shielded(start: Callable[[], T]) -> T:
 
 
 def start_method() -> str | None:
+    """Return how workers of this process are started; None for the default of the system."""
     is_local_rank = multiprocessing.parent_process() is not None
     if not is_local_rank or multiprocessing.get_start_method(allow_none=True) != "forkserver":
         return None

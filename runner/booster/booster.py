@@ -18,7 +18,13 @@ from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
 from runner.booster.optimizer import OptimizerWrapper
-from runner.booster.optimizers import orthogonalized, require_safe, unknown
+from runner.booster.optimizers import (
+    orthogonalized,
+    own_clips,
+    require_safe,
+    require_same_clips,
+    unknown,
+)
 from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
 from runner.booster.replaced import refuse_replaced
 from runner.booster.step_order import LossScale, Nonfinite
@@ -107,7 +113,10 @@ class Booster(saved.CheckpointIO):
         known = {id(parameter): name for name, parameter in given.items()}
         where = "Give boost (or Trainer) a model that owns it, or leave it out of the optimizer"
         raise_first(unknown(optimizers, known, where), alone=True)
-        unscaled = {known[id(parameter)] for parameter in orthogonalized(optimizers)}
+        clips = own_clips(optimizers, known)
+        if not alone:
+            require_same_clips(clips)
+        matrices = frozenset(known[id(parameter)] for parameter in orthogonalized(optimizers))
         made = plugin.configure(model)
         wrapper = ModelWrapper(model, self.dtype, made.renamed, names, made.pipeline)
         boosted = None
@@ -115,7 +124,8 @@ class Booster(saved.CheckpointIO):
             made.rebind(optimizers, given, model)
             for each in optimizers:
                 require_safe(each, made, plugin)
-            made.layout.leave_unscaled(unscaled)
+            made.layout.own_clips = clips
+            made.layout.orthogonalized = matrices
             wrapper.boosted = BoostedParameters(model, made.renamed, alone)
             options = self.loss_scale, self.nonfinite, copy.deepcopy(self.skip)
             ours = OptimizerWrapper(

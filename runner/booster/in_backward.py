@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from runner.booster.optimizers import AT_ONCE, computes_from_all, match_strides
 from runner.booster.step_order import StepOrder, StepOrderError
 from runner.clip import Change, ClipMode, Decision
+from runner.clip.groups import mode_of_parameter
 from runner.gradients import Layout, transfer
 from runner.gradients.norms import Powers, combine_norms
 
@@ -84,7 +85,7 @@ class InBackward:
         """Measure, decide and apply; the step follows while the gradient is in a cache."""
         if name not in self._parts:
             part = self._layout.restricted([name])
-            self._parts[name] = part, self.mode.of_part(part)
+            self._parts[name] = part, mode_of_parameter(self.mode, part)
         layout, mode = self._parts[name]
         stats = mode.measure(layout, self._each)
         known = transfer.can_read(stats.finite.device)
@@ -126,8 +127,12 @@ class InBackward:
             return Decision.skipped(norm, self.mode.threshold)
         p = self.mode.norm_type
         clips = self.mode.info.clips
-        decisions = [*self._decisions.values()]
-        after = self._total([decision.norm_clipped for decision in decisions])
+        after = self._total([decision.norm_clipped for decision in self._decisions.values()])
+        decisions = []
+        for name, decision in self._decisions.items():
+            _, mode = self._parts[name]
+            if mode.info.clips == clips:  # not of a parameter group that is left out
+                decisions.append(decision)
         nothing = torch.zeros_like(norm)
         changed = [decision.fraction * decision.total for decision in decisions]
         totals = [nothing + decision.total for decision in decisions]
@@ -140,12 +145,12 @@ class InBackward:
             max_stat=max_stat,
             power=after if math.isinf(p) else after**p,
         )
-        threshold = decisions[0].threshold if decisions else None
+        threshold = None if clips is None else self.mode.threshold
         whole = Decision.of_change(self._layout, norm, threshold, change, p).if_finite(finite)
         if clips != "updates":
             return whole
         smallest = torch.stack([decision.coef for decision in decisions]).amin()
-        return replace(whole, coef=smallest)
+        return replace(whole, factor=smallest)
 
     def _total(self, norms: Sequence[Tensor]) -> Tensor:
         return combine_norms([self._layout.number(0.0), *norms], self.mode.norm_type)

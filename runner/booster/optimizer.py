@@ -24,7 +24,8 @@ from runner.booster.step_order import (
 )
 from runner.clip import ClipMode, Decision, GradStats, build
 from runner.clip.call_history import CallHistory
-from runner.clip.decision import is_finite
+from runner.clip.decision import FALSE, is_finite
+from runner.clip.groups import ParameterGroups, by_parameter_groups, require_own_clips
 from runner.clip.skip import SkipRule
 from runner.gradients import total_norm, transfer
 from runner.gradients.norms import Powers
@@ -62,6 +63,7 @@ class OptimizerWrapper(StepOrder):
         self.powers: Powers | None = None
         self.calls = CallHistory()  # of ``apply_gradient_clipping``
         self._mode: ClipMode | None = None  # of the decision
+        self._clipper: ClipMode | ParameterGroups | None = None  # by this mode
         self._taken: bool | Callable[[], float] = False
         self._groups = BoostedGroups(self.optimizers, made.layout, made.steps)
         self._fused = self._all_fused()
@@ -85,8 +87,17 @@ class OptimizerWrapper(StepOrder):
 
     def bind(self, mode: ClipMode) -> None:
         """Bind a clipping mode to the layout and to the optimizers; every rank calls it."""
+        require_own_clips(mode, self.layout)
         mode.bind(self.layout)
         mode.bind_optimizers(self.optimizers, self.layout)
+        self._clipper_of(mode)
+
+    def _clipper_of(self, mode: ClipMode) -> ClipMode | ParameterGroups:
+        """Return what clips by a mode, if parameter groups say something of clipping."""
+        if mode is not self._mode or self._clipper is None:
+            self._mode = mode
+            self._clipper = by_parameter_groups(mode, self.layout)
+        return self._clipper
 
     def clip_in_backward(self, mode: ClipMode, *, step: bool = False, each: bool = False) -> None:
         """Clip each gradient in the backward pass, when it has become final, from now on.
@@ -133,27 +144,29 @@ class OptimizerWrapper(StepOrder):
         clipped after the step then. With ``each``, ``powers`` are measured.
         """
         self.begin_clip()
-        early, self._mode = self.in_backward, mode
+        early = self.in_backward
+        clipper = self._clipper_of(mode)
         if early is not None and mode is not early.mode:
             raise ValueError("gradients are clipped in the backward pass: clip by the same mode")
         if early is not None and early.began:
             norm = early.finish()
             self.powers, self.stage = early.powers, StepState.CLIPPED
-            self.decision = early.decide(norm, self._judge(norm))
+            self.decision = early.decide(norm, self._judge(norm, is_finite(norm)))
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
-        stats = mode.measure(self.layout, each)
-        self.powers, self.stage = stats.powers, StepState.CLIPPED
-        stats = replace(stats, finite=self._judge(stats.norm))
+        stats = clipper.measure(self.layout, each)
+        self.powers = stats.powers
+        self.stage = StepState.CLIPPED
+        stats.finite = self._judge(stats.norm, stats.finite)
         if self.skip is None:
-            self.decision = self._apply(mode, stats, fold)
+            self.decision = self._apply(clipper, stats, fold)
             return self.decision
         spike = self.skip.is_spike(stats.norm)
         # The host waits where it decides whether the step is taken.
         self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
-        stats = replace(stats, finite=stats.finite & ~self._spike)
-        decision = self._apply(mode, stats, fold)
+        stats.finite = stats.finite & ~self._spike
+        decision = self._apply(clipper, stats, fold)
         self.decision = replace(decision, spike=spike.to(stats.norm.dtype))
         return self.decision
 
@@ -165,9 +178,8 @@ class OptimizerWrapper(StepOrder):
             return finite and not self._spike
         return finite & ~self._spike
 
-    def _judge(self, norm: Tensor) -> Tensor:
+    def _judge(self, norm: Tensor, finite: Tensor) -> Tensor:
         """Return whether the gradient is finite, and note whether the step is taken."""
-        finite = is_finite(norm)
         on_device = self._fused and self.loss_scale is None and self.nonfinite == "skip"
         if on_device and not transfer.can_read(norm.device):
             self._finite = finite  # A fused optimizer can skip the step there.
@@ -181,14 +193,14 @@ class OptimizerWrapper(StepOrder):
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return finite
 
-    def _apply(self, mode: ClipMode, stats: GradStats, fold: bool) -> Decision:
+    def _apply(self, mode: ClipMode | ParameterGroups, stats: GradStats, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
-        if not (fold and mode.reads == "norm"):
+        if isinstance(mode, ParameterGroups) or not (fold and mode.reads == "norm"):
             return mode.clip(self.layout, stats)
         decision = mode.decide(self.layout, stats)
-        skipped = transfer.can_read(decision.finite.device) and not decision.finite
-        if decision.scales is None and not skipped and self._groups.fold(decision.coef):
-            self._coef = decision.coef
+        factor = decision.factor
+        if factor is not None and decision.finite is not FALSE and self._groups.fold(factor):
+            self._coef = factor
             return decision
         return mode.apply(self.layout, decision)
 
@@ -313,4 +325,5 @@ class OptimizerWrapper(StepOrder):
             raise ValueError(f"the state is that of {given} optimizers, but {here} were boosted")
         for optimizer, own in zip(self.optimizers, state["optimizer"], strict=True):
             optimizer.load_state_dict(own)
+        self._groups.restore_clips()
         self.load_rest(state)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.clip.decision import Change, Decision, GradStats
+from runner.clip.decision import FALSE, TRUE, Change, Decision, GradStats, limit_in_force
 from runner.config import modes
 from runner.config.modes import MODES, NAMES, Mode, checked
 from runner.config.problem import or_list
@@ -65,6 +65,8 @@ class ClipMode(Mode, ABC):
 
     memory: dict[str, Any] = field(init=False, repr=False)
     tally: Any = field(default=None, init=False, repr=False)
+    _limit: Tensor | None = field(default=None, init=False, repr=False)
+    _limit_of: float | None = field(default=None, init=False, repr=False)
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "initial_history"):
@@ -101,6 +103,18 @@ class ClipMode(Mode, ABC):
             raise ValueError("this clipping mode needs a threshold")
         return self.threshold
 
+    def limit_on(self, norm: Tensor) -> Tensor:
+        """Return λ as a number like ``norm``, which is made again only when λ or the device moves.
+
+        It is shared: never write into it.
+        """
+        limit = self._limit
+        if limit is None or self._limit_of != self.threshold or limit.device != norm.device:
+            limit = limit_in_force(norm, self.limit)
+            self._limit = limit
+            self._limit_of = self.threshold
+        return limit
+
     @property
     def limit_moves(self) -> bool:
         """Whether the λ in force is one of the step, which a skipped step has none of."""
@@ -125,16 +139,12 @@ class ClipMode(Mode, ABC):
         A mode may measure what it decides by in the same read, and leave it in ``work``. With
         ``each`` the share of each gradient in the norm is wanted too.
         """
-        return GradStats.of(layout, self.norm_type, each, self.scales_some(layout))
+        return GradStats.of(layout, self.norm_type, each)
 
-    def scales_some(self, layout: Layout) -> bool:
-        """Return whether a coefficient of this mode multiplies some gradients of ``layout`` only.
-
-        It leaves out those of :meth:`Layout.leave_unscaled`, unless option ``scales`` is ``all``.
-        They count in ‖G‖, but not in the norm that is compared with λ: no coefficient would bring a
-        norm that contains them to λ, and their size would decide how far others are scaled down.
-        """
-        return layout.partly_scaled and self.scales == "auto" and self.info.parts is None
+    @property
+    def scales_whole(self) -> bool:
+        """Whether the mode multiplies the whole gradient by one coefficient."""
+        return self.info.parts is None
 
     def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
         """Clip the gradients in place, and return what was done.
@@ -153,14 +163,10 @@ class ClipMode(Mode, ABC):
         return self.apply(layout, self.decide(layout, measured))
 
     def decide(self, layout: Layout, stats: GradStats) -> Decision:
-        """Decide how far to scale the gradients, without changing them.
-
-        Where only some gradients are multiplied (:meth:`scales_some`), :meth:`decide_finite`
-        decides by their norm, as if there were no others.
-        """
+        """Decide how far to scale the gradients, without changing them."""
         if self.changes:
             raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
-        return self._unless_skipped(layout, stats, self._decide_on_scaled)
+        return self._unless_skipped(layout, stats, self.decide_finite)
 
     def _unless_skipped(
         self,
@@ -168,33 +174,29 @@ class ClipMode(Mode, ABC):
         stats: GradStats,
         rule: Callable[[Layout, GradStats], Decision],
     ) -> Decision:
-        if transfer.can_read(stats.finite.device) and not stats.finite:
+        finite = stats.finite
+        if finite is not TRUE and transfer.can_read(finite.device) and not finite:
             # A limit that follows from earlier steps is that of no step but its own.
             return Decision.skipped(stats.norm, None if self.limit_moves else self.threshold)
-        self._move_memory(layout.device)
-        before = dict(self.memory)
+        before = self._begin_memory(layout.device)
         decision = rule(layout, stats)
         if self.tally is not None:
             self.tally.end_step(stats.norm)
-        self.undo(before, stats.finite)
-        return decision.if_finite(stats.finite, threshold_moves=self.limit_moves)
+        if finite is TRUE:
+            return decision
+        self.undo(before, finite)
+        return decision.if_finite(finite, threshold_moves=self.limit_moves)
 
-    def _decide_on_scaled(self, layout: Layout, stats: GradStats) -> Decision:
-        if stats.part or not self.scales_some(layout):
-            return self.decide_finite(layout, stats)
-        split = stats.split or GradStats.of(layout, self.norm_type, split=True).split
-        assert split is not None
-        of_scaled = replace(stats, norm=split.scaled, split=None, part=True)
-        decision = self.decide_finite(layout, of_scaled)
-        return decision.of_whole(layout, stats.norm, split, self.norm_type)
-
-    def _move_memory(self, device: torch.device) -> None:
-        """Move the memory to ``device``, also one that was loaded, or of numbers of the host."""
+    def _begin_memory(self, device: torch.device) -> dict[str, Any]:
+        """Move the memory to ``device``, also one that was loaded; return it as it is then."""
+        if not self.memory:
+            return {}
         for name, value in self.memory.items():
             if isinstance(value, Tensor):
                 self.memory[name] = value.to(device)
             else:
                 self.memory[name] = transfer.number(value, device)
+        return dict(self.memory)
 
     @abstractmethod
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
@@ -220,16 +222,13 @@ class ClipMode(Mode, ABC):
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         """Multiply the gradients in place, as decided."""
-        if transfer.can_read(decision.finite.device) and not decision.finite:
+        if decision.finite is FALSE:
             return decision
         if decision.scales is not None:
-            if decision.norm_scaled is None or decision.inner:
-                scale_each(layout, decision.scales)
-            # All others have one coefficient, and the gradients that are left out none.
-            else:
-                scale_some(layout, decision.scales)
+            scale_each(layout, decision.scales)
             return replace(decision, scales=None)
-        scale(layout, decision.coef)
+        assert decision.factor is not None
+        scale(layout, decision.factor)
         return decision
 
     @property
@@ -385,19 +384,9 @@ def class_of(kind: type[Mode]) -> type[ClipMode]:
 
 def scale(layout: Layout, coef: Tensor) -> None:
     """Multiply all gradients by ``coef``."""
-    if transfer.can_read(coef.device) and coef == 1.0:
+    if transfer.can_read(coef.device) and coef.item() == 1.0:
         return
     kernels_of(coef.device).multiply(layout.gradients()[1], coef)
-
-
-def scale_some(layout: Layout, scales: Tensor) -> None:
-    """Multiply the gradients that are not left out by the coefficient that they have in common."""
-    pairs = zip(*layout.gradients(), strict=True)
-    scaled = [(shard, gradient) for shard, gradient in pairs if shard.scaled]
-    if scaled:
-        coef = scales[layout.positions[scaled[0][0].name]]
-        gradients = [gradient for _, gradient in scaled]
-        kernels_of(scales.device).multiply(gradients, coef)
 
 
 def scale_each(layout: Layout, scales: Tensor) -> None:

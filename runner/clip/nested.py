@@ -16,19 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from runner.clip import ClipMode, Decision, GradStats, build
-from runner.clip.decision import Inner, ratio
+from runner.clip.decision import Inner
+from runner.clip.groups import Group, Groups, ParameterGroups, leaves_out
 from runner.clip.per_parameter import TensorNorms
 from runner.config.modes import ByGroups, Chain, Mode, Schedule, inner_mode
 from runner.config.problem import NOTHING
-from runner.gradients import Layout, ParamShard, transfer
+from runner.gradients import Layout
 from runner.gradients.layout import OptionError
-from runner.gradients.norms import Powers, combine_norms, powers_of
 
 REST = "rest"  # name of the parameters that no pattern matches
 
@@ -81,18 +81,16 @@ class NestedMode(ClipMode):
             return replace(*decisions.values(), inner=inner)
         scales = by if by is not None and by.ndim else None
         clipped = torch.stack([decision.clipped for decision in decisions.values()]).amax()
-        # The same number twice, not a quotient of two that were rounded differently.
-        after = torch.where(clipped > 0, after, norm)
         none = torch.full_like(norm, math.nan)
         return Decision(
             norm=norm,
-            norm_clipped=after,
-            coef=ratio(after, norm) if by is None or by.ndim else by,
-            clipped=clipped,
-            fraction=clipped if fraction is None else fraction,
-            max_stat=none,
             threshold=none,
+            factor=None if by is None or by.ndim else by,
             scales=scales,
+            # The same number twice, not a quotient of two that were rounded differently.
+            after=torch.where(clipped > 0, after, norm),
+            share=clipped if fraction is None else fraction,
+            largest=none,
             inner=inner,
         )
 
@@ -125,7 +123,7 @@ class ChainClip(Chain, NestedMode):
 
     def bind(self, layout: Layout) -> None:
         kinds = {mode.info.parts is None for mode in self._links}
-        if layout.partly_scaled and self.scales == "auto" and len(kinds) > 1:
+        if layout.orthogonalized and self.scales == "auto" and len(kinds) > 1:
             raise OptionError(
                 "scales",
                 "clip.scales=auto leaves out gradients of this optimizer where one coefficient "
@@ -140,9 +138,9 @@ class ChainClip(Chain, NestedMode):
             return "gradient"
         return self._links[0].reads
 
-    def scales_some(self, layout: Layout) -> bool:
-        scale_whole_gradients = all(mode.info.parts is None for mode in self._links)
-        return scale_whole_gradients and super().scales_some(layout)
+    @property
+    def scales_whole(self) -> bool:
+        return all(mode.scales_whole for mode in self._links)
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
         return self._links[0].measure(layout, each)
@@ -164,7 +162,8 @@ class ChainClip(Chain, NestedMode):
         for link in self._links:
             decision = link.decide(layout, stats)
             decisions.append(decision)
-            by = decision.coef if decision.scales is None else decision.scales
+            by = decision.factor if decision.scales is None else decision.scales
+            assert by is not None
             factor = factor * by
             tensors = stats.work.scaled(by) if isinstance(stats.work, TensorNorms) else None
             stats = replace(stats, norm=decision.norm_clipped, powers=None, work=tensors)
@@ -189,121 +188,66 @@ class ChainClip(Chain, NestedMode):
         return self.together(decisions[0].norm, decisions[-1].norm_clipped, named, factor)
 
 
-class _Group(NamedTuple):
-    """Parameters that are clipped together, and their positions in the whole layout."""
-
-    name: str
-    mode: ClipMode
-    layout: Layout
-    positions: Tensor
-
-
 @dataclass(eq=False)
 class GroupsClip(ByGroups, NestedMode):
     """Clip each group of parameters by a mode of its own."""
 
     kind = "group"
-    _layout: Layout | None = field(default=None, init=False, repr=False)
-    _bound: list[_Group] = field(default_factory=list, init=False, repr=False)
+    _groups: Groups | None = field(default=None, init=False, repr=False)
 
     def bind(self, layout: Layout) -> None:
-        self._layout = layout
-        self._bound = []
+        self._groups = Groups(layout, self.norm_type)
         remaining = dict.fromkeys(layout.names)
         for pattern, mode in self.modes.items():
             names = [name for name in layout.matching(pattern, "groups") if name in remaining]
             if not names and pattern != "*":
                 text = f"clip.groups: {pattern} matches only parameters that patterns before it do"
                 raise OptionError("groups", f"{text}; put it before them, or leave it out")
-            self._add(layout, pattern, mode, names)
+            self._add(self._groups, pattern, mode, names)
             for name in names:
                 del remaining[name]
-        self._add(layout, REST, build("none", norm_type=self.norm_type), [*remaining])
+        self._add(self._groups, REST, build("none", norm_type=self.norm_type), [*remaining])
 
-    def _add(self, layout: Layout, name: str, mode: ClipMode, names: Sequence[str]) -> None:
+    def _add(self, groups: Groups, name: str, mode: ClipMode, names: Sequence[str]) -> None:
         if names:
+            layout = groups.layout
             part = layout if len(names) == len(layout.names) else layout.restricted(names)
             bind(mode, part, f"groups.{name}")
-            numbers = [layout.positions[parameter] for parameter in part.names]
-            positions = transfer.on_device(numbers, layout.device).long()
-            self._bound.append(_Group(name, mode, part, positions))
+            clipper = ParameterGroups(mode, part) if leaves_out(mode, part) else mode
+            groups.groups.append(Group(name, clipper, part))
+
+    def _bound_to(self, layout: Layout) -> Groups:
+        if self._groups is None or self._groups.layout is not layout:
+            self.bind(layout)
+        assert self._groups is not None
+        return self._groups
 
     def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        if self._layout is not layout:
-            self.bind(layout)
-        measured = [group.mode.measure(group.layout, each) for group in self._bound]
-        norms = [stats.norm for stats in measured]
-        norm = combine_norms(norms, self.norm_type) if len(norms) > 1 else norms[0]
-        powers = None
-        if each or any(stats.powers is not None for stats in measured):
-            powers = self._powers(measured)
-        return GradStats.measured(norm, powers, measured)
-
-    def _powers(self, measured: Sequence[GradStats]) -> Powers:
-        """Return the powers of all groups; groups that have none are measured here."""
-        p = self.norm_type
-        shards: list[ParamShard] = []
-        powers: list[Tensor] = []
-        for group, stats in zip(self._bound, measured, strict=True):
-            part = stats.powers
-            if part is None:
-                _, part = powers_of(group.layout, *group.layout.gradients(), p, each=True)
-            if part is not None and part.shards:
-                shards += part.shards
-                powers.append(part.each)
-        return Powers(shards, torch.cat(powers) if powers else torch.empty(0), p)
+        return self._bound_to(layout).measure(each)
 
     @property
     def changes(self) -> bool:
-        return any(mode.changes for mode in self.modes.values())
+        """Whether the mode changes gradients itself: each group clips by itself."""
+        return True
 
-    @torch.no_grad()
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        decisions = []
-        for group, of_group in self._measured(layout, stats):
-            decisions.append(group.mode.decide(group.layout, of_group))
-        return self._whole(stats.norm, decisions, self._scales(layout, decisions))
+        """Raise a TypeError: a group may change gradients itself."""
+        raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
 
     @torch.no_grad()
     def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Clip each group, on all ranks in the same order."""
-        decisions = []
-        for group, of_group in self._measured(layout, stats):
-            decisions.append(group.mode.clip(group.layout, of_group))
-        return self._whole(stats.norm, decisions)
-
-    def _measured(self, layout: Layout, stats: GradStats) -> list[tuple[_Group, GradStats]]:
-        """Return each group with what was measured of it."""
-        work = stats.work if self._layout is layout else None
-        if not (isinstance(work, list) and len(work) == len(self._bound)):
-            work = self.measure(layout).work
-        of_groups = [replace(of_group, finite=stats.finite) for of_group in work]
-        return list(zip(self._bound, of_groups, strict=True))
-
-    def _scales(self, layout: Layout, decisions: Sequence[Decision]) -> Tensor:
-        """Return the factor of each parameter, [parameters]."""
-        wide = transfer.widest(layout.device)
-        scales = torch.ones(len(layout.names), dtype=wide, device=layout.device)
-        for group, decision in zip(self._bound, decisions, strict=True):
-            if decision.scales is not None:
-                scales.index_copy_(0, group.positions, decision.scales)
-            else:
-                scales.index_fill_(0, group.positions, decision.coef)
-        return scales
-
-    def _whole(
-        self, norm: Tensor, decisions: Sequence[Decision], scales: Tensor | None = None
-    ) -> Decision:
-        """Return the decision of all groups, with the share of clipping groups that clipped."""
+        """Clip each group; ``fraction`` is the share of clipping groups that clipped."""
+        groups = self._bound_to(layout)
+        decisions = groups.clip(stats)
         by_name = {}
         clipped = []
-        for group, decision in zip(self._bound, decisions, strict=True):
+        for group, decision in zip(groups.groups, decisions, strict=True):
             by_name[group.name] = decision
-            if group.mode.info.clips is not None:
+            if group.clips:
                 clipped.append(decision.clipped)
-        after = combine_norms([decision.norm_clipped for decision in decisions], self.norm_type)
-        share = torch.stack(clipped).mean() if clipped else torch.zeros_like(norm)
-        return self.together(norm, after, by_name, scales, share)
+        share = torch.stack(clipped).mean() if clipped else torch.zeros_like(stats.norm)
+        after = groups.norm_clipped(decisions)
+        return self.together(stats.norm, after, by_name, fraction=share)
 
 
 @dataclass(eq=False)

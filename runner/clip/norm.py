@@ -34,20 +34,12 @@ def limit_norm(
     is exactly ``limit`` is not touched.
     """
     bound = limit_in_force(norm, limit)
-    clipped = (norm > bound).to(norm.dtype)
     if to is None:
-        coef = (bound / norm).clamp(max=1.0)  # 1 for a norm of 0
+        factor = (bound / norm).clamp_(max=1.0)  # 1 for a norm of 0
     else:
-        coef = torch.where(norm > bound, to / norm, 1.0)
-    return Decision(
-        norm=norm,
-        norm_clipped=norm * coef,
-        coef=coef,
-        clipped=clipped,
-        fraction=clipped,
-        max_stat=norm if max_stat is None else max_stat,
-        threshold=bound if threshold is None else limit_in_force(norm, threshold),
-    )
+        factor = torch.where(norm > bound, to / norm, 1.0)
+    in_force = bound if threshold is None else limit_in_force(norm, threshold)
+    return Decision(norm, in_force, factor=factor, largest=max_stat)
 
 
 @dataclass(eq=False)
@@ -57,7 +49,8 @@ class NormClip(Norm, ClipMode):
     by_norm_alone = True
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        return limit_norm(stats.norm, self.limit)  # no collective: every rank has the same ‖G‖
+        # No collective: every rank has the same ‖G‖.
+        return limit_norm(stats.norm, self.limit_on(stats.norm))
 
 
 @dataclass(eq=False)
@@ -67,7 +60,7 @@ class NoClip(Unclipped, ClipMode):
     by_norm_alone = True
 
     def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        return Decision.untouched(stats.norm, None, stats.norm)
+        return Decision.untouched(stats.norm, None)
 
 
 @dataclass(eq=False)

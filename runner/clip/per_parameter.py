@@ -87,7 +87,7 @@ def decide_on_tensors(
         norm=norm,
         after=norm_clipped,
         share=over.sum() / total.clamp(min=1.0),
-        max_stat=values.amax() if values.numel() else layout.number(0.0),
+        largest=values.amax() if values.numel() else layout.number(0.0),
         limit=threshold,
         total=total,
         **more,

@@ -303,7 +303,7 @@ class UpdateClip(Update, OptimizerMode):
         rms, present = stats.work or self.measure(layout).work
         over = rms > limit * (1.0 + TIE)
         factors = torch.where(over, limit / rms, 1.0)
-        limits = {"coef": factors.amin(), "update": factors} if factors.numel() else {}
+        limits = {"factor": factors.amin(), "update": factors} if factors.numel() else {}
         return decide_on_tensors(
             self,
             layout,

@@ -20,8 +20,9 @@ from runner.gradients import transfer
 from runner.gradients.norms import Powers
 from runner.gradients.shard import local
 from runner.run_folder import keys
-from runner.telemetry.meter import Meter, StepValues
+from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.console import print_line
+from runner.telemetry.step import StepValues
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 
@@ -35,7 +36,7 @@ HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 
 * ``on_start(trainer)`` runs before the first step, also of a run that continues;
 * ``on_microbatch(trainer, number, of)`` after a microbatch; for the last one after the step;
-* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.meter.StepMetrics`,
+* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.step.StepMetrics`,
   whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step;
 * ``on_evaluate(trainer, metrics)`` after an evaluation; its metrics are the same on every rank;
 * ``on_end(trainer, summary)`` after the last step and the final weights, not if a training fails.

@@ -56,7 +56,8 @@ from runner.gradients import Layout, OptionError
 from runner.models.weights import WeightsError, load_weights
 from runner.optim.groups import GroupError
 from runner.run_folder import keys
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepMetrics
 from runner.train import build
 from runner.train.build import TargetError
 from runner.train.callbacks import Callbacks
@@ -537,7 +538,7 @@ def _logged_keys(config: RunConfig, data: Data, compared: bool) -> Iterator[Prob
 def logged(config: RunConfig, data: Data) -> list[str]:
     """Return the metrics that a run logs, apart from norms of layers."""
     meter = Meter(what_if=config.clip.what_if)
-    decision = Decision.untouched(torch.zeros(()), config.clip.threshold, torch.zeros(()))
+    decision = Decision.untouched(torch.zeros(()), config.clip.threshold)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
     update = [keys.UPDATE_RATIO] if config.telemetry.update_ratio else []
     found = [*meter.summary()["final"], *update, keys.WALL_SECONDS]

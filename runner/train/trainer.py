@@ -30,9 +30,11 @@ from runner.data.order import generators, unchanged
 from runner.gradients import transfer
 from runner.run_folder import keys
 from runner.run_folder.strict_json import cut
-from runner.telemetry.meter import Gauges, Meter, StepMetrics, StepValues
+from runner.telemetry.gauges import Gauges
+from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.telemetry.sinks.destination import To, file_of, sink_of
+from runner.telemetry.step import FirstMicrobatch, StepMetrics, StepValues
 from runner.train.callbacks import Callbacks, SkippedSteps
 from runner.train.metrics import EvalMetrics
 from runner.train.options import Algorithm, Evaluate, GradientClipping, InBackward, Log, Summary
@@ -408,13 +410,14 @@ class Trainer:
 
     def _first_microbatch(
         self, square: Tensor | None, items: Sequence[float | None], total: Count
-    ) -> tuple[Tensor | float, float, int]:
-        """Return what the noise scale needs of the first microbatch: ‖G‖², its share, samples."""
+    ) -> FirstMicrobatch | None:
+        """Return what the noise scale needs of the first microbatch, if it was measured."""
         share = (items[0] or 0.0) / (total.items or 1.0)
         if square is None or not 0 < share < 1:
-            return math.nan, 0.0, 0
+            return None
         # Its gradient was weighted as a part of the mean over all ranks.
-        return square / (share * self.plugin.data_size) ** 2, share, total.samples
+        unweighted = square / (share * self.plugin.data_size) ** 2
+        return FirstMicrobatch(unweighted, share, total.samples)
 
     def _follow(self, steps: Sequence[tuple[int, StepValues]]) -> None:
         """Take the values of steps that have left the device; every rank calls this alike."""

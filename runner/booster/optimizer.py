@@ -57,8 +57,11 @@ class OptimizerWrapper(StepOrder):
     ) -> None:
         self.in_backward: InBackward | None = None
         super().__init__(made, loss_scale)
-        self.optimizers, self.nonfinite, self.skip = list(optimizers), nonfinite, skip
-        self._max_norm, self._require_final = plugin.max_norm, require_final
+        self.optimizers = list(optimizers)
+        self.nonfinite = nonfinite
+        self.skip = skip
+        self._max_norm = plugin.max_norm
+        self._require_final = require_final
         self.decision: Decision | None = None
         self.powers: Powers | None = None
         self.calls = CallHistory()  # of ``apply_gradient_clipping``
@@ -81,7 +84,8 @@ class OptimizerWrapper(StepOrder):
 
     def unwrap(self) -> Optimizer:
         """Return the user's optimizer, if there is one alone."""
-        if (count := len(self.optimizers)) > 1:
+        count = len(self.optimizers)
+        if count > 1:
             raise RuntimeError(f"{count} optimizers were boosted together: use .optimizers")
         return self.optimizers[0]
 
@@ -105,20 +109,33 @@ class OptimizerWrapper(StepOrder):
         With ``step`` each parameter is stepped beside its gradient, which is then freed. Call
         :meth:`clip` with the same mode, which then returns what was done, and :meth:`step` as ever.
         """
-        asked: dict[str, Any] = {"step": step, "nonfinite": self.nonfinite}
-        asked |= {"fp16": self.loss_scale is not None, "skip": self.skip is not None}
-        refused = [f"{key}: {why}" for key, why in mode.refused_in_backward(**asked)]
-        refused += filter(None, map(why_not_in_parts, self.optimizers if step else ()))
         watch = self._made.watch_final
-        if watch is None:
-            refused = ["works with SinglePlugin: elsewhere gradients become final after it"]
-        if self.in_backward is not None:
-            refused = ["they are clipped there already"]
-        if refused or watch is None:
-            raise ValueError(f"clipping in the backward pass: {refused[0]}")
+        problem = self._why_not_in_backward(mode, step)
+        if problem or watch is None:
+            raise ValueError(f"clipping in the backward pass: {problem}")
         self.bind(mode)
         self.in_backward = InBackward(self, self.optimizers, mode, step, each)
         watch(self.in_backward.callback())
+
+    def _why_not_in_backward(self, mode: ClipMode, step: bool) -> str:
+        if self.in_backward is not None:
+            return "they are clipped there already"
+        if self._made.watch_final is None:
+            return "works with SinglePlugin: elsewhere gradients become final after it"
+        problems = mode.refused_in_backward(
+            step=step,
+            nonfinite=self.nonfinite,
+            fp16=self.loss_scale is not None,
+            skip=self.skip is not None,
+        )
+        for key, reason in problems:
+            return f"{key}: {reason}"
+        if step:
+            for optimizer in self.optimizers:
+                reason = why_not_in_parts(optimizer)
+                if reason:
+                    return reason
+        return ""
 
     @property
     def steps_in_backward(self) -> bool:
@@ -188,8 +205,8 @@ class OptimizerWrapper(StepOrder):
         known = bool(finite)
         if not known and self.loss_scale is None and self.nonfinite == "error":
             advice = "clip.nonfinite=skip leaves such steps out"
-            found = finding(self.layout, self.powers, float(norm))
-            raise NonFiniteGradient(found, advice, float(norm))
+            description = finding(self.layout, self.powers, float(norm))
+            raise NonFiniteGradient(description, advice, float(norm))
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return finite
 
@@ -218,30 +235,41 @@ class OptimizerWrapper(StepOrder):
         """
         if closure is not None:
             raise TypeError("step() takes no closure: run the backward passes before clipping")
-        early, finite = self.in_backward, self._finish_gradients()
+        finite = self._finish_gradients()
+        early = self.in_backward
         stepped = early is not None and early.steps and early.began is True
         if self.stage is not StepState.CLIPPED:
             self.decision = None
-        if finite is not False and any(group.get("fused") for group in self.param_groups):
+        if finite is not False and self._any_fused():
             match_strides(self.layout)
-        coef, decision = self._coef, self.decision
+        coef = self._coef
         self.begin_step()
         self.left = True
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
-        limits = []
-        if decision is not None and decision.update is not None and not stepped and self._mode:
-            limits = [(self._mode, decision)]
-        for mode, made in limits:
-            mode.before_step(self.layout, made)
         if not stepped:
-            step_where(finite, self.optimizers, coef)
-        for mode, made in limits:
-            self.decision = mode.after_step(self.layout, made)
+            self._take_step(finite, coef)
         # Also after a step that only this rank read to be skipped: others decide on the device.
         self._made.broadcast_params()
         return True
+
+    def _take_step(self, finite: bool | Tensor, coef: Tensor | None) -> None:
+        """Step all optimizers; the mode limits their updates where it has decided on these."""
+        decision = self.decision
+        if decision is None or decision.update is None or self._mode is None:
+            step_where(finite, self.optimizers, coef)
+            return
+        self._mode.before_step(self.layout, decision)
+        step_where(finite, self.optimizers, coef)
+        self.decision = self._mode.after_step(self.layout, decision)
+
+    def _any_fused(self) -> bool:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    return True
+        return False
 
     def _finish_gradients(self) -> bool | Tensor:
         """Make the gradients final, within the plugin's limit; return whether to take the step."""
@@ -277,7 +305,9 @@ class OptimizerWrapper(StepOrder):
     def begin_step(self) -> None:
         """Begin the next step."""
         super().begin_step()
-        self._finite, self._spike, self._coef = None, None, None
+        self._finite = None
+        self._spike = None
+        self._coef = None
         if self.in_backward is not None:
             self.in_backward.begin_step()
 
@@ -301,17 +331,22 @@ class OptimizerWrapper(StepOrder):
 
     def rest_of_state(self) -> dict[str, Any]:
         """Return the state beside that of the optimizers."""
-        held = {"loss_scale": self.loss_scale, "skip": self.skip}
-        state = {key: one.state_dict() for key, one in held.items() if one is not None}
-        if calls := self.calls.state_dict():
+        state: dict[str, Any] = {}
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        if self.skip is not None:
+            state["skip"] = self.skip.state_dict()
+        calls = self.calls.state_dict()
+        if calls:
             state["calls"] = calls
         return state
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`rest_of_state` returned."""
-        for key, one in (("loss_scale", self.loss_scale), ("skip", self.skip)):
-            if one is not None and state.get(key) is not None:
-                one.load_state_dict(state[key])
+        if self.loss_scale is not None and state.get("loss_scale") is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.skip is not None and state.get("skip") is not None:
+            self.skip.load_state_dict(state["skip"])
         self.calls.load_state_dict(state.get("calls", {}))
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,9 +356,13 @@ class OptimizerWrapper(StepOrder):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        if (given := len(state["optimizer"])) != (here := len(self.optimizers)):
-            raise ValueError(f"the state is that of {given} optimizers, but {here} were boosted")
-        for optimizer, own in zip(self.optimizers, state["optimizer"], strict=True):
-            optimizer.load_state_dict(own)
+        states = state["optimizer"]
+        boosted = len(self.optimizers)
+        if len(states) != boosted:
+            raise ValueError(
+                f"the state is that of {len(states)} optimizers, but {boosted} were boosted"
+            )
+        for optimizer, of_optimizer in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(of_optimizer)
         self._groups.restore_clips()
         self.load_rest(state)

@@ -513,8 +513,11 @@ def _listed(schedulers: Any) -> list[Any]:
     return list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
 
 
+_NO_REGION = nullcontext()
+
+
 def _no_region(part: str) -> AbstractContextManager[Any]:
-    return nullcontext()
+    return _NO_REGION
 
 
 def _only(kind: type[T], callbacks: Sequence[object]) -> T | None:

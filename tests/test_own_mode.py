@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runner.clip import ClipMode, Decision, GradStats, ModeInfo, limit_norm
+from runner.clip import ClipMode, Decision, Norms, ModeInfo, limit_norm
 from runner.gradients import Layout
 
 
@@ -31,12 +31,12 @@ class RunningMean(ClipMode):
 
     decay: Annotated[float, Field(ge=0, lt=1, description="weigh the steps before")] = 0.9
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        for name, value in (("total", stats.norm), ("weight", 1.0)):
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        for name, value in (("total", norms.total), ("weight", 1.0)):
             self.memory[name] = self.decay * self.memory[name] + (1 - self.decay) * value
         mean = self.memory["total"] / self.memory["weight"]
         return limit_norm(
-            stats.norm, self.limit * mean, max_stat=stats.norm / mean, threshold=self.limit
+            norms.total, self.limit * mean, max_stat=norms.total / mean, threshold=self.limit
         )
 
 

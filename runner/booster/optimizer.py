@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +21,12 @@ from runner.booster.step_order import (
     StepState,
     finding,
 )
-from runner.clip import ClipMode, Decision, GradStats, build
+from runner.clip import ClipMode, Decision, build
 from runner.clip.call_history import CallHistory
-from runner.clip.decision import FALSE, is_finite
 from runner.clip.groups import ParameterGroups, by_parameter_groups, require_own_clips
 from runner.clip.skip import SkipRule
 from runner.gradients import total_norm, transfer
-from runner.gradients.norms import Powers
+from runner.gradients.norms import FALSE, Norms
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 
@@ -38,7 +36,7 @@ class OptimizerWrapper(StepOrder):
 
     Attributes:
         decision: what :meth:`clip` decided last, and :meth:`step` completed; None without clipping.
-        powers: share of each gradient in the norm, where it was measured, see :class:`GradStats`.
+        norms: what :meth:`clip` measured last; None without clipping.
     """
 
     _finite: bool | Tensor | None  # whether to take the step; None while unknown
@@ -63,7 +61,7 @@ class OptimizerWrapper(StepOrder):
         self._max_norm = plugin.max_norm
         self._require_final = require_final
         self.decision: Decision | None = None
-        self.powers: Powers | None = None
+        self.norms: Norms | None = None
         self.calls = CallHistory()  # of ``apply_gradient_clipping``
         self._mode: ClipMode | None = None  # of the decision
         self._clipper: ClipMode | ParameterGroups | None = None  # by this mode
@@ -158,7 +156,7 @@ class OptimizerWrapper(StepOrder):
 
         Every rank decides from the same reduced norm. With ``fold``, :meth:`step` may multiply the
         gradients, which costs less where all optimizers are fused ones of torch; each ``.grad`` is
-        clipped after the step then. With ``each``, ``powers`` are measured.
+        clipped after the step then. With ``each``, ``norms`` have the share of each gradient.
         """
         self.begin_clip()
         early = self.in_backward
@@ -166,26 +164,30 @@ class OptimizerWrapper(StepOrder):
         if early is not None and mode is not early.mode:
             raise ValueError("gradients are clipped in the backward pass: clip by the same mode")
         if early is not None and early.began:
-            norm = early.finish()
-            self.powers, self.stage = early.powers, StepState.CLIPPED
-            self.decision = early.decide(norm, self._judge(norm, is_finite(norm)))
+            norms = early.finish()
+            self.norms = norms
+            self.stage = StepState.CLIPPED
+            norms.finite = self._judge(norms.total, norms.finite)
+            self.decision = early.decide(norms)
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
-        stats = clipper.measure(self.layout, each)
-        self.powers = stats.powers
+        norms = clipper.measure(self.layout, each)
+        self.norms = norms
         self.stage = StepState.CLIPPED
-        stats.finite = self._judge(stats.norm, stats.finite)
-        if self.skip is None:
-            self.decision = self._apply(clipper, stats, fold)
-            return self.decision
-        spike = self.skip.is_spike(stats.norm)
-        # The host waits where it decides whether the step is taken.
-        self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
-        stats.finite = stats.finite & ~self._spike
-        decision = self._apply(clipper, stats, fold)
-        self.decision = replace(decision, spike=spike.to(stats.norm.dtype))
-        return self.decision
+        norms.finite = self._judge(norms.total, norms.finite)
+        spike: Tensor | None = None
+        if self.skip is not None:
+            spike = self.skip.is_spike(norms.total)
+            # The host waits where it decides whether the step is taken.
+            self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
+            norms.finite = norms.finite & ~self._spike
+        decision = self._apply(clipper, norms, fold)
+        norms.work = None  # it may hold gradients
+        if spike is not None:
+            decision.spike = spike.to(norms.total.dtype)
+        self.decision = decision
+        return decision
 
     def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
         """Return ``finite``, or False for a spike."""
@@ -205,16 +207,16 @@ class OptimizerWrapper(StepOrder):
         known = bool(finite)
         if not known and self.loss_scale is None and self.nonfinite == "error":
             advice = "clip.nonfinite=skip leaves such steps out"
-            description = finding(self.layout, self.powers, float(norm))
+            description = finding(self.layout, self.norms, float(norm))
             raise NonFiniteGradient(description, advice, float(norm))
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return finite
 
-    def _apply(self, mode: ClipMode | ParameterGroups, stats: GradStats, fold: bool) -> Decision:
+    def _apply(self, mode: ClipMode | ParameterGroups, norms: Norms, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
         if isinstance(mode, ParameterGroups) or not (fold and mode.reads == "norm"):
-            return mode.clip(self.layout, stats)
-        decision = mode.decide(self.layout, stats)
+            return mode.clip(self.layout, norms)
+        decision = mode.decide(self.layout, norms)
         factor = decision.factor
         if factor is not None and decision.finite is not FALSE and self._groups.fold(factor):
             self._coef = factor

@@ -1,4 +1,4 @@
-"""What is measured before a clipping mode decides, and what it decides."""
+"""What a clipping mode decides, and the numbers that describe it."""
 
 from __future__ import annotations
 
@@ -12,43 +12,9 @@ from torch import Tensor
 
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
-from runner.gradients.norms import Powers, norm_of_ranks, powers_of, root
+from runner.gradients.norms import FALSE, TRUE, powers_of, root
 
-TRUE = torch.tensor(True)
-FALSE = torch.tensor(False)
 _ONE = torch.ones((), dtype=torch.float64)
-
-
-@dataclass(slots=True, eq=False)
-class GradStats:
-    """Measurements of a final gradient, the same on every rank.
-
-    Attributes:
-        norm: ‖G‖ of the gradient.
-        finite: whether ``norm`` is finite, a 0-dimensional boolean tensor. It is on the host where
-            the host has read it. Cleared for a step that a skip rule leaves out.
-        powers: share of each gradient of this rank; None where it was not measured.
-        work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
-    """
-
-    norm: Tensor
-    finite: Tensor
-    powers: Powers | None = None
-    work: Any = None
-
-    @classmethod
-    def of(cls, layout: Layout, norm_type: float = 2.0, each: bool = False) -> GradStats:
-        """Measure the gradients of ``layout``: one small collective if it spans ranks.
-
-        With ``each`` there are ``powers``; as on an accelerator, and where ‖G‖ is not finite.
-        """
-        power, powers = powers_of(layout, *layout.gradients(), norm_type, each)
-        return cls.measured(norm_of_ranks(layout, power, norm_type), powers)
-
-    @classmethod
-    def measured(cls, norm: Tensor, powers: Powers | None, work: Any = None) -> GradStats:
-        """Return the measurements that a mode has made itself."""
-        return cls(norm, is_finite(norm), powers, work)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +48,7 @@ class Decision:
             that clips steps.
         largest: largest value that the mode compares with λ: |g| of an element, or
             ‖G_u‖/max(‖W_u‖, ε) of a unit; None for ‖G‖.
-        finite: see :class:`GradStats`. Where it is False, the step is skipped.
+        finite: see :class:`Norms`. Where it is False, the step is skipped.
         norm_scaled: norm before clipping of the gradients that are multiplied, which is compared
             with λ, where others are left out; else None.
         inner: decisions of the modes inside of this one, where it has any.
@@ -270,13 +236,6 @@ class Decision:
         if threshold_moves:
             threshold = torch.where(finite, threshold, math.nan)
         return replace(self, finite=finite, threshold=threshold)
-
-
-def is_finite(norm: Tensor) -> Tensor:
-    """Return whether a norm is finite; one that a host may read gives ``TRUE`` or ``FALSE``."""
-    if transfer.can_read(norm.device):
-        return TRUE if norm.item() < math.inf else FALSE
-    return norm < math.inf  # no norm is negative, and NaN is not less
 
 
 def limit_in_force(norm: Tensor, limit: Tensor | float | None) -> Tensor:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.clip.decision import Decision, GradStats, Inner
+from runner.clip.decision import Decision, Inner
 from runner.clip.mode import ClipMode, build
 from runner.gradients import Layout, ParamShard
-from runner.gradients.norms import Powers, combine_norms, powers_of, root
+from runner.gradients.norms import Norms, combine_norms, is_finite, powers_of, root
 
 
 class Group(NamedTuple):
@@ -41,59 +41,61 @@ class Groups:
         self._norm_type = norm_type
         self.groups: list[Group] = []
 
-    def measure(self, each: bool) -> GradStats:
+    def measure(self, each: bool) -> Norms:
         """Measure each group; ``work`` has what was measured, in the order of the groups."""
         modes = [group.mode for group in self.groups]
         if len(modes) > 1 and all(mode.reads == "norm" for mode in modes):
             measured = self._measure_norms(each)
         else:
             measured = [group.mode.measure(group.layout, each) for group in self.groups]
-        norms = [stats.norm for stats in measured]
-        norm = combine_norms(norms, self._norm_type) if len(norms) > 1 else norms[0]
-        powers = None
-        if each or any(stats.powers is not None for stats in measured):
-            powers = self._powers(measured)
-        return GradStats.measured(norm, powers, measured)
+        p = self._norm_type
+        totals = [norms.total for norms in measured]
+        total = combine_norms(totals, p) if len(totals) > 1 else totals[0]
+        shards: list[ParamShard] = []
+        shares: Tensor | None = None
+        if each or any(norms.shares is not None for norms in measured):
+            shards, shares = self._shares(measured)
+        return Norms(total, is_finite(total), p, shards, shares, measured)
 
-    def _measure_norms(self, each: bool) -> list[GradStats]:
+    def _measure_norms(self, each: bool) -> list[Norms]:
         """Measure the norms of all groups, with one collective for all of them."""
         p = self._norm_type
-        on_this_rank = []
-        of_gradients = []
+        powers = []
+        measured = []
         for group in self.groups:
-            power, powers = powers_of(group.layout, *group.layout.gradients(), p, each)
-            on_this_rank.append(power)
-            of_gradients.append(powers)
-        if math.isinf(p):
-            totals = self.layout.totals(maxima=on_this_rank)
-        else:
-            totals = self.layout.totals(sums=on_this_rank)
-        return [
-            GradStats.measured(root(total, p), powers)
-            for total, powers in zip(totals, of_gradients, strict=True)
-        ]
+            shards, gradients = group.layout.gradients()
+            power, shares = powers_of(group.layout, shards, gradients, p, each)
+            powers.append(power)
+            measured.append((shards, shares))
+        sums_or_maxima = {"maxima": powers} if math.isinf(p) else {"sums": powers}
+        norms = []
+        for power, (shards, shares) in zip(
+            self.layout.totals(**sums_or_maxima), measured, strict=True
+        ):
+            total = root(power, p)
+            norms.append(Norms(total, is_finite(total), p, shards, shares))
+        return norms
 
-    def _powers(self, measured: Sequence[GradStats]) -> Powers:
-        """Return the powers of all groups; groups that have none are measured here."""
-        p = self._norm_type
+    def _shares(self, measured: Sequence[Norms]) -> tuple[list[ParamShard], Tensor]:
+        """Return the shares of the gradients of all groups; those that are missing are measured."""
         shards: list[ParamShard] = []
-        powers: list[Tensor] = []
-        for group, stats in zip(self.groups, measured, strict=True):
-            part = stats.powers
-            if part is None:
-                _, part = powers_of(group.layout, *group.layout.gradients(), p, each=True)
-            if part is not None and part.shards:
-                shards += part.shards
-                powers.append(part.each)
-        return Powers(shards, torch.cat(powers) if powers else torch.empty(0), p)
+        shares: list[Tensor] = [torch.empty(0, device=self.layout.device)]
+        for group, norms in zip(self.groups, measured, strict=True):
+            of_group = norms
+            if norms.shares is None:
+                of_group = Norms.of(group.layout, self._norm_type, each=True)
+            assert of_group.shares is not None
+            shards += of_group.shards
+            shares.append(of_group.shares)
+        return shards, torch.cat(shares)
 
-    def clip(self, stats: GradStats) -> list[Decision]:
+    def clip(self, norms: Norms) -> list[Decision]:
         """Clip each group, on all ranks in the same order; a step that is not finite by none."""
-        measured = stats.work
+        measured = norms.work
         if not (isinstance(measured, list) and len(measured) == len(self.groups)):
             measured = self.measure(each=False).work
         return [
-            group.mode.clip(group.layout, replace(of_group, finite=stats.finite))
+            group.mode.clip(group.layout, replace(of_group, finite=norms.finite))
             for group, of_group in zip(self.groups, measured, strict=True)
         ]
 
@@ -191,7 +193,7 @@ class ParameterGroups:
         return Group("main", mode, layout)
 
     @torch.no_grad()
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         main = self._main.mode
         if isinstance(main, ClipMode) and main is not self.mode and self._main.clips:
             main.threshold = self.mode.threshold
@@ -199,9 +201,9 @@ class ParameterGroups:
         return self._groups.measure(each)
 
     @torch.no_grad()
-    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+    def clip(self, layout: Layout, norms: Norms | None = None) -> Decision:
         """Clip each group in place; return a decision on the whole gradient."""
-        measured = self.measure(layout) if stats is None else stats
+        measured = self.measure(layout) if norms is None else norms
         decisions = self._groups.clip(measured)
         clipping = [
             (group, decision)
@@ -220,11 +222,11 @@ class ParameterGroups:
         inner = [Inner("group", group.name, decision) for group, decision in clipping[1:]]
         return replace(
             main,
-            norm=measured.norm,
+            norm=measured.total,
             factor=None,
             scales=None,
             # The same number twice, not a quotient of two that were rounded differently.
-            after=torch.where(share > 0, after, measured.norm),
+            after=torch.where(share > 0, after, measured.total),
             share=share,
             largest=main.max_stat,
             total=total,

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.clip.decision import FALSE, TRUE, Change, Decision, GradStats, limit_in_force
+from runner.clip.decision import Change, Decision, limit_in_force
 from runner.config import modes
 from runner.config.modes import MODES, NAMES, Mode, checked
 from runner.config.problem import or_list
 from runner.gradients import transfer
 from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import Layout
+from runner.gradients.norms import FALSE, TRUE, Norms
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 _CLASSES: Mapping[type[Mode], str] = {
@@ -49,7 +50,7 @@ class ClipMode(Mode, ABC):
     ``info`` are described in :class:`runner.config.mode.Mode`.
 
     Attributes:
-        by_norm_alone: whether :meth:`decide_finite` reads ``stats.norm`` and nothing else of the
+        by_norm_alone: whether :meth:`decide_finite` reads ``norms.total`` and nothing else of the
             gradient, and decides on one coefficient. An optimizer's step may then multiply by it
             instead of :meth:`apply`, and in a chain the norm of the link before is enough.
         memory: what the mode remembers of earlier steps, by name: tensors on the device. It
@@ -133,20 +134,20 @@ class ClipMode(Mode, ABC):
         """
         self.require_optimizers(optimizers)
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         """Measure the final gradients of ``layout``; the host does not wait for an accelerator.
 
         A mode may measure what it decides by in the same read, and leave it in ``work``. With
-        ``each`` the share of each gradient in the norm is wanted too.
+        ``each`` the share of each gradient in the norm is measured too.
         """
-        return GradStats.of(layout, self.norm_type, each)
+        return Norms.of(layout, self.norm_type, each)
 
     @property
     def scales_whole(self) -> bool:
         """Whether the mode multiplies the whole gradient by one coefficient."""
         return self.info.parts is None
 
-    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+    def clip(self, layout: Layout, norms: Norms | None = None) -> Decision:
         """Clip the gradients in place, and return what was done.
 
         The host does not wait for an accelerator. A step that is not finite is skipped, and leaves
@@ -155,33 +156,33 @@ class ClipMode(Mode, ABC):
         Args:
             layout: the layout this mode was bound to. Gradients are final: synchronised, unscaled,
                 divided by the items of the window.
-            stats: what was measured of them; they are measured here by default.
+            norms: what was measured of them; they are measured here by default.
         """
-        measured = self.measure(layout) if stats is None else stats
+        measured = self.measure(layout) if norms is None else norms
         if self.changes:
             return self._unless_skipped(layout, measured, self.change_finite)
         return self.apply(layout, self.decide(layout, measured))
 
-    def decide(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide(self, layout: Layout, norms: Norms) -> Decision:
         """Decide how far to scale the gradients, without changing them."""
         if self.changes:
             raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
-        return self._unless_skipped(layout, stats, self.decide_finite)
+        return self._unless_skipped(layout, norms, self.decide_finite)
 
     def _unless_skipped(
         self,
         layout: Layout,
-        stats: GradStats,
-        rule: Callable[[Layout, GradStats], Decision],
+        norms: Norms,
+        rule: Callable[[Layout, Norms], Decision],
     ) -> Decision:
-        finite = stats.finite
+        finite = norms.finite
         if finite is not TRUE and transfer.can_read(finite.device) and not finite:
             # A limit that follows from earlier steps is that of no step but its own.
-            return Decision.skipped(stats.norm, None if self.limit_moves else self.threshold)
+            return Decision.skipped(norms.total, None if self.limit_moves else self.threshold)
         before = self._begin_memory(layout.device)
-        decision = rule(layout, stats)
+        decision = rule(layout, norms)
         if self.tally is not None:
-            self.tally.end_step(stats.norm)
+            self.tally.end_step(norms.total)
         if finite is TRUE:
             return decision
         self.undo(before, finite)
@@ -199,14 +200,14 @@ class ClipMode(Mode, ABC):
         return dict(self.memory)
 
     @abstractmethod
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Decide on factors of a gradient that is finite.
 
         On an accelerator it may turn out not to be: decision and memory are then dropped. Ranks
-        hold the same ``stats``, and have to make the same decision.
+        hold the same ``norms``, and have to make the same decision.
         """
 
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Change a gradient that is finite, for a mode whose ``changes`` is true."""
         raise TypeError(f"{type(self).__name__} decides on factors: it changes no gradient itself")
 
@@ -320,19 +321,19 @@ class ChangeMode(ClipMode):
         return True
 
     @abstractmethod
-    def change(self, layout: Layout, stats: GradStats) -> Change:
+    def change(self, layout: Layout, norms: Norms) -> Change:
         """Change the gradients of this rank in place; return what was changed of a finite one.
 
         On an accelerator a gradient may turn out not to be finite: its step is then skipped.
         """
 
     @torch.no_grad()
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Change a gradient that is finite; one collective tells what all ranks changed."""
-        change = self.change(layout, stats)
-        return Decision.of_change(layout, stats.norm, self.limit, change, self.norm_type)
+        change = self.change(layout, norms)
+        return Decision.of_change(layout, norms.total, self.limit, change, self.norm_type)
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Raise a TypeError: there are no factors."""
         raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, build
+from runner.clip import ClipMode, Decision, Norms, build
 from runner.clip.decision import Inner
 from runner.clip.groups import Group, Groups, ParameterGroups, leaves_out
 from runner.clip.per_parameter import TensorNorms
@@ -142,7 +142,7 @@ class ChainClip(Chain, NestedMode):
     def scales_whole(self) -> bool:
         return all(mode.scales_whole for mode in self._links)
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         return self._links[0].measure(layout, each)
 
     @property
@@ -155,32 +155,32 @@ class ChainClip(Chain, NestedMode):
         return not measured.issuperset(others)
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Let each link decide by norms that the links before it have scaled."""
         decisions = []
         factor = layout.number(1.0)
         for link in self._links:
-            decision = link.decide(layout, stats)
+            decision = link.decide(layout, norms)
             decisions.append(decision)
             by = decision.factor if decision.scales is None else decision.scales
             assert by is not None
             factor = factor * by
-            tensors = stats.work.scaled(by) if isinstance(stats.work, TensorNorms) else None
-            stats = replace(stats, norm=decision.norm_clipped, powers=None, work=tensors)
+            tensors = norms.work.scaled(by) if isinstance(norms.work, TensorNorms) else None
+            norms = Norms(decision.norm_clipped, norms.finite, work=tensors)
         return self._whole(decisions, factor)
 
     @torch.no_grad()
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Let each link clip what the links before it have left."""
         decisions: list[Decision] = []
-        finite = stats.finite
+        finite = norms.finite
         for link in self._links:
             if decisions and link.reads != "norm":
-                stats = link.measure(layout)
+                norms = link.measure(layout)
             # Clamping makes an infinite gradient finite, but its step is skipped all the same.
-            decision = link.clip(layout, replace(stats, finite=finite))
+            decision = link.clip(layout, replace(norms, finite=finite))
             decisions.append(decision)
-            stats = GradStats(decision.norm_clipped, finite)
+            norms = Norms(decision.norm_clipped, finite)
         return self._whole(decisions, None)
 
     def _whole(self, decisions: Sequence[Decision], factor: Any) -> Decision:
@@ -222,7 +222,7 @@ class GroupsClip(ByGroups, NestedMode):
         assert self._groups is not None
         return self._groups
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         return self._bound_to(layout).measure(each)
 
     @property
@@ -230,24 +230,24 @@ class GroupsClip(ByGroups, NestedMode):
         """Whether the mode changes gradients itself: each group clips by itself."""
         return True
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Raise a TypeError: a group may change gradients itself."""
         raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
 
     @torch.no_grad()
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Clip each group; ``fraction`` is the share of clipping groups that clipped."""
         groups = self._bound_to(layout)
-        decisions = groups.clip(stats)
+        decisions = groups.clip(norms)
         by_name = {}
         clipped = []
         for group, decision in zip(groups.groups, decisions, strict=True):
             by_name[group.name] = decision
             if group.clips:
                 clipped.append(decision.clipped)
-        share = torch.stack(clipped).mean() if clipped else torch.zeros_like(stats.norm)
+        share = torch.stack(clipped).mean() if clipped else torch.zeros_like(norms.total)
         after = groups.norm_clipped(decisions)
-        return self.together(stats.norm, after, by_name, fraction=share)
+        return self.together(norms.total, after, by_name, fraction=share)
 
 
 @dataclass(eq=False)
@@ -276,28 +276,28 @@ class ScheduleClip(Schedule, ClipMode):
     def reads(self) -> Literal["norm", "tensors", "gradient"]:
         return self.inner.reads if self.by_norm_alone else "gradient"
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         self._set_limit()  # the mode may look for what is above λ
         return self.inner.measure(layout, each)
 
-    def decide(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide(self, layout: Layout, norms: Norms) -> Decision:
         self._set_limit()
         self.memory["step"] = self._step + 1
-        return self.inner.decide(layout, stats)
+        return self.inner.decide(layout, norms)
 
     @property
     def changes(self) -> bool:
         return self.inner.changes
 
-    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+    def clip(self, layout: Layout, norms: Norms | None = None) -> Decision:
         if not self.changes:
-            return super().clip(layout, stats)
+            return super().clip(layout, norms)
         self._set_limit()
         self.memory["step"] = self._step + 1
-        return self.inner.clip(layout, stats)
+        return self.inner.clip(layout, norms)
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        return self.inner.decide_finite(layout, stats)
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        return self.inner.decide_finite(layout, norms)
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         return self.inner.apply(layout, decision)

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from runner.clip.decision import Decision, GradStats, limit_in_force
+from runner.clip.decision import Decision, limit_in_force
 from runner.clip.mode import ClipMode
 from runner.config.modes import Norm, Percentile, Unclipped, ZScore
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
+from runner.gradients.norms import Norms
 
 
 def limit_norm(
@@ -48,9 +49,9 @@ class NormClip(Norm, ClipMode):
 
     by_norm_alone = True
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         # No collective: every rank has the same ‖G‖.
-        return limit_norm(stats.norm, self.limit_on(stats.norm))
+        return limit_norm(norms.total, self.limit_on(norms.total))
 
 
 @dataclass(eq=False)
@@ -59,8 +60,8 @@ class NoClip(Unclipped, ClipMode):
 
     by_norm_alone = True
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        return Decision.untouched(stats.norm, None)
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        return Decision.untouched(norms.total, None)
 
 
 @dataclass(eq=False)
@@ -75,18 +76,18 @@ class PercentileClip(Percentile, ClipMode):
 
     by_norm_alone = True
 
-    def decide(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide(self, layout: Layout, norms: Norms) -> Decision:
         """Make room for one more norm, and decide."""
-        norms = self.memory.get("norms", torch.empty(0))
-        norms = norms.to(layout.device, transfer.widest(layout.device))
+        earlier = self.memory.get("norms", torch.empty(0))
+        earlier = earlier.to(layout.device, transfer.widest(layout.device))
         # Only the device may know whether the step is finite: an inf that stays is no norm.
-        room = 1 if self.window is None else self.window - len(norms)
-        self.memory["norms"] = torch.cat([norms.new_full((room,), math.inf), norms])
-        return super().decide(layout, stats)
+        room = 1 if self.window is None else self.window - len(earlier)
+        self.memory["norms"] = torch.cat([earlier.new_full((room,), math.inf), earlier])
+        return super().decide(layout, norms)
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        norm = stats.norm.view(1)
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        norm = norms.total.view(1)
         before = self.memory["norms"][1:]
         rising = torch.cat([before, norm]).sort().values
         count = (rising < math.inf).sum(dtype=norm.dtype).view(1)
@@ -99,7 +100,7 @@ class PercentileClip(Percentile, ClipMode):
         kept = torch.minimum(norm, limit) if self.history == "clipped" else norm
         self.memory["norms"] = torch.cat([before, kept])
         in_force = torch.where(clips, limit, math.nan)[0]
-        return limit_norm(stats.norm, limit[0], threshold=in_force)
+        return limit_norm(norms.total, limit[0], threshold=in_force)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -136,12 +137,12 @@ class ZScoreClip(ZScore, ClipMode):
     initial_memory: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         past = self.memory
         count = past["count"]
         mean = past["mean"]
         variance = past["variance"]
-        norm = stats.norm
+        norm = norms.total
         z = self.limit
         begins = count < self.warmup_steps
         deviation = variance.sqrt()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip import Decision, GradStats
+from runner.clip import Decision, Norms
 from runner.gradients import transfer
 from runner.gradients.over_ranks import ProcessGroups, process_groups_of
 from runner.gradients.shard import is_dtensor
@@ -182,7 +182,7 @@ class GradientMonitor:
             coef = threshold / (before + 1e-6)  # as ``torch.nn.utils.clip_grad_norm_`` computes it
             return Decision(before, torch.full_like(before, threshold), factor=coef.clamp(max=1.0))
         layout = plain_clipper(self._model, self._process_groups).layout
-        norm = GradStats.of(layout).norm
+        norm = Norms.of(layout).total
         warn_without_gradients(self._model, layout, norm, stacklevel=5)
         return Decision.untouched(norm, threshold)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.gradients import Layout, ParamShard
-from runner.gradients.norms import Powers, norms_over_ranks, powers_of
+from runner.gradients.norms import Norms, by_parameter, norms_over_ranks, powers_of
 from runner.run_folder import keys
 from runner.run_folder.strict_json import Row
 
@@ -28,12 +28,12 @@ class Gauges:
         self._updates = updates
 
     @torch.no_grad()
-    def begin(self, powers: Powers | None) -> Callable[[], Tensor]:
+    def begin(self, norms: Norms | None) -> Callable[[], Tensor]:
         """Measure before a step; the returned function measures after it, and gives [values]."""
         of_gradients: list[Tensor] = []
         if self.per_layer:
-            assert powers is not None
-            of_gradients.append(powers.of_parameters(self.layout))
+            assert norms is not None
+            of_gradients.append(norms.of_parameters(self.layout))
         trained = [s for s in self.layout.shards if s.param.requires_grad and s.weight.numel()]
         weights = [shard.weight.clone() for shard in trained] if self._updates else []
 
@@ -87,6 +87,6 @@ class Gauges:
         return row
 
     def _squares(self, shards: Sequence[ParamShard], tensors: Sequence[Tensor]) -> Tensor:
-        powers = powers_of(self.layout, shards, tensors, 2.0, each=True)[1]
-        assert powers is not None
-        return powers.of_parameters(self.layout)
+        _, squares = powers_of(self.layout, shards, tensors, 2.0, each=True)
+        assert squares is not None
+        return by_parameter(self.layout, shards, squares, 2.0)

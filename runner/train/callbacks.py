@@ -17,7 +17,7 @@ from runner.config.notation import first_few, higher_is_better, plural, ranks_as
 from runner.config.problem import or_list
 from runner.data.stream import has_state
 from runner.gradients import transfer
-from runner.gradients.norms import Powers
+from runner.gradients.norms import Norms
 from runner.gradients.shard import local
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
@@ -177,7 +177,7 @@ class _Step(NamedTuple):
     epoch: int
     microbatches: range  # indices in the epoch
     scale: float | None
-    powers: Powers | None
+    norms: Norms | None
 
 
 class SkippedSteps:
@@ -240,7 +240,7 @@ class SkippedSteps:
             epoch=before.epoch,
             microbatches=range(window.first, window.first + len(window.batches)),
             scale=None if loss_scale is None else loss_scale.scale,
-            powers=self._optimizer.powers,
+            norms=self._optimizer.norms,
         )
 
     def check(self, meter: Meter) -> None:
@@ -328,7 +328,7 @@ class SkippedSteps:
             rank=plugin.rank,
             data_rank=plugin.data_rank,
             at_fault=not math.isfinite(loss),
-            description=description or finding(self._optimizer.layout, step.powers, norm),
+            description=description or finding(self._optimizer.layout, step.norms, norm),
         )
         reports = [report] * plugin.world_size
         if plugin.world_size > 1:

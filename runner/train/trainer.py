@@ -351,7 +351,7 @@ class Trainer:
         self.skipped_steps.note(decision, before, window)
 
         # Step
-        measure_after = None if gauges is None else gauges.begin(optimizer.powers)
+        measure_after = None if gauges is None else gauges.begin(optimizer.norms)
         lr = optimizer.optimizers[0].param_groups[0]["lr"]
         with self._region("optimizer"):
             optimizer.step()

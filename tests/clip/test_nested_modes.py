@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from runner.clip import GradStats, build
+from runner.clip import Norms, build
 from runner.clip.nested import ChainClip, ScheduleClip
 from runner.clip.norm import NormClip
 from runner.gradients import Layout
@@ -160,7 +160,7 @@ class Twice:
     by_norm_alone = False
 
     def measure(self, layout, each=False):
-        return GradStats.measured(2 * super().measure(layout, each).norm, None)
+        return Norms.measured(2 * super().measure(layout, each).total)
 
 
 class TwiceInSchedule(Twice, ScheduleClip): ...

@@ -17,12 +17,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runner.clip import ClipMode, Decision, Norms, ModeInfo, limit_norm
+from runner.clip import Decision, FactorMode, ModeInfo, Norms, limit_norm
 from runner.gradients import Layout
 
 
 @dataclass
-class RunningMean(ClipMode):
+class RunningMean(FactorMode):
     """Limit the norm to threshold times its running mean, this step included."""
 
     info = ModeInfo(stat="‖G‖ ÷ its running mean", unit="mean", note="The threshold is a factor.")
@@ -40,7 +40,7 @@ class RunningMean(ClipMode):
         )
 
 
-class Unfinished(ClipMode):
+class Unfinished(FactorMode):
     pass
 
 
@@ -132,7 +132,7 @@ WRONG = {
     f"{TARGET} +clip.decai=0.5": "clip.decai=0.5|unknown key|clip.decay?",
     "clip._target_=own_cliping.RunningMean": "own_cliping",
     "clip._target_=own_clipping.RuningMean": "AttributeError|RuningMean",
-    "clip._target_=json.JSONDecoder": "is no clipping mode|runner.clip.ClipMode",
+    "clip._target_=json.JSONDecoder": "is no clipping mode|runner.clip.FactorMode",
     "clip._target_=own_clipping.Unfinished": "abstract|decide_finite",
     "clip._target_=own_clipping.Undeclared": "@dataclass|power",
     "clip._target_=own_clipping.Untyped": "types of its options cannot be|Nowhere",

@@ -21,7 +21,7 @@ from runner.booster.step_order import (
     StepState,
     finding,
 )
-from runner.clip import ClipMode, Decision, build
+from runner.clip import ClipMode, Decision, FactorMode, build
 from runner.clip.call_history import CallHistory
 from runner.clip.groups import ParameterGroups, by_parameter_groups, require_own_clips
 from runner.clip.skip import SkipRule
@@ -214,7 +214,7 @@ class OptimizerWrapper(StepOrder):
 
     def _apply(self, mode: ClipMode | ParameterGroups, norms: Norms, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
-        if isinstance(mode, ParameterGroups) or not (fold and mode.reads == "norm"):
+        if not (fold and isinstance(mode, FactorMode) and mode.reads == "norm"):
             return mode.clip(self.layout, norms)
         decision = mode.decide(self.layout, norms)
         factor = decision.factor

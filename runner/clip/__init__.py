@@ -1,7 +1,7 @@
 """Gradient clipping: the contract of a mode, and one file a mode."""
 
 from runner.clip.decision import Change, Decision
-from runner.clip.mode import ChangeMode, ClipMode, build
+from runner.clip.mode import ChangeMode, ClipMode, FactorMode, build
 from runner.clip.norm import limit_norm
 from runner.clip.skip import SkipRule
 from runner.config.modes import ModeInfo
@@ -15,6 +15,7 @@ __all__ = [
     "ChangeMode",
     "ClipMode",
     "Decision",
+    "FactorMode",
     "Layout",
     "ModeInfo",
     "Norms",

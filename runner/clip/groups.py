@@ -155,7 +155,6 @@ class ParameterGroups:
     """
 
     reads = "gradient"
-    changes = True
 
     def __init__(self, mode: ClipMode, layout: Layout) -> None:
         self.mode = mode

@@ -42,26 +42,21 @@ _CLASSES: Mapping[type[Mode], str] = {
 
 @dataclass(eq=False)
 class ClipMode(Mode, ABC):
-    """A rule of clipping.
+    """A rule of clipping: from norms and what it remembers to clipped gradients.
 
-    A mode is of one of two kinds. One decides on factors, a coefficient or one for each tensor, by
-    :meth:`decide_finite`: they can be folded into a step, and multiplied in chains and groups. The
-    other changes elements or units itself: it derives from :class:`ChangeMode`. Options and
-    ``info`` are described in :class:`runner.config.mode.Mode`.
+    It is of one of two kinds: a :class:`FactorMode` decides on factors of the gradients, and a
+    :class:`ChangeMode` changes elements or units itself. Options and ``info`` are described in
+    :class:`runner.config.mode.Mode`.
 
     Attributes:
-        by_norm_alone: whether :meth:`decide_finite` reads ``norms.total`` and nothing else of the
-            gradient, and decides on one coefficient. An optimizer's step may then multiply by it
-            instead of :meth:`apply`, and in a chain the norm of the link before is enough.
         memory: what the mode remembers of earlier steps, by name: tensors on the device. It
-            starts as ``initial_memory``, and holds finite steps only:
-            :meth:`decide_finite` replaces values, and what it derives from a gradient that is not
-            finite is dropped. Never write into a tensor of it in place.
+            starts as ``initial_memory``, and holds finite steps only: a mode replaces values, and
+            what it derives from a gradient that is not finite is dropped. Never write into a
+            tensor of it in place.
         tally: counts the elements or units that the mode compares with λ, where it is set: a
             :class:`runner.calibrate.calibrate.Tally`.
     """
 
-    by_norm_alone: ClassVar[bool] = False
     initial_memory: ClassVar[Mapping[str, float]] = {}
 
     memory: dict[str, Any] = field(init=False, repr=False)
@@ -78,15 +73,8 @@ class ClipMode(Mode, ABC):
             raise TypeError(
                 f"{cls.__name__}: apply_parts has become change: derive the class from ChangeMode"
             )
-        for kind in cls.__mro__:
-            if "by_norm_alone" in vars(kind):
-                return
-            for name in ("measure", "clip", "apply"):
-                if cls.by_norm_alone and name in vars(kind):
-                    raise TypeError(
-                        f"{kind.__name__} has {name} of its own: add by_norm_alone = False, so "
-                        "that it is always called"
-                    )
+        if hasattr(cls, "decide_finite") and not hasattr(cls, "decide"):
+            raise TypeError(f"{cls.__name__} decides on factors: derive the class from FactorMode")
 
     def __post_init__(self) -> None:
         # A class that is called directly has options that nothing has validated.
@@ -159,15 +147,11 @@ class ClipMode(Mode, ABC):
             norms: what was measured of them; they are measured here by default.
         """
         measured = self.measure(layout) if norms is None else norms
-        if self.changes:
-            return self._unless_skipped(layout, measured, self.change_finite)
-        return self.apply(layout, self.decide(layout, measured))
+        return self._unless_skipped(layout, measured, self.clip_finite)
 
-    def decide(self, layout: Layout, norms: Norms) -> Decision:
-        """Decide how far to scale the gradients, without changing them."""
-        if self.changes:
-            raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
-        return self._unless_skipped(layout, norms, self.decide_finite)
+    @abstractmethod
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Clip a gradient that is finite, in place; on an accelerator it may turn out not to be."""
 
     def _unless_skipped(
         self,
@@ -199,18 +183,6 @@ class ClipMode(Mode, ABC):
                 self.memory[name] = transfer.number(value, device)
         return dict(self.memory)
 
-    @abstractmethod
-    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
-        """Decide on factors of a gradient that is finite.
-
-        On an accelerator it may turn out not to be: decision and memory are then dropped. Ranks
-        hold the same ``norms``, and have to make the same decision.
-        """
-
-    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
-        """Change a gradient that is finite, for a mode whose ``changes`` is true."""
-        raise TypeError(f"{type(self).__name__} decides on factors: it changes no gradient itself")
-
     def undo(self, before: Mapping[str, Any], finite: Tensor) -> None:
         """Make ``before`` the memory again, unless the gradient turns out to be ``finite``."""
         if transfer.can_read(finite.device):
@@ -221,20 +193,9 @@ class ClipMode(Mode, ABC):
             if value is not before[name]:
                 self.memory[name] = torch.where(finite, value, before[name])
 
-    def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Multiply the gradients in place, as decided."""
-        if decision.finite is FALSE:
-            return decision
-        if decision.scales is not None:
-            scale_each(layout, decision.scales)
-            return replace(decision, scales=None)
-        assert decision.factor is not None
-        scale(layout, decision.factor)
-        return decision
-
     @property
-    def changes(self) -> bool:
-        """Whether the mode changes gradients itself, instead of deciding on factors of them."""
+    def by_factors(self) -> bool:
+        """Whether the mode decides on factors, by :meth:`FactorMode.decide`."""
         return False
 
     @property
@@ -243,7 +204,7 @@ class ClipMode(Mode, ABC):
 
         A mode that reads ‖G‖ decides on one coefficient, which an optimizer's step may multiply by.
         """
-        return "norm" if self.by_norm_alone else "gradient"
+        return "gradient"
 
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Prepare to limit the update of a step, where ``decision.update`` is not None.
@@ -312,13 +273,71 @@ class ClipMode(Mode, ABC):
         self.memory.update(memory_of(state))
 
 
-class ChangeMode(ClipMode):
-    """A mode that changes elements, units or tensors of the gradients, and counts them."""
+class FactorMode(ClipMode):
+    """A mode that decides on factors: a coefficient of all gradients, or one for each tensor.
+
+    They can be folded into a step of the optimizer, and multiplied in a chain.
+
+    Attributes:
+        by_norm_alone: whether :meth:`decide_finite` reads ``norms.total`` and nothing else of the
+            gradient, and decides on one coefficient. An optimizer's step may then multiply by it
+            instead of :meth:`apply`, and in a chain the norm of the link before is enough.
+    """
+
+    by_norm_alone: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for kind in cls.__mro__:
+            if "by_norm_alone" in vars(kind):
+                return
+            for name in ("measure", "clip", "apply"):
+                if cls.by_norm_alone and name in vars(kind):
+                    raise TypeError(
+                        f"{kind.__name__} has {name} of its own: add by_norm_alone = False, so "
+                        "that it is always called"
+                    )
 
     @property
-    def changes(self) -> bool:
-        """Whether the mode changes gradients itself: it does."""
+    def by_factors(self) -> bool:
+        """Whether the mode decides on factors: it does."""
         return True
+
+    @property
+    def reads(self) -> Literal["norm", "tensors", "gradient"]:
+        """What the mode decides by, see :attr:`ClipMode.reads`."""
+        return "norm" if self.by_norm_alone else "gradient"
+
+    def decide(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide how far to scale the gradients, without changing them."""
+        return self._unless_skipped(layout, norms, self.decide_finite)
+
+    @abstractmethod
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide on the factors of a gradient that is finite.
+
+        On an accelerator it may turn out not to be: decision and memory are then dropped. Ranks
+        hold the same ``norms``, and have to make the same decision.
+        """
+
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide, and multiply the gradients in place."""
+        return self.apply(layout, self.decide_finite(layout, norms))
+
+    def apply(self, layout: Layout, decision: Decision) -> Decision:
+        """Multiply the gradients in place, as decided."""
+        if decision.finite is FALSE:
+            return decision
+        if decision.scales is not None:
+            scale_each(layout, decision.scales)
+            return replace(decision, scales=None)
+        assert decision.factor is not None
+        scale(layout, decision.factor)
+        return decision
+
+
+class ChangeMode(ClipMode):
+    """A mode that changes elements or units of the gradients, and counts them."""
 
     @abstractmethod
     def change(self, layout: Layout, norms: Norms) -> Change:
@@ -328,14 +347,10 @@ class ChangeMode(ClipMode):
         """
 
     @torch.no_grad()
-    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Change a gradient that is finite; one collective tells what all ranks changed."""
         change = self.change(layout, norms)
         return Decision.of_change(layout, norms.total, self.limit, change, self.norm_type)
-
-    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
-        """Raise a TypeError: there are no factors."""
-        raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
 
 
 def memory_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, Norms, build
+from runner.clip import ClipMode, Decision, FactorMode, Norms, build
 from runner.clip.decision import Inner
 from runner.clip.groups import Group, Groups, ParameterGroups, leaves_out
 from runner.clip.per_parameter import TensorNorms
@@ -111,7 +111,7 @@ class NestedMode(ClipMode):
 
 
 @dataclass(eq=False)
-class ChainClip(Chain, NestedMode):
+class ChainClip(Chain, NestedMode, FactorMode):
     """Clip by one mode after the other."""
 
     kind = "link"
@@ -134,9 +134,9 @@ class ChainClip(Chain, NestedMode):
 
     @property
     def reads(self) -> Literal["norm", "tensors", "gradient"]:
-        if self.changes or not self.by_norm_alone:
-            return "gradient"
-        return self._links[0].reads
+        if self.by_factors and self.by_norm_alone:
+            return self._links[0].reads
+        return "gradient"
 
     @property
     def scales_whole(self) -> bool:
@@ -146,13 +146,13 @@ class ChainClip(Chain, NestedMode):
         return self._links[0].measure(layout, each)
 
     @property
-    def changes(self) -> bool:
-        """Whether gradients have to be changed before the last link can decide."""
-        if any(link.changes for link in self._links):
-            return True
+    def by_factors(self) -> bool:
+        """Whether each link can decide before the gradients are changed by those before it."""
+        if not all(link.by_factors for link in self._links):
+            return False
         first, *others = [link.reads for link in self._links]
         measured = {"norm", "tensors"} if first == "tensors" else {"norm"}
-        return not measured.issuperset(others)
+        return measured.issuperset(others)
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
@@ -160,6 +160,7 @@ class ChainClip(Chain, NestedMode):
         decisions = []
         factor = layout.number(1.0)
         for link in self._links:
+            assert isinstance(link, FactorMode)
             decision = link.decide(layout, norms)
             decisions.append(decision)
             by = decision.factor if decision.scales is None else decision.scales
@@ -170,8 +171,10 @@ class ChainClip(Chain, NestedMode):
         return self._whole(decisions, factor)
 
     @torch.no_grad()
-    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Let each link clip what the links before it have left."""
+        if self.by_factors:
+            return super().clip_finite(layout, norms)
         decisions: list[Decision] = []
         finite = norms.finite
         for link in self._links:
@@ -225,17 +228,8 @@ class GroupsClip(ByGroups, NestedMode):
     def measure(self, layout: Layout, each: bool = False) -> Norms:
         return self._bound_to(layout).measure(each)
 
-    @property
-    def changes(self) -> bool:
-        """Whether the mode changes gradients itself: each group clips by itself."""
-        return True
-
-    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
-        """Raise a TypeError: a group may change gradients itself."""
-        raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
-
     @torch.no_grad()
-    def change_finite(self, layout: Layout, norms: Norms) -> Decision:
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Clip each group; ``fraction`` is the share of clipping groups that clipped."""
         groups = self._bound_to(layout)
         decisions = groups.clip(norms)
@@ -251,7 +245,7 @@ class GroupsClip(ByGroups, NestedMode):
 
 
 @dataclass(eq=False)
-class ScheduleClip(Schedule, ClipMode):
+class ScheduleClip(Schedule, FactorMode):
     """Set λ of another mode, ``inner``, for each step, and let it measure, decide and apply.
 
     ``λ_t = threshold · warm-up factor(t) · decay(t)``, where t counts the steps that were decided,
@@ -281,25 +275,24 @@ class ScheduleClip(Schedule, ClipMode):
         return self.inner.measure(layout, each)
 
     def decide(self, layout: Layout, norms: Norms) -> Decision:
-        self._set_limit()
-        self.memory["step"] = self._step + 1
+        assert isinstance(self.inner, FactorMode)
+        self._begin_step()
         return self.inner.decide(layout, norms)
 
     @property
-    def changes(self) -> bool:
-        return self.inner.changes
+    def by_factors(self) -> bool:
+        return self.inner.by_factors
 
     def clip(self, layout: Layout, norms: Norms | None = None) -> Decision:
-        if not self.changes:
-            return super().clip(layout, norms)
-        self._set_limit()
-        self.memory["step"] = self._step + 1
+        self._begin_step()
         return self.inner.clip(layout, norms)
 
     def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        assert isinstance(self.inner, FactorMode)
         return self.inner.decide_finite(layout, norms)
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
+        assert isinstance(self.inner, FactorMode)
         return self.inner.apply(layout, decision)
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,6 +301,10 @@ class ScheduleClip(Schedule, ClipMode):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
+
+    def _begin_step(self) -> None:
+        self._set_limit()
+        self.memory["step"] = self._step + 1
 
     def _set_limit(self) -> None:
         """Give the mode that clips λ of this step, and the tally that counts for this one."""

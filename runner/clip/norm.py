@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runner.clip.decision import Decision, limit_in_force
-from runner.clip.mode import ClipMode
+from runner.clip.mode import FactorMode
 from runner.config.modes import Norm, Percentile, Unclipped, ZScore
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
@@ -44,7 +44,7 @@ def limit_norm(
 
 
 @dataclass(eq=False)
-class NormClip(Norm, ClipMode):
+class NormClip(Norm, FactorMode):
     """Scale the whole gradient so that its norm is at most λ."""
 
     by_norm_alone = True
@@ -55,7 +55,7 @@ class NormClip(Norm, ClipMode):
 
 
 @dataclass(eq=False)
-class NoClip(Unclipped, ClipMode):
+class NoClip(Unclipped, FactorMode):
     """Leave the gradients alone; everything is still measured."""
 
     by_norm_alone = True
@@ -65,7 +65,7 @@ class NoClip(Unclipped, ClipMode):
 
 
 @dataclass(eq=False)
-class PercentileClip(Percentile, ClipMode):
+class PercentileClip(Percentile, FactorMode):
     """Scale the whole gradient so that its norm is at most a percentile of the norms so far.
 
     ``λ_t = percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated. AutoClip (Seetharaman et al.
@@ -76,14 +76,14 @@ class PercentileClip(Percentile, ClipMode):
 
     by_norm_alone = True
 
-    def decide(self, layout: Layout, norms: Norms) -> Decision:
-        """Make room for one more norm, and decide."""
+    def _begin_memory(self, device: torch.device) -> dict[str, Any]:
+        """Make room for one more norm."""
         earlier = self.memory.get("norms", torch.empty(0))
-        earlier = earlier.to(layout.device, transfer.widest(layout.device))
+        earlier = earlier.to(device, transfer.widest(device))
         # Only the device may know whether the step is finite: an inf that stays is no norm.
         room = 1 if self.window is None else self.window - len(earlier)
         self.memory["norms"] = torch.cat([earlier.new_full((room,), math.inf), earlier])
-        return super().decide(layout, norms)
+        return super()._begin_memory(device)
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
@@ -117,7 +117,7 @@ class PercentileClip(Percentile, ClipMode):
 
 
 @dataclass(eq=False)
-class ZScoreClip(ZScore, ClipMode):
+class ZScoreClip(ZScore, FactorMode):
     """Scale down a gradient whose norm lies far above a running mean.
 
     ZClip (Kumar, Owen, Chowdhury and Güra 2025, arXiv 2504.02507). With μ and σ of the steps

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, Norms
+from runner.clip import ClipMode, Decision, FactorMode, Norms
 from runner.config.modes import AdaGC, PerParameter
 from runner.gradients import Layout, transfer
 from runner.gradients.norms import by_parameter, is_finite, norms_over_ranks, powers_of
@@ -38,7 +38,7 @@ class TensorNorms:
         return replace(self, norms=self.norms * scales)
 
 
-class TensorMode(ClipMode):
+class TensorMode(FactorMode):
     """A mode that decides by the norms of tensors, from which the norm after clipping follows."""
 
     @torch.no_grad()

@@ -299,7 +299,8 @@ class UpdateClip(Update, OptimizerMode):
         return torch.stack(sums).sum()
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide on the updates of tensors; no gradient is changed."""
         limit = self.limit
         rms, present = norms.work or self.measure(layout).work
         over = rms > limit * (1.0 + TIE)
@@ -313,9 +314,6 @@ class UpdateClip(Update, OptimizerMode):
             threshold=limit,
             **limits,
         )
-
-    def apply(self, layout: Layout, decision: Decision) -> Decision:
-        return decision
 
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Copy the tensors whose update is limited; all of them where the host does not know."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.notation import in_one_line
 from runner.data.samples import SeededSamples, place_of
@@ -142,9 +143,11 @@ class WorkerLoader(DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             return arrived(super().__iter__(), dataset, self.timeout)
         reads = shielded(super().__iter__)
-        if self._iterator is not None:
-            told = (self._iterator._workers_done_event, self._iterator._index_queues)
-            weakref.finalize(self._iterator, end_workers, *told).atexit = False
+        if isinstance(reads, _MultiProcessingDataLoaderIter):
+            finalizer = weakref.finalize(
+                reads, end_workers, reads._workers_done_event, reads._index_queues
+            )
+            finalizer.atexit = False
         return arrived(reads, dataset, self.timeout)
 
 

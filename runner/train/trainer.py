@@ -23,8 +23,9 @@ from runner.clip import Decision
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
-from runner.telemetry.meter import Gauges, StepMetrics, StepValues
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.profile import NoProfile
+from runner.telemetry.step import StepMetrics, StepValues
 from runner.train.callbacks import Callbacks, SkippedSteps, first_of, without
 from runner.train.counts import Asked, Counts, count
 from runner.train.metrics import EvalMetrics
@@ -301,7 +302,7 @@ class Trainer:
 
     def _take_step(self, gauges: Gauges | None) -> Tensor | None:
         """Step the optimizers, and free the gradients; return what ``gauges`` have measured."""
-        measured_before = None if gauges is None else gauges.begin(self.optimizer.powers)
+        measured_before = None if gauges is None else gauges.begin(self.optimizer.norms)
         with self._region("optimizer"):
             self.optimizer.step()
         layers = None if measured_before is None else measured_before()

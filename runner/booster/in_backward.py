@@ -46,6 +46,7 @@ class InBackward:
         self.begin_step()
 
     def begin_step(self) -> None:
+        """Forget what was clipped in the last step."""
         self.began: bool | None = None  # whether gradients of this step are clipped, once asked
         self._broken = False  # whether the host knows of a gradient that is not finite
         self._decisions: dict[str, Decision] = {}
@@ -53,6 +54,7 @@ class InBackward:
         self._memory: dict[str, Any] = {}
 
     def callback(self) -> Callable[[Tensor], None]:
+        """Return a hook for parameters, which clips a gradient once it is accumulated."""
         weak = ref(self)  # A hook lives as long as its parameter.
 
         def final(parameter: Tensor) -> None:
@@ -87,8 +89,8 @@ class InBackward:
             self._parts[name] = part, self.mode.of_part(part)
         layout, mode = self._parts[name]
         stats = mode.measure(layout, self._each)
-        known = transfer.can_read(stats.finite.device)
-        self._broken = self._broken or (known and not stats.finite)
+        is_readable = transfer.can_read(stats.finite.device)
+        self._broken = self._broken or (is_readable and not stats.finite)
         decision = mode.clip(layout, stats)
         self._decisions[name] = decision
         if stats.powers is not None:
@@ -120,6 +122,12 @@ class InBackward:
         return self._total([decision.norm for decision in self._decisions.values()])
 
     def decide(self, norm: Tensor, finite: Tensor) -> Decision:
+        """Return what the backward pass did to the whole gradient.
+
+        Args:
+            norm: ‖G‖ before clipping, a 0-dimensional tensor.
+            finite: whether it is finite, a 0-dimensional tensor.
+        """
         self.mode.end_parts()
         self.mode.undo(self._memory, finite)
         if transfer.can_read(finite.device) and not finite:
@@ -133,7 +141,8 @@ class InBackward:
         totals = [nothing + decision.total for decision in decisions]
         max_stat = norm
         if clips is not None:
-            max_stat = torch.stack([nothing, *(made.max_stat for made in decisions)]).amax()
+            max_stats = [decision.max_stat for decision in decisions]
+            max_stat = torch.stack([nothing, *max_stats]).amax()
         change = Change(
             changed=torch.stack([nothing, *changed]).sum(),
             total=torch.stack([nothing, *totals]).sum(),

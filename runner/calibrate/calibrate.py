@@ -67,7 +67,8 @@ class Tally:
     def end_step(self, norm: Tensor) -> None:
         """Keep the counts of the current step, unless its gradient was not finite."""
         self._skip -= 1
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         if step is not None:
             counted = step * norm.isfinite().to(step)
             self._counts = counted if self._counts is None else self._counts + counted
@@ -256,8 +257,8 @@ def commands(words: Sequence[str], mode: str, suggested: Mapping[str, float]) ->
 
 def _grid(suggested: Mapping[str, float]) -> list[float]:
     """Return the range, the threshold to begin with, and the geometric means between them."""
-    least, middle, most = sorted(suggested.values())
-    thresholds = [least, math.sqrt(least * middle), middle, math.sqrt(middle * most), most]
+    low, middle, high = sorted(suggested.values())
+    thresholds = [low, math.sqrt(low * middle), middle, math.sqrt(middle * high), high]
     return sorted({float(f"{threshold:.3g}") for threshold in thresholds})
 
 

@@ -128,9 +128,9 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if draws_nothing(self.dataset):
             return self.dataset[index]
-        own = generators(self.dataset)
-        with self._apart(own):
-            return self._sample(index, own)
+        of_dataset = generators(self.dataset)
+        with self._apart(of_dataset):
+            return self._sample(index, of_dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         try:
@@ -144,12 +144,12 @@ class SeededSamples(Dataset[Any]):
             self.set_epoch(indices.epoch)
         if draws_nothing(self.dataset):
             return self._batch(indices)
-        own = generators(self.dataset)
-        with self._apart(own):
+        of_dataset = generators(self.dataset)
+        with self._apart(of_dataset):
             if not self._draws:
-                batch = self._batch_unless_drawn(indices, own)
+                batch = self._batch_unless_drawn(indices, of_dataset)
             if self._draws:
-                batch = [self._sample(index, own) for index in indices]
+                batch = [self._sample(index, of_dataset) for index in indices]
                 self.reading = indices
         if get_worker_info() is not None:  # the function that collates may draw in a worker
             seed_all(self._seed_of(f"batch of sample {indices[0]}"))
@@ -170,7 +170,8 @@ class SeededSamples(Dataset[Any]):
         """Read a batch at once, and note whether that draws a random number."""
         seed = self._seed_of(f"batch of sample {indices[0]}")
         seed_all(seed)
-        undrawn, before = _next_numbers(), RandomState.only(own).digest()
+        undrawn = _next_numbers()
+        before = RandomState.only(own).digest()
         seed_all(seed)
         batch = self._batch(indices)
         self._draws = _next_numbers() != undrawn or RandomState.only(own).digest() != before
@@ -202,7 +203,8 @@ class SeededSamples(Dataset[Any]):
         numpy = _NUMPY.get_bit_generator()
         if self._scratch is None or self._scratch is numpy:
             self._scratch = np.random.MT19937(0)
-        python, torch_cpu = random.getstate(), torch.default_generator.get_state()
+        python = random.getstate()
+        torch_cpu = torch.default_generator.get_state()
         own_states = RandomState.only(own)
         _NUMPY.set_bit_generator(self._scratch)
         try:

@@ -19,7 +19,7 @@ SAFETENSORS = ".safetensors"
 
 
 class WeightsError(ValueError):
-    """Weights that are not there, cannot be read, or are not those of the model."""
+    """Weights that are not there, cannot be read, or do not fit the model."""
 
 
 def load_weights(

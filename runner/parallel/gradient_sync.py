@@ -297,7 +297,7 @@ def _summing(
 
 @torch.no_grad()
 def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of ``copies``, and of those on the ranks of ``group``."""
+    """Sum the gradients of the copies of a tied parameter, on this rank and in ``group``."""
     trains = [parameter.requires_grad for parameter in copies]
     has_gradient = [parameter.grad is not None for parameter in copies]
     flags = [any(trains), not all(trains), any(has_gradient)]
@@ -369,16 +369,19 @@ class Partition:
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
+        """Send each parameter from the rank that has stepped it; a collective."""
         for group, shares in self._shares:
             for owner, parameters in enumerate(shares):
                 stepped = [local(p).detach() for p in parameters if p.requires_grad]
                 broadcast(stepped, group, owner)
 
 
-def nothing() -> None: ...
+def nothing() -> None:
+    """Do nothing."""
 
 
 @torch.no_grad()
 def in_turn(calls: Iterable[Callable[[], None]]) -> None:
+    """Call functions one after the other, on every rank in the same order."""
     for call in calls:
         call()

@@ -201,7 +201,9 @@ def parallelize(
         keys = [key for key, value in module._parameters.items() if value is not None]
         for key in keys:
             _distribute(module, key, mesh, style.placement(key), device, replaced)
-        entrance = entrances.get(name.rpartition(".")[0]) if styles.get(name) == "colwise" else None
+        entrance = None
+        if styles.get(name) == "colwise":
+            entrance = entrances.get(name.rpartition(".")[0])
         region = Region(mesh.get_group(), sequence and not name.startswith(whole), entrance)
         sums = style.partial or (region.sequence and style.sequence)
         # A row-wise weight sees the whole sequence; its bias is added to a shard of it.
@@ -220,6 +222,7 @@ def _entrances(styles: Mapping[str, str]) -> dict[str, Entrance]:
 
 
 def partial_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the ids of parameters whose gradients are summed over the tensor-parallel ranks."""
     return frozenset(
         id(module._parameters[key])
         for module in model.modules()

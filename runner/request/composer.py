@@ -37,7 +37,7 @@ from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.trust import Origin
 from runner.request.assignment import Assignment, add_defaults_of_the_mode, assign
 from runner.request.base import base_of, source_of, unrecorded_secrets
-from runner.request.composition import Composition, no_option, reason
+from runner.request.composition import Composition, near_option, no_option, reason
 from runner.request.overrides import key_of, read_overrides, text_of
 from runner.request.recipes import Recipe, files_of, read
 
@@ -213,7 +213,10 @@ class Composer:
             try:
                 layer = self._layer(group, override)
             except Refusal as error:
-                problems.append(Problem(group, override.value(), str(error)))
+                name = str(override.value())
+                options = self.options(group)
+                near = "" if name in options else near_option(group, name, options)
+                problems.append(Problem(group, override.value(), str(error), near))
                 continue
             if layer is not None:
                 layers[text] = layer
@@ -266,9 +269,11 @@ class Composer:
                 group, _, option = choice.partition("=")
                 options = self.options(group)
                 message = reason(error)
+                near = ""
                 if options and re.fullmatch(r"[\w.-]+", option) and option not in options:
                     message = no_option(group, option, options)
-                composition.problems.append(Problem(override, NOTHING, message))
+                    near = near_option(group, option, options)
+                composition.problems.append(Problem(override, NOTHING, message, near))
                 composition.unsettled.add(group.lstrip("+~"))
         return composition
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,17 @@ from runner.config.notation import first_few, higher_is_better, plural, ranks_as
 from runner.config.problem import or_list
 from runner.data.stream import has_state
 from runner.gradients import transfer
-from runner.gradients.norms import Powers
+from runner.gradients.norms import Norms
 from runner.gradients.shard import local
 from runner.run_folder import keys
-from runner.telemetry.meter import Meter, StepValues
+from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.console import print_line
+from runner.telemetry.step import StepValues
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_SAMPLES = 16  # sample indices in a message; the log has all of them
 
@@ -35,7 +37,7 @@ HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 
 * ``on_start(trainer)`` runs before the first step, also of a run that continues;
 * ``on_microbatch(trainer, number, of)`` after a microbatch; for the last one after the step;
-* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.meter.StepMetrics`,
+* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.step.StepMetrics`,
   whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step;
 * ``on_evaluate(trainer, metrics)`` after an evaluation; its metrics are the same on every rank;
 * ``on_end(trainer, summary)`` after the last step and the final weights, not if a training fails.
@@ -95,6 +97,20 @@ class Callbacks:
         for name, callback in self._named.items():
             if name in states and has_state(callback):
                 callback.load_state_dict(states[name])
+
+
+def first_of(kind: type[T], callbacks: Sequence[object]) -> T | None:
+    """Return the first callback of a kind; None if there is none."""
+    for callback in callbacks:
+        if isinstance(callback, kind):
+            return callback
+    return None
+
+
+def without(callbacks: Sequence[object], *excluded: object) -> list[object]:
+    """Return the callbacks apart from some objects, which are told apart by identity."""
+    excluded_ids = {id(callback) for callback in excluded}
+    return [callback for callback in callbacks if id(callback) not in excluded_ids]
 
 
 def _has(callback: object, hook: str) -> bool:
@@ -176,7 +192,7 @@ class _Step(NamedTuple):
     epoch: int
     microbatches: range  # indices in the epoch
     scale: float | None
-    powers: Powers | None
+    norms: Norms | None
 
 
 class SkippedSteps:
@@ -239,7 +255,7 @@ class SkippedSteps:
             epoch=before.epoch,
             microbatches=range(window.first, window.first + len(window.batches)),
             scale=None if loss_scale is None else loss_scale.scale,
-            powers=self._optimizer.powers,
+            norms=self._optimizer.norms,
         )
 
     def check(self, meter: Meter) -> None:
@@ -327,7 +343,7 @@ class SkippedSteps:
             rank=plugin.rank,
             data_rank=plugin.data_rank,
             at_fault=not math.isfinite(loss),
-            description=description or finding(self._optimizer.layout, step.powers, norm),
+            description=description or finding(self._optimizer.layout, step.norms, norm),
         )
         reports = [report] * plugin.world_size
         if plugin.world_size > 1:

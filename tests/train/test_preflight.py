@@ -9,6 +9,7 @@ from runner.data import Data
 from runner.request.request import request
 from runner.run_folder.status import objective_of
 from runner.train import build, preflight
+from runner.train.logged import logged
 from runner.train.run import execute
 from tests.distributed.training import Rows
 from tests.process import overriding
@@ -24,7 +25,7 @@ WRONG = [
         "model._target_=runner.models.cnn.DigitsCN data.test_fraction=2 "
         "optimizer._target_=tests.refusing.listed optimizer.lr=1 clip=adaptive "
         f"{STEP_LR} callbacks=[{{_target_:tests.train.test_callbacks.Note}}]",
-        "(5 problems)|model._target_|did you mean DigitsCNN?|ValueError|TypeError|step_size|"
+        "(5 problems)|model._target_|did you mean DigitsCNN?|data.test_fraction=2|TypeError|step_size|"
         "returned list, no Optimizer|test_callbacks.Note",
     ),
     (
@@ -37,6 +38,8 @@ WRONG = [
         "-m data.test_fraction=0.1,2 sweep.objective=eval/acc",
         "in the job data.test_fraction=2|sweep.objective=eval/acc|mean eval/accuracy?",
     ),
+    ("data=csv data.path=nope.csv data.target=label", "  data.path=nope.csv  there is no file /"),
+    ("scheduler=wsd scheduler.warmup_steps=-1", "  scheduler.warmup_steps=-1  warmup_steps must"),
     (f"{TEXT} data.path=5", "data._target_|refused its arguments: TypeError"),
     (f"{ODD}.named", "data._target_|a dict with the keys 'image', 'label'|collate_fn"),
     (f"{ODD}.endless", "scheduler._target_|a stream has epochs of unknown length"),
@@ -234,10 +237,10 @@ def test_the_metrics_that_an_objective_may_name_are_those_of_a_run():
         "telemetry.per_layer=true"
     )
     summary = execute(configuration, [rows])
-    logged = {key for key in rows.rows[-1] if not key.startswith("grad/norm/")} - {"train/step"}
-    assert {"eval/accuracy", "clip/threshold", "clip/what_if/0.5", "train/tokens"} <= logged
-    names = preflight.logged(configuration, build.make_data(configuration.data))
-    assert sorted(names) == sorted(logged | {"wall_s"})
+    written = {key for key in rows.rows[-1] if not key.startswith("grad/norm/")} - {"train/step"}
+    assert {"eval/accuracy", "clip/threshold", "clip/what_if/0.5", "train/tokens"} <= written
+    names = logged(configuration, build.make_data(configuration.data))
+    assert sorted(names) == sorted(written | {"wall_s"})
     assert all(objective_of(summary, key) is not None for key in names)
 
 

@@ -18,7 +18,8 @@ from runner.booster.candidates import (
     near,
     tolerance_of,
 )
-from runner.booster.loss_graph import GraphError, NotLinear, terms_of
+from runner.booster.graph_places import GraphError, NotLinear
+from runner.booster.loss_graph import terms_of
 from runner.booster.terms import Term, class_weights_of
 from runner.parallel.collectives import from_all
 

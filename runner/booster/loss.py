@@ -31,11 +31,18 @@ from runner.booster.criterion import (
 )
 from runner.booster.divisor import NOTHING
 from runner.booster.items import Count, DivisorError, ItemCounter, Loss, LossForm
-from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss, zero_of
+from runner.booster.outputs import (
+    as_leaf,
+    holds_numbers,
+    is_penalty_alone,
+    logits_of,
+    nothing_of,
+    returned_loss,
+    sum_of,
+)
 from runner.booster.variety import Variety
 from runner.gradients.transfer import start_gather
 from runner.parallel.collectives import from_all
-from runner.parallel.hooks import held_tensors
 
 __all__ = ["Count", "DivisorError", "Loss", "WindowLoss"]
 
@@ -291,14 +298,14 @@ class WindowLoss:
         """
         returned = returned_loss(outputs) if self._form.may_return else None
         if items is None:
-            return _nothing(returned, outputs)
+            return nothing_of(returned, outputs)
         try:
             return self._summed(returned, outputs, batch, items)
         except DivisorError as error:
             if self.alone:
                 raise
             self._refusal = self._refusal or str(error)
-            return _sum_of_all(outputs) * math.nan
+            return sum_of(outputs) * math.nan
 
     def _summed(self, returned: Tensor | None, outputs: Any, batch: Any, items: float) -> Tensor:
         is_sum = not self._averages or (self._sums and returned is None)
@@ -316,17 +323,17 @@ class WindowLoss:
     def _of_no_items(self, returned: Tensor | None, outputs: Any, batch: Any) -> Tensor:
         """Return the summed loss of a batch without items: mostly 0, or NaN as a mean over none."""
         if self.candidates is not None and self.candidates.known:
-            return _nothing(returned, outputs)
+            return nothing_of(returned, outputs)
         loss = self._loss_with_graph(outputs, batch) if returned is None else returned
         if is_zero(loss):
-            return _nothing(returned, outputs)
+            return nothing_of(returned, outputs)
         if self.unproved and self.candidates is None:
             return loss  # the only microbatch of a step, which nothing is weighed against
         multiplier = None if self.candidates is None else self._multiplier(loss, 0.0, batch)
         if multiplier is not None and loss.grad_fn is not None:
             return loss * multiplier
-        if self.alone and _is_penalty_alone(loss, returned, outputs):
-            return _nothing(returned, outputs)
+        if self.alone and is_penalty_alone(loss, returned, outputs):
+            return nothing_of(returned, outputs)
         return self._refused(loss, 0.0)
 
     def _loss_with_graph(self, outputs: Any, batch: Any) -> Tensor:
@@ -360,32 +367,6 @@ class WindowLoss:
             text = self._checks.described(loss, items)
         unshown = f"{self.name} divides by something that earlier batches did not show"
         raise DivisorError(f"{unshown}: {text}: {self.ways_out}")
-
-
-def _nothing(returned: Tensor | None, outputs: Any) -> Tensor:
-    """Return 0, with a gradient of zeros for outputs; the gradient of a mean over none is NaN."""
-    numbers = _numbers(outputs)
-    return zero_of([tensor for tensor in numbers if tensor is not returned] or numbers)
-
-
-def _sum_of_all(outputs: Any) -> Tensor:
-    return torch.stack([tensor.sum() for tensor in _numbers(outputs)]).sum()
-
-
-def _numbers(outputs: Any) -> list[Tensor]:
-    numbers = [tensor for tensor in held_tensors(outputs) if tensor.is_floating_point()]
-    assert numbers, "the model returned no tensor"
-    return numbers
-
-
-def _is_penalty_alone(loss: Tensor, returned: Tensor | None, outputs: Any) -> bool:
-    """Return whether the gradient of a loss with respect to all outputs is 0."""
-    tensors = [tensor for tensor in held_tensors(outputs) if tensor.requires_grad]
-    others = [tensor for tensor in tensors if tensor is not returned]
-    if loss.grad_fn is None or not others:
-        return False
-    gradients = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True)
-    return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def _is_a_mean(stated: Loss) -> bool:

@@ -8,12 +8,19 @@ so that they are exact, whatever the values of the loss are, and reading them ru
 from __future__ import annotations
 
 import math
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner.booster.graph_places import (
+    GraphError,
+    NotLinear,
+    Path,
+    Place,
+    factor_of,
+    number_of,
+)
 from runner.booster.terms import Term, TorchLoss
 
 _MEAN, _SUM = 1, 2
@@ -74,118 +81,6 @@ _OF_PARAMETERS = (
 """Operations that keep a value one of parameters alone. Products of matrices may hold samples."""
 
 
-class GraphError(ValueError):
-    """The graph does not show what a loss divides by."""
-
-
-class NotLinear(GraphError):
-    """The loss is a function of means that is no mean, such as the square root of one."""
-
-
-class _Path(NamedTuple):
-    """What was read on the way down from the loss."""
-
-    divisor: float = 1.0
-    outer: float = 1.0
-    factor: float = 1.0
-    outer_factor: float = 1.0
-    divides: bool = False
-    inside: bool = False  # of a sum of parts
-    is_scaled: bool = False
-    averages: bool = False
-    summed: int = 0
-    dtype: torch.dtype | None = None
-
-    def divided(self, by: float) -> _Path:
-        outer = self.outer if self.inside else self.outer * by
-        return self._replace(divisor=self.divisor * by, outer=outer, divides=True)
-
-    def multiplied(self, by: float) -> _Path:
-        outer_factor = self.outer_factor if self.inside else self.outer_factor * by
-        return self._replace(factor=self.factor * by, outer_factor=outer_factor, is_scaled=True)
-
-    def rounded(self, dtype: torch.dtype) -> _Path:
-        """Return the path of what divides by a tensor of ``dtype`` too."""
-        if not dtype.is_floating_point:
-            return self
-        several = [dtype] if self.dtype is None else [dtype, self.dtype]
-        return self._replace(dtype=max(several, key=lambda each: torch.finfo(each).eps))
-
-    def term(
-        self,
-        call: TorchLoss | None = None,
-        weights: tuple[Tensor, ...] = (),
-        is_penalty: bool = False,
-    ) -> Term:
-        return Term(
-            divisor=self.divisor,
-            outer=self.outer,
-            factor=self.factor,
-            outer_factor=self.outer_factor,
-            divides=self.divides,
-            call=call,
-            is_scaled=self.is_scaled,
-            averages=self.averages,
-            weights=weights,
-            is_penalty=is_penalty,
-            summed=self.summed,
-            dtype=self.dtype,
-        )
-
-
-class _Place(NamedTuple):
-    """A node on the way down from the loss."""
-
-    node: Any
-    output: int  # number of the output of the node
-    path: _Path
-
-    def scaled(self) -> _Path:
-        """Return the path with the number that this product or quotient has."""
-        number = _number(self.node)
-        if number is None:
-            raise NotLinear("it divides by something that depends on the outputs")
-        if self.name == "Div":
-            factor = _factor(self.node)
-            assert factor is not None
-            return self.path.divided(number)._replace(is_scaled=True).rounded(factor.dtype)
-        return self.path.multiplied(number)
-
-    def averaged(self) -> _Path:
-        after = math.prod(_shape(self.node, self.output))
-        return self.path.divided(self._elements() / max(after, 1))._replace(averages=True)
-
-    def added_up(self) -> _Path:
-        return self.path._replace(summed=self.path.summed or self._elements())
-
-    def _elements(self) -> int:
-        """Return how many elements a sum or a mean takes."""
-        return math.prod(int(length) for length in self.node._saved_self_sym_sizes)
-
-    def before(self, path: _Path | None = None) -> list[_Place]:
-        """Return the nodes that this one takes tensors with gradients from."""
-        path = path or self.path
-        return [_Place(node, output, path) for node, output in self.node.next_functions if node]
-
-    def parts(self) -> list[_Place]:
-        """Return the nodes that this one adds up."""
-        return self.before(self.path._replace(inside=True))
-
-    @property
-    def name(self) -> str:
-        return _operation(self.node.name())
-
-    @property
-    def is_scalar(self) -> bool:
-        return len(_shape(self.node, self.output)) == 0
-
-
-@cache
-def _operation(name: str) -> str:
-    """Return the operation whose backward pass a node computes."""
-    return name.rpartition("::")[2].partition("Backward")[0]
-
-
 def terms_of(loss: Tensor) -> list[Term]:
     """Return the parts that a loss is a sum of.
 
@@ -195,7 +90,7 @@ def terms_of(loss: Tensor) -> list[Term]:
     if loss.grad_fn is None:
         raise GraphError("it has no gradient")
     terms: list[Term] = []
-    places = [_Place(loss.grad_fn, loss.output_nr, _Path())]
+    places = [Place(loss.grad_fn, loss.output_nr, Path())]
     for _ in range(_MOST_NODES):
         if not places:
             return terms
@@ -208,10 +103,10 @@ def terms_of(loss: Tensor) -> list[Term]:
     raise GraphError("it is a sum of very many parts")
 
 
-_Step = tuple[Term | None, list[_Place]]
+_Step = tuple[Term | None, list[Place]]
 
 
-def _read_scalar(place: _Place) -> _Step:
+def _read_scalar(place: Place) -> _Step:
     name, before = place.name, place.before()
     if hasattr(place.node, "_saved_reduction"):
         return _loss_of_torch(place), []
@@ -230,7 +125,7 @@ def _read_scalar(place: _Place) -> _Step:
     return _last_of(place), []
 
 
-def _last_of(place: _Place) -> Term:
+def _last_of(place: Place) -> Term:
     """Return the part of the loss that ends at a number."""
     name = place.name
     if name == "AccumulateGrad" or name.startswith(_ELEMENTS):
@@ -246,11 +141,11 @@ def _last_of(place: _Place) -> Term:
     raise NotLinear(f"it takes {name.lower()} of what it has summed")
 
 
-def _read_elements(place: _Place) -> _Step:
+def _read_elements(place: Place) -> _Step:
     """Read on inside of a sum or a mean: a number may still divide all its elements."""
     name, before = place.name, place.before()
     if name in ("Div", "Mul") and len(before) == 1:
-        factor = _factor(place.node)
+        factor = factor_of(place.node)
         if factor is not None and not factor.ndim:
             return None, place.before(place.scaled())
     elif name == "Mean":
@@ -264,7 +159,7 @@ def _read_elements(place: _Place) -> _Step:
     return place.path.term(weights=_weights_of(place), is_penalty=_is_penalty(place)), []
 
 
-def _weights_of(place: _Place) -> tuple[Tensor, ...]:
+def _weights_of(place: Place) -> tuple[Tensor, ...]:
     """Return the tensors that multiply or divide elements, down to functions of single elements."""
     weights = []
     places = [place]
@@ -274,7 +169,7 @@ def _weights_of(place: _Place) -> tuple[Tensor, ...]:
         current = places.pop()
         before = current.before()
         if current.name in ("Div", "Mul") and len(before) == 1:
-            factor = _factor(current.node)
+            factor = factor_of(current.node)
             if factor is None:
                 continue
             weights.append(factor)
@@ -284,7 +179,7 @@ def _weights_of(place: _Place) -> tuple[Tensor, ...]:
     return tuple(weights)
 
 
-def _vectors_of(place: _Place) -> tuple[Tensor, ...]:
+def _vectors_of(place: Place) -> tuple[Tensor, ...]:
     """Return the constant vector of a product such as ``torch.dot``."""
     if len(place.before()) != 1:
         return ()
@@ -295,14 +190,14 @@ def _vectors_of(place: _Place) -> tuple[Tensor, ...]:
     return (torch.full((1,), math.nan),)
 
 
-def _is_sum_of_parts(name: str, before: list[_Place]) -> bool:
+def _is_sum_of_parts(name: str, before: list[Place]) -> bool:
     """Return whether elements are means of their own, or values plus a penalty."""
     if name in ("Stack", "Cat"):
         return all(part.is_scalar for part in before)
     return name in ("Add", "Sub") and any(_is_penalty(part) for part in before)
 
 
-def _product(place: _Place) -> _Step:
+def _product(place: Place) -> _Step:
     """Read a product or a quotient, of which one part may be a number that is learned."""
     before = place.before()
     if len(before) == 1:
@@ -318,7 +213,7 @@ def _product(place: _Place) -> _Step:
     raise NotLinear(f"it {does} something that depends on the outputs")
 
 
-def _is_learned_number(place: _Place) -> bool:
+def _is_learned_number(place: Place) -> bool:
     """Return whether a number depends on parameters that are numbers, or on one entry of some."""
     places = [place]
     for _ in range(100):
@@ -334,7 +229,7 @@ def _is_learned_number(place: _Place) -> bool:
     return False
 
 
-def _is_penalty(place: _Place) -> bool:
+def _is_penalty(place: Place) -> bool:
     """Return whether a value depends on parameters alone, and on no sample."""
     places = [place]
     for _ in range(200):
@@ -346,13 +241,13 @@ def _is_penalty(place: _Place) -> bool:
         if not current.name.startswith(_OF_PARAMETERS):
             return False
         before = current.before()
-        if current.name in ("Mul", "Div") and len(before) == 1 and _number(current.node) is None:
+        if current.name in ("Mul", "Div") and len(before) == 1 and number_of(current.node) is None:
             return False  # Something else than a number, such as the inputs.
         places += before
     return False
 
 
-def _is_sum_of_squares(place: _Place) -> bool:
+def _is_sum_of_squares(place: Place) -> bool:
     """Return whether a power is the square of a Euclidean norm."""
     norm = place.before()[0]
     if norm.name not in ("LinalgVectorNorm", "Norm"):
@@ -370,21 +265,7 @@ def _is_clamped(node: Any) -> bool:
     return is_below or (most is not None and value > float(most))
 
 
-def _factor(node: Any) -> Tensor | None:
-    """Return what a product multiplies with, or a quotient divides by."""
-    for name in ("_saved_other", "_saved_self"):
-        value = getattr(node, name, None)
-        if value is not None:
-            return torch.as_tensor(value).detach()
-    return None
-
-
-def _number(node: Any) -> float | None:
-    factor = _factor(node)
-    return None if factor is None or factor.numel() != 1 else float(factor)
-
-
-def _loss_of_torch(place: _Place) -> Term:
+def _loss_of_torch(place: Place) -> Term:
     node = place.node
     weight = getattr(node, "_saved_weight", None)
     of_positives = getattr(node, "_saved_pos_weight", None)
@@ -410,7 +291,3 @@ def _loss_of_torch(place: _Place) -> Term:
     call = TorchLoss(targets, classes=True, ignored=signed, weight=weight)
     total = node._saved_total_weight
     return path.divided(float(total)).rounded(total.dtype).term(call)
-
-
-def _shape(node: Any, output: int) -> tuple[int, ...]:
-    return tuple(node._input_metadata[output].shape)

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from runner.booster.batch import batch_size, mapped
 from runner.booster.candidates import is_silent
+from runner.booster.graph_places import GraphError
 from runner.booster.loss import DivisorError, WindowLoss
-from runner.booster.loss_graph import GraphError, terms_of
+from runner.booster.loss_graph import terms_of
 from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss
 from runner.booster.parts import has_samples, samples_at
 from runner.booster.terms import Term

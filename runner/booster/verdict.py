@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
 
 from runner.booster.batch import batch_size
 from runner.booster.candidates import Candidate, Candidates, near, tolerance_of
 from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
+from runner.booster.graph_places import NotLinear
 from runner.booster.loss import WindowLoss
-from runner.booster.loss_graph import NotLinear
+from runner.booster.part_losses import (
+    first_share,
+    is_between,
+    is_near,
+    untold_by_values,
+    weighted_mean,
+)
 from runner.booster.sample_weights import weights_vary
 from runner.booster.shown import Shown
 from runner.booster.terms import Term
@@ -103,7 +107,7 @@ def _by_sums(
     if not parts or _adds_up(candidates, whole, parts):
         all_zero = not any(shown.value for shown in (whole, *parts))
         return Finding(candidates, retry=all_zero and not candidates.known)
-    if is_sum and not _is_between(whole, parts):
+    if is_sum and not is_between(whole, parts):
         return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
     if is_sum:
         return _refused(loss, whole, parts)
@@ -126,7 +130,7 @@ def _without_candidates(
         if alone.candidates:
             return Finding(alone, reason=_NO_PART, retry=True)
     is_constant = _has_constant_divisors(candidates, whole, parts)
-    is_of_batch = is_constant and not _is_between(whole, parts)
+    is_of_batch = is_constant and not is_between(whole, parts)
     return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
 
 
@@ -256,11 +260,11 @@ def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bo
     if candidates.divisor.counts == NOTHING:
         expected = sum(part.value for part in parts)
     elif any(part.value != part.value for part in parts):
-        expected = _weighted(parts, candidates.items)
+        expected = weighted_mean(parts, candidates.items)
     else:
         total = sum(candidates.multiplier(part.batch) * part.value for part in parts)
         expected = total / candidates.multiplier(whole.batch)
-    return _near(expected, whole, parts)
+    return is_near(expected, whole, parts)
 
 
 def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -274,36 +278,6 @@ def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
         if len(divisors) == 1 and len(elements) > 1 and several[0].factor:
             return True
     return False
-
-
-def _weighted(parts: Sequence[Shown], items: Callable[[Any], float]) -> float:
-    counts = [items(part.batch) for part in parts]
-    if not sum(counts):
-        return float("nan")
-    terms = [n * part.value for n, part in zip(counts, parts, strict=True) if n]
-    return sum(terms) / sum(counts)
-
-
-def _size(whole: Shown, parts: Sequence[Shown]) -> float:
-    """Return what differences of losses are compared with, times the precision of the losses."""
-    dtype = whole.loss.dtype
-    values = [abs(shown.value) for shown in (whole, *parts)]
-    return float(torch.finfo(dtype).eps ** 0.5) * max(values)
-
-
-def _near(expected: float, whole: Shown, parts: Sequence[Shown]) -> bool:
-    if whole.value != whole.value:
-        return True  # a mean over nothing
-    return abs(expected - whole.value) <= _size(whole, parts)
-
-
-def _is_between(whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole lies between those of its parts, as a mean does."""
-    values = [part.value for part in parts]
-    if not values or any(value != value for value in values):
-        return not values
-    margin = _size(whole, parts)
-    return min(values) - margin <= whole.value <= max(values) + margin
 
 
 def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -323,7 +297,7 @@ def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> b
     """Return whether a loss that divides by constants is the sum of those of its parts."""
     if not _has_constant_divisors(candidates, whole, parts):
         return False
-    return _near(sum(part.value for part in parts), whole, parts)
+    return is_near(sum(part.value for part in parts), whole, parts)
 
 
 def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: str) -> Finding:
@@ -334,18 +308,18 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
     def items(batch: Any) -> float:
         return loss.items(batch).items
 
-    reason = _of_values(whole, parts)
+    reason = untold_by_values(whole, parts)
     if reason:
         return Finding(reason=reason, retry=True)
-    is_likely = _near(_weighted(parts, items), whole, parts)
-    if not is_likely and not _is_between(whole, parts):
+    is_likely = is_near(weighted_mean(parts, items), whole, parts)
+    if not is_likely and not is_between(whole, parts):
         return Finding(reason=_OF_THE_BATCH)
     matching: dict[float, list[Candidate]] = {}
     for divisor in divisors_of(whole.batch):
-        share = _share(parts, divisor.items)
-        if share is not None and _near(_weighted(parts, divisor.items), whole, parts):
+        share = first_share(parts, divisor.items)
+        if share is not None and is_near(weighted_mean(parts, divisor.items), whole, parts):
             matching.setdefault(share, []).append(Candidate(divisor))
-    likely = _share(parts, items) if is_likely else None
+    likely = first_share(parts, items) if is_likely else None
     if likely in matching:
         # Those that give the parts other shares agree within the precision of the losses alone.
         matching = {likely: matching[likely]}
@@ -357,22 +331,6 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
     return Finding(Candidates(candidates, by_values=True), reason=str(whole.error))
 
 
-def _of_values(whole: Shown, parts: Sequence[Shown]) -> str:
-    """Return why the losses of a batch and its parts do not tell what it divides by."""
-    losses = [part.value for part in parts]
-    if not all(math.isfinite(value) for value in (whole.value, *losses)):
-        return "it is not finite"
-    if abs(losses[0] - losses[1]) <= 10 * _size(whole, parts):
-        return "parts of a batch have the same loss"
-    return ""
-
-
-def _share(parts: Sequence[Shown], items: Callable[[Any], float]) -> float | None:
-    """Return the share of the first part in the items of a batch; None if it has none."""
-    counts = [items(part.batch) for part in parts]
-    return counts[0] / sum(counts) if sum(counts) else None
-
-
 def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
     """Return why a loss is refused: what it is, what was expected, and what it divides by."""
     samples = batch_size(whole.batch)
@@ -380,8 +338,8 @@ def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
     if parts:
         divides += f" and by {parts[0].divisors} and {parts[1].divisors} for its parts"
     unexplained = "which nothing that the batch holds explains"
-    expected = _weighted(parts, lambda batch: loss.items(batch).items) if parts else whole.value
-    if _near(expected, whole, parts):
+    expected = weighted_mean(parts, lambda batch: loss.items(batch).items) if parts else whole.value
+    if is_near(expected, whole, parts):
         return Finding(problem=f"{loss.name} {divides}, {unexplained}: {loss.ways_out}")
     numbers = _told_apart(whole.value, expected)
     because = f", as it {divides}, {unexplained}" if whole.terms else ""

@@ -239,6 +239,13 @@ class Candidates:
         """Whether there is one way to count."""
         return self.known or len(self.candidates) == 1
 
+    def has(self, divisor: Divisor) -> bool:
+        """Return whether a way to count, with whatever weights of classes, is among these."""
+        named = divisor._replace(weight=None)
+        return any(
+            named == candidate.divisor._replace(weight=None) for candidate in self.candidates
+        )
+
     def disagree(self, batch: Any) -> bool:
         """Return whether the candidates count a batch differently."""
         if self.is_settled:

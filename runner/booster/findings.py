@@ -41,8 +41,13 @@ def divides(batch: Any) -> bool:
     return samples > 1 and has_samples(batch, samples)
 
 
-def measured(model: MeasuredModel, batch: Any, trace: Trace) -> list[Finding]:
-    """Return what each rank finds out by a batch and its two parts."""
+def measured(
+    model: MeasuredModel, batch: Any, trace: Trace, earlier: Candidates | None = None
+) -> list[Finding]:
+    """Return what each rank finds out by a batch and its two parts.
+
+    Where there are earlier candidates, no others count.
+    """
     loss, samples = model.loss, batch_size(batch)
     shown, loss_of = first_pass(model, batch, trace)
     whole = shown if isinstance(shown, Shown) else None
@@ -66,7 +71,7 @@ def measured(model: MeasuredModel, batch: Any, trace: Trace) -> list[Finding]:
                 error.add_note(WHILE_MEASURED)
                 raise
             reason = f"it does not take a part of a batch ({type(error).__name__})"
-    return model.from_ranks(_found(loss, shown, parts, is_random, reason))
+    return model.from_ranks(_found(loss, shown, parts, is_random, reason, earlier))
 
 
 def _found(
@@ -75,12 +80,14 @@ def _found(
     parts: Sequence[Shown],
     is_random: bool,
     reason: str,
+    earlier: Candidates | None,
 ) -> Finding:
     """Return what this rank finds out by a batch, and its two parts if both show something."""
     if isinstance(shown, ShowsNothing):
         return Finding(problem=shown.problem, reason=shown.reason)
     try:
-        return verdict(loss, shown, parts if len(parts) == 2 else [], is_random, reason)
+        parts = parts if len(parts) == 2 else []
+        return verdict(loss, shown, parts, is_random, reason, earlier)
     except DivisorError as error:
         return Finding(problem=str(error))
 
@@ -106,15 +113,11 @@ def measured_again(
     model: MeasuredModel, earlier: Candidates, batch: Any, trace: Trace
 ) -> list[Finding]:
     """Measure a batch, and return those candidates alone that agreed with earlier ones."""
-    names = [candidate.divisor._replace(weight=None) for candidate in earlier.candidates]
     trace.remove()
     findings = []
-    for finding in measured(model, batch, trace):
+    for finding in measured(model, batch, trace, earlier):
         candidates = finding.candidates or earlier
-        remaining = []
-        for candidate in candidates.candidates:
-            if candidate.divisor._replace(weight=None) in names:
-                remaining.append(candidate)
+        remaining = [each for each in candidates.candidates if earlier.has(each.divisor)]
         candidates = replace(
             candidates,
             candidates=remaining,

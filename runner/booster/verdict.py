@@ -69,9 +69,14 @@ class Finding(NamedTuple):
 
 
 def verdict(
-    loss: WindowLoss, whole: Shown, parts: Sequence[Shown], is_random: bool, reason: str
+    loss: WindowLoss,
+    whole: Shown,
+    parts: Sequence[Shown],
+    is_random: bool,
+    reason: str,
+    earlier: Candidates | None = None,
 ) -> Finding:
-    """Compare what a batch shows with the ways to count it."""
+    """Compare what a batch shows with the ways to count it, of which only earlier ones count."""
     loss.items(whole.batch)  # raises an error if a guess is known to be wrong
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
@@ -82,7 +87,7 @@ def verdict(
     if not parts and _is_told_by_parts_alone(whole):
         problem = _UNKNOWN_WEIGHTS.format(loss.name, reason or _ONE_SAMPLE, loss.ways_out)
         return Finding(problem=problem)
-    candidates = _candidates(whole, parts)
+    candidates = _candidates(whole, parts, earlier)
     if not candidates.candidates:
         return _without_candidates(loss, candidates, whole, parts)
     if is_random and not candidates.known:
@@ -170,7 +175,9 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
     return divisors[0] if len(set(divisors)) == 1 else None
 
 
-def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
+def _candidates(
+    whole: Shown, parts: Sequence[Shown], earlier: Candidates | None = None
+) -> Candidates:
     """Return the ways to count that agree with a batch and its parts."""
     known = divisor_of_calls(whole)
     if known is not None:
@@ -179,8 +186,11 @@ def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
     shown = _telling(whole, parts)
     outer = len({len(each.terms) for each in shown}) > 1
     varies = not outer and _factors_vary(shown)
+    possible = _possible(whole, parts, varies)
+    if earlier is not None:
+        possible = [divisor for divisor in possible if earlier.has(divisor)]
     candidates = Candidates(
-        [Candidate(divisor) for divisor in _possible(whole, parts, varies)],
+        [Candidate(divisor) for divisor in possible],
         outer=outer,
         factors=varies,
         weighted=any(term.is_weighted for term in whole.terms),

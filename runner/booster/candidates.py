@@ -303,7 +303,7 @@ class Candidates:
 
     def _joined(self, other: Candidates) -> Candidates:
         tolerance = max(self.tolerance, other.tolerance)
-        theirs = {each.divisor._replace(weight=None): each for each in other.candidates}
+        theirs = {way.divisor._replace(weight=None): way for way in other.candidates}
         remaining = []
         for candidate in self.candidates:
             counterpart = theirs.get(candidate.divisor._replace(weight=None))

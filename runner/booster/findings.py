@@ -117,7 +117,7 @@ def measured_again(
     findings = []
     for finding in measured(model, batch, trace, earlier):
         candidates = finding.candidates or earlier
-        remaining = [each for each in candidates.candidates if earlier.has(each.divisor)]
+        remaining = [way for way in candidates.candidates if earlier.has(way.divisor)]
         candidates = replace(
             candidates,
             candidates=remaining,

@@ -47,7 +47,7 @@ class Path(NamedTuple):
         if not dtype.is_floating_point:
             return self
         several = [dtype] if self.dtype is None else [dtype, self.dtype]
-        return self._replace(dtype=max(several, key=lambda each: torch.finfo(each).eps))
+        return self._replace(dtype=max(several, key=lambda floating: torch.finfo(floating).eps))
 
     def term(
         self,

@@ -270,7 +270,7 @@ def _loss_of_torch(place: Place) -> Term:
     weight = getattr(node, "_saved_weight", None)
     of_positives = getattr(node, "_saved_pos_weight", None)
     if node._saved_reduction == _SUM:
-        weights = tuple(each for each in (weight, of_positives) if each is not None)
+        weights = tuple(tensor for tensor in (weight, of_positives) if tensor is not None)
         return place.path.term(weights=weights)
     path = place.path._replace(averages=True)
     targets = node._saved_target

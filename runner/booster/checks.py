@@ -25,6 +25,7 @@ from runner.parallel.collectives import from_all
 
 _KEPT = 8  # losses of a window that others are compared with
 _CHECKED = 64  # windows on an accelerator, after which one of so many is checked
+_MOST_ACCEPTED = 8  # batches whose weights are too much alike to tell what they depend on
 _SENT = 6  # numbers of a loss that ranks compare first
 
 
@@ -65,6 +66,8 @@ class Checks:
         self._class_weights: list[Tensor] = []
         self._window: list[_Seen] = []
         self._windows = 0
+        self._accepts_next = False
+        self._accepted = 0
 
     def begin_window(self) -> None:
         """Begin a window of microbatches, or an evaluation."""
@@ -143,16 +146,20 @@ class Checks:
         for weight, before in zip(weights, self._class_weights, strict=True):
             if weight is not before and not _are_equal(weight, before):
                 raise UnshownWeights
-        if self._candidates.weighted:
+        if self._candidates.weighted or self._accepts_next:
+            self._accepts_next = False
             return
         of_elements = [weight for term in terms if term.is_weighted for weight in term.weights]
         if of_elements:
             raise UnshownWeights(of_elements)
 
-    def accept_weights(self) -> None:
-        """Take the weights of a loss that was measured since for shown."""
-        self._candidates.weighted = True
+    def accept_weights(self, once: bool) -> None:
+        """Take the weights of a loss that was measured since for shown; ``once`` in this batch."""
         self._class_weights = []
+        self._accepts_next = True
+        self._accepted += 1
+        if not once or self._accepted >= _MOST_ACCEPTED:
+            self._candidates.weighted = True
 
     def _compared(self, loss: Tensor, terms: Sequence[Term], items: float) -> float | None:
         candidates = self._candidates

@@ -16,6 +16,7 @@ from runner.booster.divisor import tensors_of
 from runner.booster.items import DivisorError
 from runner.booster.loss import WindowLoss
 from runner.booster.parts import has_samples, in_two, joined, samples_at
+from runner.booster.sample_weights import are_told_apart
 from runner.booster.shown import (
     WHILE_MEASURED,
     MeasuredModel,
@@ -141,17 +142,17 @@ def _no_count(loss: WindowLoss, divisors: str) -> str:
 
 
 @torch.enable_grad()
-def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> None:
+def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> bool:
     """Measure a batch of this rank inside of a step, as its loss has weights that are new.
 
-    Weights that are values of the batch need no measurement.
+    Weights that are values of the batch need no measurement. Return whether later ones need none.
 
     Raises:
         DivisorError: the weights depend on the batch, or that cannot be told.
     """
     loss = model.loss
     if weights and all(_is_held(weight, batch) for weight in weights):
-        return
+        return True
     if batch_size(batch) == 1 and model.measured is not None:
         batch = joined([batch, model.measured])
     cannot = _RANKS_WAIT if model.communicates() else "" if divides(batch) else _ONE_SAMPLE
@@ -163,6 +164,7 @@ def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> 
     for finding in findings:
         if finding.problem:
             raise DivisorError(finding.problem)
+    return not weights or are_told_apart(weights)
 
 
 def _is_held(weight: Tensor, batch: Any) -> bool:

@@ -115,7 +115,7 @@ class WindowLoss:
         self.warnings: list[str] = []
         self.candidates: Candidates | None = None
         self.variety: Variety | None = None
-        self.look_again: Callable[[Any, Sequence[Tensor]], None] | None = None
+        self.look_again: Callable[[Any, Sequence[Tensor]], bool] | None = None
         self._checks: Checks | None = None
         self._scale = 1.0
         self._epsilon = 0.0
@@ -350,9 +350,8 @@ class WindowLoss:
         try:
             return self._checks.multiplier(loss, items)
         except UnshownWeights as error:
-            if self.look_again is not None:
-                self.look_again(batch, error.weights)
-            self._checks.accept_weights()
+            is_shown = self.look_again is None or self.look_again(batch, error.weights)
+            self._checks.accept_weights(once=not is_shown)
         return self._checks.multiplier(loss, items)
 
     def _refused(self, loss: Tensor, items: float) -> Tensor:

@@ -6,7 +6,7 @@ divides by as it is. The weights of a sample in a part of the batch show them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from runner.booster.batch import batch_size
 from runner.booster.shown import Shown
 from runner.booster.terms import class_weights_of
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-5}
+_OF_HALF = 0.05
+_OF_ACCELERATOR = 1e-2  # which may round products of matrices
+_SPREAD = 10  # tolerances by which weights have to differ from one another
 
 
 def weights_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -26,6 +29,16 @@ def weights_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
         if _differ_in_part(whole, part, slice(start, end)):
             return True
         start = end
+    return False
+
+
+def are_told_apart(weights: Iterable[Tensor]) -> bool:
+    """Return whether weights differ by more than what parts of a batch may change in them."""
+    for weight in weights:
+        values = weight.double()
+        spread = float(values.max() - values.min()) if values.numel() else 0.0
+        if spread > _SPREAD * _tolerance(weight) * float(values.abs().max()):
+            return True
     return False
 
 
@@ -58,8 +71,15 @@ def _is_part(part: Tensor, whole: Tensor, rows: slice, samples: int) -> bool:
 
 
 def _near(first: Tensor, second: Tensor) -> bool:
-    tolerance = _TOLERANCES.get(first.dtype, 1e-9 if not first.is_floating_point() else 0.1)
+    tolerance = _tolerance(first)
     first = first.double()
     second = second.double()
     margin = tolerance * float(second.abs().nan_to_num().max()) if second.numel() else 0.0
     return torch.allclose(first, second, rtol=tolerance, atol=margin, equal_nan=True)
+
+
+def _tolerance(weight: Tensor) -> float:
+    if not weight.is_floating_point():
+        return 0.0
+    tolerance = _TOLERANCES.get(weight.dtype, _OF_HALF)
+    return tolerance if weight.device.type == "cpu" else max(tolerance, _OF_ACCELERATOR)

@@ -18,7 +18,7 @@ from runner.booster.part_losses import (
     untold_by_values,
     weighted_mean,
 )
-from runner.booster.sample_weights import weights_vary
+from runner.booster.sample_weights import are_told_apart, weights_vary
 from runner.booster.shown import Shown
 from runner.booster.terms import Term
 
@@ -193,7 +193,7 @@ def _candidates(
         [Candidate(divisor) for divisor in possible],
         outer=outer,
         factors=varies,
-        weighted=any(term.is_weighted for term in whole.terms),
+        weighted=any(term.is_weighted and are_told_apart(term.weights) for term in whole.terms),
     )
     candidates = _after_silent(candidates, parts)
     for seen in shown:

@@ -52,8 +52,8 @@ def run_here(*words, env=None):
 
 def overriding(defaults, words):
     """Return the overrides ``words`` after those of ``defaults`` whose keys they do not give."""
-    given = {word.partition("=")[0] for word in words}
-    return [*(word for word in defaults if word.partition("=")[0] not in given), *words]
+    typed_keys = {word.partition("=")[0] for word in words}
+    return [*(word for word in defaults if word.partition("=")[0] not in typed_keys), *words]
 
 
 def environment_at(home):

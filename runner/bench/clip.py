@@ -97,10 +97,12 @@ def telemetry(folder: Path) -> Callable[[Decision], None]:
 
 
 def small(number: int) -> nn.Module:
+    """Return a model of ``number`` tensors of 64 elements."""
     return nn.ParameterList(torch.randn(64) for _ in range(number))
 
 
 def gpt(layers: int = 12, width: int = 384, heads: int = 6) -> nn.Module:
+    """Return a GPT over bytes, with a context of 128, tied weights and biases."""
     return GPT(256, 128, layers, heads, width, tied=True, bias=True, dropout=0.0)
 
 

@@ -82,6 +82,7 @@ def mlp() -> nn.Module:
 
 
 def tiny(setting: Setting) -> Task:
+    """Return the task of the tiny network: an MLP on batches of 64 vectors."""
     return Task(
         name="tiny MLP",
         make=mlp,
@@ -164,6 +165,7 @@ def bare(task: Task, plugin: Plugin | None = None) -> float:
 
 
 def trained(task: Task, sinks: Sequence[Sink], plugin: Plugin | None = None) -> float:
+    """Return the seconds that a Trainer takes for one epoch of a task."""
     model, loader, optimizer = task.parts(plugin)
     trainer = Trainer(
         model,

@@ -1,8 +1,8 @@
 """What a rank receives to agree with all others, by torch's fake process group.
 
 A fake group has any number of ranks and sends nothing: all other ranks count as having nothing to
-add, or what this rank has. So the number of collectives and their sizes are those of a real group,
-and the values are not. Gradients and weights themselves are not counted.
+add, or what this rank has. A real group has as many collectives of the same sizes, and other
+values. Gradients and weights themselves are not counted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def fake_ranks(number: int) -> Iterator[dist.ProcessGroup]:
-    """Make a fake process group of so many ranks, of which this process is the first."""
+    """Make a fake process group of ``number`` ranks, of which this process is the first."""
     dist.init_process_group("fake", rank=0, world_size=number)
     assert dist.group.WORLD is not None
     try:
@@ -101,7 +101,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     """
     parameters = 200 if setting.quick else 10_000
     for ranks in (8, 64) if setting.quick else (8, 64, 1024, 16_384):
-        # The limits are those of 1,024 ranks.
+        # The limits hold for 1,024 ranks.
         yield from of_ranks(ranks, parameters, limits=ranks == 1024)
 
 
@@ -117,8 +117,8 @@ def of_ranks(ranks: int, parameters: int, limits: bool = False) -> Iterator[Row]
 
     with fake_ranks(ranks) as group:
         mesh = init_device_mesh("cpu", (ranks,))
-        # Layouts as plugins hand them to modes. Those of zero 2 and 3 are as that of fsdp, those of
-        # pipeline and moe as that of zero1.
+        # Layouts as plugins hand them to modes. zero 2 and 3 have the layout of fsdp, pipeline and
+        # moe the layout of zero1.
         models = {
             "fsdp": sharded_model(parameters // 2, mesh, 0),
             "tensor": sharded_model(parameters // 2, mesh, 1),
@@ -127,7 +127,7 @@ def of_ranks(ranks: int, parameters: int, limits: bool = False) -> Iterator[Row]
         layouts: dict[str, Layout] = {}
         for plugin in ("fsdp", "tensor"):
             model = models[plugin]
-            # A fake group adds nothing: the sums of all ranks are those of this one.
+            # A fake group adds nothing: a sum over all ranks is what this rank has.
             sizes = {name: _local_size(parameter) for name, parameter in model.named_parameters()}
 
             def boost(name: str = plugin, sizes: dict[str, int] = sizes) -> None:

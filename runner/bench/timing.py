@@ -78,6 +78,7 @@ def row(
 
 
 def line_of(row: Row) -> str:
+    """Return a row as a line of text: median, spread, limit and the times of both sides."""
     median, low, high = (_shown(row[name]) for name in ("median", "low", "high"))
     limit = "" if row["limit"] is None else _shown(row["limit"])
     if limit and row["median"] > row["limit"]:

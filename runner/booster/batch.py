@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,20 +34,24 @@ class BatchError(TypeError):
 
 
 class ModelCall(NamedTuple):
+    """The arguments that a model is called with."""
+
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
 
     def only_tensor(self) -> Tensor:
         """Return the input of a model that takes one tensor."""
-        given = dict(enumerate(self.args)) | dict(self.kwargs)
-        if len(given) > 1 and (own := target_name(self.kwargs)):
-            del given[own]  # The last stage returns no loss.
-        if len(given) == 1 and isinstance(inputs := next(iter(given.values())), Tensor):
-            return inputs
+        inputs = {**self.kwargs}
+        target = target_name(self.kwargs)
+        if target is not None and len(self.args) + len(inputs) > 1:
+            del inputs[target]  # The last stage returns no loss.
+        values = [*self.args, *inputs.values()]
+        if len(values) == 1 and isinstance(values[0], Tensor):
+            return values[0]
+        described = ", ".join([*(_described(value) for value in self.args), *self.kwargs])
         raise BatchError(
             "a pipeline sends one tensor [samples, ...] from stage to stage, and this batch has "
-            f"the inputs {', '.join([*map(_described, self.args), *self.kwargs]) or 'none'}: give "
-            "the batch one input beside its targets"
+            f"the inputs {described or 'none'}: give the batch one input beside its targets"
         )
 
 
@@ -55,33 +59,31 @@ class Calls:
     """How a model is called with a batch."""
 
     def __init__(self, model: nn.Module, whole: bool, labelled: bool) -> None:
-        self._whole, self._labelled, self._kind = whole, labelled, type(model).__name__
-        parameters = inspect.signature(model.forward).parameters.values()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        taken = {one.name: one.default is one.empty for one in parameters if one.kind in named}
-        self._names, self._required = taken.keys(), {name for name in taken if taken[name]}
-        self._order = list(taken)
-        self._takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+        self._whole = whole
+        self._labelled = labelled
+        self._kind = type(model).__name__
+        self._names: list[str] = []  # of the parameters of ``forward``, in its order
+        self._required: set[str] = set()
+        self._takes_any = False
+        for parameter in inspect.signature(model.forward).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self._takes_any = True
+            elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                self._names.append(parameter.name)
+                if parameter.default is parameter.empty:
+                    self._required.add(parameter.name)
 
     def of(self, batch: Any) -> ModelCall:
+        """Return the call for a batch; a BatchError says that the model cannot take it."""
         if self._whole:
             return ModelCall((batch,))
         if isinstance(batch, tuple | list) and len(batch) > 1:
-            first = batch[0]
-            if len(batch) == 2 and isinstance(first, Mapping) and self._by_name(first):
-                return ModelCall(kwargs=first)
-            inputs = tuple(batch[:-1])
-            name = self._takes_targets(len(inputs))
-            return ModelCall(inputs, {} if name is None else {name: batch[-1]})
+            return self._of_tuple(batch)
         named = named_parts(batch)
         if named is None:
             raise not_readable(batch)
         if self._by_name(named):
-            own, kept = target_name(named), dict(named)
-            takes = own in self._names or self._takes_any
-            if own is not None and own not in self._required and not (self._labelled and takes):
-                del kept[own]
-            return ModelCall(kwargs=kept)
+            return ModelCall(kwargs=self._with_wanted_targets(named))
         if "batch" in self._names:
             return ModelCall((batch,))
         raise BatchError(
@@ -90,13 +92,38 @@ class Calls:
             f"these names, {_WHOLE}"
         )
 
+    def _of_tuple(self, batch: Sequence[Any]) -> ModelCall:
+        """Return the call for a tuple or a list whose last entry holds the targets."""
+        first = batch[0]
+        if len(batch) == 2 and isinstance(first, Mapping) and self._by_name(first):
+            return ModelCall(kwargs=first)
+        inputs = tuple(batch[:-1])
+        name = self._takes_targets(len(inputs))
+        return ModelCall(inputs, {} if name is None else {name: batch[-1]})
+
+    def _with_wanted_targets(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model, with the targets only if it is to get them.
+
+        It gets targets that it requires, and targets that it can take if no criterion is given.
+        """
+        parts = dict(named)
+        target = target_name(named)
+        if target is None or target in self._required:
+            return parts
+        can_take = target in self._names or self._takes_any
+        if not (self._labelled and can_take):
+            del parts[target]
+        return parts
+
     def _takes_targets(self, inputs: int) -> str | None:
         """Return the parameter after the inputs that takes the last entry of a tuple.
 
         None if a criterion is given. ``labels`` are not passed: causal models of
         transformers shift them, and the targets of a tuple are shifted already.
         """
-        for name in self._order[inputs:] if self._labelled else ():
+        if not self._labelled:
+            return None
+        for name in self._names[inputs:]:
             if name in ("targets", "target") or (name in TARGETS and name in self._required):
                 return name
         return None
@@ -107,14 +134,16 @@ class Calls:
 
 
 def named_parts(batch: Any) -> Mapping[str, Any] | None:
+    """Return the entries of a mapping or a dataclass by name; None of another batch."""
     if isinstance(batch, Mapping):
         return batch
     if is_dataclass(batch) and not isinstance(batch, type):
-        return {one.name: getattr(batch, one.name) for one in fields(batch)}
+        return {field.name: getattr(batch, field.name) for field in fields(batch)}
     return None
 
 
 def target_name(named: Mapping[str, Any]) -> str | None:
+    """Return the name of the targets in a batch; None if no tensor has one of :data:`TARGETS`."""
     return next((name for name in TARGETS if isinstance(named.get(name), Tensor)), None)
 
 
@@ -131,18 +160,24 @@ def targets_of(batch: Any) -> Tensor | None:
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a batch of any structure with ``change(tensor)`` in place of each tensor."""
     if type(batch) in (tuple, list):
-        return type(batch)(mapped(each, change) for each in batch)
-    if (named := named_parts(batch)) is None:
+        return type(batch)(mapped(part, change) for part in batch)
+    named = named_parts(batch)
+    if named is None:
         return tree_map_only(Tensor, change, batch)
     changed = {name: mapped(value, change) for name, value in named.items()}
     if not isinstance(batch, Mapping):
         return replace(batch, **changed)
-    made: Any = copy.copy(batch)  # pytree does not know every mapping
-    made.update(changed)
-    return made
+    mapping: Any = copy.copy(batch)  # pytree does not know every mapping
+    mapping.update(changed)
+    return mapping
 
 
 def batch_size(batch: Any) -> int:
+    """Return the number of samples: the length of the first tensor that has a dimension.
+
+    Raises:
+        BatchError: no tensor has one.
+    """
     for tensor in held_tensors(batch):
         if tensor.ndim:
             return len(tensor)
@@ -150,6 +185,7 @@ def batch_size(batch: Any) -> int:
 
 
 def not_readable(batch: Any) -> BatchError:
+    """Return the error of a batch whose inputs and targets cannot be told apart."""
     return BatchError(
         "a batch has to be a pair (inputs, targets), a longer tuple that ends with the targets, or "
         f"a dictionary or dataclass whose targets are called {', '.join(TARGETS[:-1])} or "
@@ -160,5 +196,6 @@ def not_readable(batch: Any) -> BatchError:
 
 def _described(batch: Any) -> str:
     named = named_parts(batch)
-    keys = "" if named is None else f" with the keys {', '.join(map(repr, named))}"
-    return f"a {type(batch).__name__}{keys}"
+    if named is None:
+        return f"a {type(batch).__name__}"
+    return f"a {type(batch).__name__} with the keys {', '.join(repr(name) for name in named)}"

@@ -6,14 +6,12 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import itemgetter
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.booster import saved
 from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
@@ -29,13 +27,15 @@ from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
 from runner.booster.replaced import refuse_replaced
 from runner.booster.step_order import LossScale, Nonfinite
 from runner.booster.wrapper import BoostedParameters, ModelWrapper, checked, no_backward, wrappers
+from runner.checkpoint.states import CheckpointIO
 from runner.clip.boosted import register
 from runner.clip.skip import SkipRule
 from runner.parallel.collectives import raise_first
+from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 
 
-class Booster(saved.CheckpointIO):
+class Booster(CheckpointIO):
     """Adapt the parts of a training loop to a plugin; the loop itself does not change.
 
     Args:
@@ -74,11 +74,14 @@ class Booster(saved.CheckpointIO):
     ) -> None:
         self.plugin = SinglePlugin() if plugin is None else plugin
         precision = mixed_precision or self.plugin.precision
-        self.dtype, self.loss_scale = dtype_of(precision), loss_scale
+        self.dtype = dtype_of(precision)
+        self.loss_scale = loss_scale
         if self.loss_scale is None and precision == "fp16":
             self.loss_scale = LossScale(self.plugin.initial_scale or LossScale.scale)
-        self.nonfinite, self.skip = nonfinite, skip
-        self._window_loss: tuple[Any, WindowLoss] | None = None
+        self.nonfinite = nonfinite
+        self.skip = skip
+        self._criterion: Any = None  # that ``_window_loss`` was made of
+        self._window_loss: WindowLoss | None = None
 
     def boost(
         self,
@@ -106,43 +109,62 @@ class Booster(saved.CheckpointIO):
             ValueError: the model was boosted before, the criterion has parameters, or an optimizer
                 holds a parameter of another module, has stepped already, or would take other steps.
         """
-        plugin, alone = self.plugin, isinstance(self.plugin, SinglePlugin)
-        model, names = checked(model, criterion, "" if alone else type(plugin).__name__)
-        given = dict(model.named_parameters())
+        plugin = self.plugin
+        name_of_plugin = "" if isinstance(plugin, SinglePlugin) else type(plugin).__name__
+        model, names = checked(model, criterion, name_of_plugin)
+        before = dict(model.named_parameters())
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        known = {id(parameter): name for name, parameter in given.items()}
+        name_of_id = {id(parameter): name for name, parameter in before.items()}
         where = "Give boost (or Trainer) a model that owns it, or leave it out of the optimizer"
-        raise_first(unknown(optimizers, known, where), alone=True)
-        clips = own_clips(optimizers, known)
-        if not alone:
+        raise_first(unknown(optimizers, name_of_id, where), alone=True)
+        clips = own_clips(optimizers, name_of_id)
+        if not isinstance(plugin, SinglePlugin):
             require_same_clips(clips)
-        matrices = frozenset(known[id(parameter)] for parameter in orthogonalized(optimizers))
-        made = plugin.configure(model)
-        wrapper = ModelWrapper(model, self.dtype, made.renamed, names, made.pipeline)
+        matrices = {name_of_id[id(parameter)] for parameter in orthogonalized(optimizers)}
+
+        parallel_model = plugin.configure(model)
+        renamed = parallel_model.renamed
+        wrapper = ModelWrapper(model, self.dtype, renamed, names, parallel_model.pipeline)
         boosted = None
         if optimizers:
-            made.rebind(optimizers, given, model)
-            for each in optimizers:
-                require_safe(each, made, plugin)
-            made.layout.own_clips = clips
-            made.layout.orthogonalized = matrices
-            wrapper.boosted = BoostedParameters(model, made.renamed, alone)
-            options = self.loss_scale, self.nonfinite, copy.deepcopy(self.skip)
-            ours = OptimizerWrapper(
-                optimizers, made, plugin, *options, wrapper.boosted.require_final
-            )
-            boosted, wrapper.optimizer, wrapper.watch = ours, ours, ours.watch
-        elif made.sync_grads is not nothing:
+            parallel_model.rebind(optimizers, before, model)
+            for plain in optimizers:
+                require_safe(plain, parallel_model, plugin)
+            parallel_model.layout.own_clips = clips
+            parallel_model.layout.orthogonalized = frozenset(matrices)
+            boosted = self._wrapped(optimizers, parallel_model, wrapper)
+        elif parallel_model.sync_grads is not nothing:
             wrapper.watch = partial(no_backward, model)
-        for stage in () if made.pipeline is None else made.pipeline.stages.values():
-            stage.dtype = self.dtype
+        if parallel_model.pipeline is not None:
+            for stage in parallel_model.pipeline.stages.values():
+                stage.dtype = self.dtype
         wrappers[model] = ref(wrapper)
-        if wrapper.watch is not None:  # Without an optimizer others' gradients are never final.
+        if wrapper.watch is not None:  # Nothing makes gradients of several ranks final otherwise.
             # What users may give to a function that clips, also parameters that were replaced.
-            held = [*given.values(), *model.parameters(), *(s.param for s in made.layout.shards)]
-            register(boosted, [wrapper, model, *held])
-        refuse_replaced(given, model, made.renamed)
+            shards = parallel_model.layout.shards
+            parameters = [*before.values(), *model.parameters(), *(s.param for s in shards)]
+            register(boosted, [wrapper, model, *parameters])
+        refuse_replaced(before, model, renamed)
         return wrapper, boosted, criterion, dataloader, lr_scheduler
+
+    def _wrapped(
+        self, optimizers: Sequence[Optimizer], parallel_model: ParallelModel, model: ModelWrapper
+    ) -> OptimizerWrapper:
+        """Wrap the optimizers, and let the boosted model watch that its gradients are final."""
+        alone = isinstance(self.plugin, SinglePlugin)
+        model.boosted = BoostedParameters(model.module, parallel_model.renamed, alone)
+        wrapper = OptimizerWrapper(
+            optimizers,
+            parallel_model,
+            self.plugin,
+            self.loss_scale,
+            self.nonfinite,
+            copy.deepcopy(self.skip),
+            model.boosted.require_final,
+        )
+        model.optimizer = wrapper
+        model.watch = wrapper.watch
+        return wrapper
 
     def backward(self, loss: Tensor, optimizer: OptimizerWrapper) -> None:
         """Run the backward pass of ``loss``, scaled under fp16."""
@@ -187,16 +209,18 @@ class Booster(saved.CheckpointIO):
         pipeline = model.pipeline
         if pipeline is None:
             raise RuntimeError("the model is in one piece: its plugin has no pipeline stages")
-        known = self._window_loss
-        if known is None or known[0] is not criterion:  # kept, so that it is checked only once
-            known = self._window_loss = criterion, WindowLoss(model.unwrap(), criterion)
-        window, batch, loss = known[1], next(data_iter), None
+        window = self._window_loss_of(model, criterion)
+        batch = next(data_iter)
+        loss = None
         settle(window, model.unwrap(), [batch], pipeline, together=self.plugin.world_size > 1)
         window.begin_window(trains=False)
         if optimizer is not None:
             kept: list[Tensor] | None = [] if return_outputs else None
-            weight, pair = 1.0 / window.divisor(window.items(batch).items), (batch, batch)
-            loss = self.train_pipeline(model, optimizer, window, pair, weight, True, kept) * weight
+            weight = 1.0 / window.divisor(window.items(batch).items)
+            summed_loss = self.train_pipeline(
+                model, optimizer, window, (batch, batch), weight, True, kept
+            )
+            loss = summed_loss * weight
             outputs = kept[0] if kept else None
         else:
             outputs = pipeline.evaluate(window.call(batch).only_tensor())
@@ -207,6 +231,13 @@ class Booster(saved.CheckpointIO):
             "loss": loss if return_loss and pipeline.last else None,
             "outputs": outputs if return_outputs else None,
         }
+
+    def _window_loss_of(self, model: ModelWrapper, criterion: Any) -> WindowLoss:
+        """Return the loss by a criterion, which is kept so that it is checked only once."""
+        if self._window_loss is None or self._criterion is not criterion:
+            self._criterion = criterion
+            self._window_loss = WindowLoss(model.unwrap(), criterion)
+        return self._window_loss
 
     def train_pipeline(
         self,
@@ -230,10 +261,12 @@ class Booster(saved.CheckpointIO):
         inputs = loss.call(batch).only_tensor()
         factor = optimizer.begin_backward(weight)
 
-        def summed(outputs: Tensor, at: slice) -> Tensor:
-            part = itemgetter(at)
-            items = loss.items(mapped(host, part)).items if counts else None
-            return loss.sum(outputs, mapped(batch, part), items) * factor
+        def summed(outputs: Tensor, samples: slice) -> Tensor:
+            items = None
+            if counts:
+                items = loss.items(mapped(host, lambda tensor: tensor[samples])).items
+            part = mapped(batch, lambda tensor: tensor[samples])
+            return loss.sum(outputs, part, items) * factor
 
         total = model.pipeline.train(inputs, summed, kept) / factor
         optimizer.end_backward()

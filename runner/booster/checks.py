@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from runner.booster.candidates import (
 from runner.booster.loss_graph import GraphError, NotLinear, Term, terms_of
 from runner.parallel.collectives import from_all
 
-_KEPT = 8  # losses of a window that others are compared with
-_CHECKED = 64  # windows on an accelerator, after which one of so many is checked
+_KEPT = 8  # losses of a window that later ones are compared with
+_CHECKED = 64  # windows on an accelerator; later one window in 64 is checked
 _MOST_CONFIRMED = 8  # windows that ranks compare until one tells what their losses divide by
 
 
@@ -36,10 +36,10 @@ class Checks:
     """Compares what the losses of a window divide by with the items that were counted.
 
     Microbatches have the right weights if each part of their losses divides by the same multiple of
-    their items. One process compares the losses of a window with one another alone, as a number
-    that divides all of them, such as a temperature, may change from step to step. A rank among
-    several does not see the losses of others: it compares its own with those of the measurement,
-    or, in training, with those of all ranks in the first window.
+    their items. One process compares only the losses of one window: a number that divides all of
+    them, such as a temperature, may change from step to step. A rank does not see the losses of
+    other ranks. It compares its own with the measured losses or, in training, with the losses of
+    all ranks in the first window.
 
     Args:
         candidates: how items are counted, and what was measured.
@@ -77,10 +77,10 @@ class Checks:
     def confirm(self) -> str:
         """Compare the first windows of all ranks; return what is wrong; a collective."""
         self._confirmed += 1
-        every = [seen for of_rank in from_all(self._window) for seen in of_rank]
+        of_all_ranks = [seen for of_rank in from_all(self._window) for seen in of_rank]
         before: list[_Seen] = []
-        for seen in every:
-            if not self._agrees(seen, [each.observed for each in before]):
+        for seen in of_all_ranks:
+            if not self._agrees(seen, [earlier.observed for earlier in before]):
                 numbers = " and ".join(f"{number:g}" for number in seen.observed.divisors)
                 return f"the losses of ranks divide by other multiples of their items ({numbers})"
             before.append(seen)
@@ -118,8 +118,8 @@ class Checks:
         seen = _Seen(observed, max(candidates.tolerance, tolerance_of(loss, terms)))
         if not items and not observed.is_zero:
             return self._divisor_of_none(seen, terms)
-        others = [each.observed for each in self._window]
-        if not self._agrees(seen, [*self._reference(), *others]):
+        earlier = [seen.observed for seen in self._window]
+        if not self._agrees(seen, [*self._reference(), *earlier]):
             return None
         if len(self._window) < _KEPT and items:
             self._window.append(seen)
@@ -130,7 +130,8 @@ class Checks:
         if any(term.is_penalty for term in terms):
             return None  # which would have the weight of an item
         for number in (self._scale, self._epsilon):
-            if all(near(each, number, seen.tolerance) for each in seen.observed.divisors):
+            divisors = seen.observed.divisors
+            if all(near(divisor, number, seen.tolerance) for divisor in divisors):
                 return number
         return None
 
@@ -142,20 +143,23 @@ class Checks:
             return self._of_training
         return self._measured
 
-    def _agrees(self, seen: _Seen, others: Iterable[Observed]) -> bool:
+    def _agrees(self, seen: _Seen, earlier: Sequence[Observed]) -> bool:
+        """Return whether a loss divides by the same multiple of its items as earlier ones."""
         divisor = self._candidates.divisor
-        same = [other for other in others if len(other.divisors) == len(seen.observed.divisors)]
-        if not Candidate(divisor, [*same, seen.observed]).fits(seen.tolerance):
+        parts = len(seen.observed.divisors)
+        same_form = [loss for loss in earlier if len(loss.divisors) == parts]
+        if not Candidate(divisor, [*same_form, seen.observed]).fits(seen.tolerance):
             return False
-        if same or seen.observed.is_zero:
+        if same_form or seen.observed.is_zero:
             return True
         # A loss of other parts, such as one without its term of positive samples.
-        telling = [other for other in others if other.items]
-        if not telling or not seen.observed.items:
+        with_items = [loss for loss in earlier if loss.items]
+        if not with_items or not seen.observed.items:
             return True
-        ratios, expected = _ratios(seen.observed), _ratios(telling[0])
-        return all(_is_among(ratio, expected, seen.tolerance) for ratio in ratios) and all(
-            _is_among(ratio, ratios, seen.tolerance) for ratio in expected
+        ratios = _ratios(seen.observed)
+        expected = _ratios(with_items[0])
+        return _are_among(ratios, expected, seen.tolerance) and _are_among(
+            expected, ratios, seen.tolerance
         )
 
 
@@ -163,5 +167,9 @@ def _ratios(observed: Observed) -> list[float]:
     return [divisor / observed.items for divisor in observed.divisors]
 
 
-def _is_among(number: float, numbers: Iterable[float], tolerance: float) -> bool:
-    return any(near(number, other, tolerance) for other in numbers)
+def _are_among(numbers: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    """Return whether each number is near one of those that are expected."""
+    for number in numbers:
+        if not any(near(number, candidate, tolerance) for candidate in expected):
+            return False
+    return True

@@ -74,6 +74,16 @@ def summed(criterion: Any) -> Criterion | None:
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    """Return the cross entropy, summed over targets, or as ``reduction`` says.
+
+    Args:
+        outputs: logits [..., classes].
+        targets: classes [...], or probabilities [..., classes].
+        reduction: as of :func:`torch.nn.functional.cross_entropy`.
+
+    Raises:
+        BatchError: a target is no class of the outputs.
+    """
     flat = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
     try:
         return functional.cross_entropy(
@@ -91,4 +101,5 @@ def cross_entropy_sum(outputs: Tensor, targets: Tensor, reduction: str = "sum") 
 
 
 def cross_entropy_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy over the targets that are not ignored."""
     return cross_entropy_sum(outputs, targets, "mean")

@@ -46,6 +46,7 @@ class InBackward:
         self.begin_step()
 
     def begin_step(self) -> None:
+        """Forget what was clipped in the last step."""
         self.began: bool | None = None  # whether gradients of this step are clipped, once asked
         self._broken = False  # whether the host knows of a gradient that is not finite
         self._decisions: dict[str, Decision] = {}
@@ -53,6 +54,7 @@ class InBackward:
         self._memory: dict[str, Any] = {}
 
     def callback(self) -> Callable[[Tensor], None]:
+        """Return a hook for parameters, which clips a gradient once it is accumulated."""
         weak = ref(self)  # A hook lives as long as its parameter.
 
         def final(parameter: Tensor) -> None:
@@ -118,6 +120,11 @@ class InBackward:
         return norms
 
     def decide(self, norms: Norms) -> Decision:
+        """Return what the backward pass did to the whole gradient.
+
+        Args:
+            norms: of the gradients before clipping.
+        """
         norm = norms.total
         finite = norms.finite
         self.mode.end_parts()
@@ -137,7 +144,8 @@ class InBackward:
         totals = [nothing + decision.total for decision in decisions]
         max_stat = norm
         if clips is not None:
-            max_stat = torch.stack([nothing, *(made.max_stat for made in decisions)]).amax()
+            max_stats = [decision.max_stat for decision in decisions]
+            max_stat = torch.stack([nothing, *max_stats]).amax()
         change = Change(
             changed=torch.stack([nothing, *changed]).sum(),
             total=torch.stack([nothing, *totals]).sum(),

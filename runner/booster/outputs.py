@@ -13,11 +13,12 @@ from runner.parallel.hooks import held_tensors
 
 def returned_loss(outputs: Any) -> Tensor | None:
     """Return the loss in outputs: their ``loss``, the only one of a tuple, or the output itself."""
-    several = outputs if isinstance(outputs, tuple | list) else [outputs]
-    losses: list[Tensor] = [*filter(_is_loss, several)]
-    if len(losses) != 1:
-        losses = [*filter(_is_loss, [_part(outputs)])]
-    return losses[0] if losses else None
+    parts = outputs if isinstance(outputs, tuple | list) else [outputs]
+    losses: list[Tensor] = [part for part in parts if _is_loss(part)]
+    if len(losses) == 1:
+        return losses[0]
+    loss = _part(outputs, "loss")
+    return loss if _is_loss(loss) else None
 
 
 def logits_of(outputs: Any) -> Any:
@@ -26,9 +27,9 @@ def logits_of(outputs: Any) -> Any:
         return outputs
     loss = returned_loss(outputs) if isinstance(outputs, tuple | list) else None
     if loss is not None:
-        return next((each for each in outputs if each is not loss), outputs)
-    found = _part(outputs, "logits")
-    return outputs if found is None else found
+        return next((part for part in outputs if part is not loss), outputs)
+    logits = _part(outputs, "logits")
+    return outputs if logits is None else logits
 
 
 def zero_of(tensors: Iterable[Tensor]) -> Tensor:
@@ -61,7 +62,7 @@ def as_leaf(tensor: Tensor) -> Tensor:
     return marked
 
 
-def _part(outputs: Any, name: str = "loss") -> Any:
+def _part(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 

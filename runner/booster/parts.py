@@ -43,15 +43,15 @@ def samples_at(value: Any, numbers: Sequence[int], samples: int) -> Any:
 
 
 def joined(batches: Iterable[Any], enough: int = 2) -> Any:
-    """Return the first batch, with others joined to it while it has fewer samples than enough."""
+    """Return the first batch, joined with the next ones while it has fewer samples than enough."""
     read = iter(batches)
     batch = next(read)
     while batch_size(batch) < enough:
-        other = next(read, None)
-        if other is None:
+        following = next(read, None)
+        if following is None:
             break
         try:
-            batch = _concatenated(batch, other)
+            batch = _concatenated(batch, following)
         except (RuntimeError, TypeError, ValueError, KeyError):
             break  # sequences of another length
     return batch

@@ -28,15 +28,23 @@ class ReplacedParameter(nn.Parameter):
 
 
 def refuse_replaced(
-    given: Mapping[str, nn.Parameter], model: nn.Module, renamed: Mapping[str, str]
+    before: Mapping[str, nn.Parameter], model: nn.Module, renamed: Mapping[str, str]
 ) -> None:
-    """Let parameters ``given`` before boost refuse to be stepped, where others took their names."""
-    names, now = set[str](), set[int]()
-    for own, parameter in model.named_parameters():
-        names.add(renamed.get(own, own))
-        now.add(id(parameter))
-    for name, parameter in given.items():
-        # A parameter of another stage has no other one here: its own rank steps it.
-        if name in names and id(parameter) not in now and type(parameter) is nn.Parameter:
+    """Let parameters that the model has lost refuse to be stepped.
+
+    Args:
+        before: the parameters before boost, by name.
+        model: the boosted model.
+        renamed: names before boost, by the names in the boosted model.
+    """
+    names = set[str]()
+    boosted_ids = set[int]()
+    for local_name, parameter in model.named_parameters():
+        names.add(renamed.get(local_name, local_name))
+        boosted_ids.add(id(parameter))
+    for name, parameter in before.items():
+        # Nothing replaces a parameter of another stage on this rank: its own rank steps it.
+        is_replaced = name in names and id(parameter) not in boosted_ids
+        if is_replaced and type(parameter) is nn.Parameter:
             parameter.__class__ = ReplacedParameter
             parameter.replaced_name = name  # type: ignore[attr-defined]

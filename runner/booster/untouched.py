@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_MOST_COPIED = 2**28  # bytes of frozen parameters: those of a large model are a base, no teacher
+_MOST_COPIED = 2**28  # bytes of frozen parameters; more than a teacher has: the base of adapters
 
 
 class Trace:
@@ -23,23 +23,23 @@ class Trace:
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        held = list(modules)
+        all_modules = list(modules)
         self._device = device
-        self._numbers = [(vars(module), _numbers_of(module)) for module in held]
+        self._numbers = [(vars(module), _numbers_of(module)) for module in all_modules]
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor, int]] = [
             (module._buffers, name, buffer, buffer.detach().clone(), buffer._version)
-            for module in held
+            for module in all_modules
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_inference()
         ]
-        self._frozen = _copies_of_frozen(held)
+        self._frozen = _copies_of_frozen(all_modules)
         self._drawn = _generators(device)
 
     def drawn(self) -> bool:
         """Return whether a random number was drawn since the last call."""
-        now = _generators(self._device)
-        same = all(torch.equal(a, b) for a, b in zip(now, self._drawn, strict=True))
-        self._drawn = now
+        states = _generators(self._device)
+        same = all(torch.equal(a, b) for a, b in zip(states, self._drawn, strict=True))
+        self._drawn = states
         return not same
 
     def remove(self) -> None:
@@ -62,19 +62,20 @@ class Trace:
 @contextmanager
 def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Trace]:
     """Leave generators, modes, buffers, frozen parameters and counts of modules as they were."""
-    held = list(modules)
-    training = [(module, module.training) for module in held]
-    trace = Trace(held, device)
+    all_modules = list(modules)
+    training = [(module, module.training) for module in all_modules]
+    trace = Trace(all_modules, device)
     devices = [device] if device.type == "cuda" else []
     is_compiling = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-    python, arrays = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch.random.fork_rng(devices), eager:
             yield trace
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for module, was_training in training:
             module.training = was_training
         trace.remove()

@@ -34,7 +34,7 @@ POINTS = (50, 75, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
 
 
-# Of a tally: decimal exponents of its bounds, and bins of one decade, each 6 % wide.
+# A tally has bounds with these decimal exponents, and this many bins a decade, each 6 % wide.
 LOWEST = -16
 HIGHEST = 12
 PER_DECADE = 40
@@ -67,7 +67,8 @@ class Tally:
     def end_step(self, norm: Tensor) -> None:
         """Keep the counts of the current step, unless its gradient was not finite."""
         self._skip -= 1
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         if step is not None:
             counted = step * norm.isfinite().to(step)
             self._counts = counted if self._counts is None else self._counts + counted
@@ -110,6 +111,7 @@ class Histogram:
 
 
 def warm_up(steps: int, configured: int | None) -> int:
+    """Return the number of first steps to describe separately: a tenth, or what is configured."""
     return steps // 10 if configured is None else min(configured, steps - 1)
 
 
@@ -138,6 +140,7 @@ def suggest(start: float, low: float, high: float) -> dict[str, float] | None:
 
 
 def would_clip(peaks: Sequence[float], threshold: float) -> float:
+    """Return the share of steps whose value is above a threshold."""
     return sum(peak > threshold for peak in peaks) / max(len(peaks), 1)
 
 
@@ -256,8 +259,8 @@ def commands(words: Sequence[str], mode: str, suggested: Mapping[str, float]) ->
 
 def _grid(suggested: Mapping[str, float]) -> list[float]:
     """Return the range, the threshold to begin with, and the geometric means between them."""
-    least, middle, most = sorted(suggested.values())
-    thresholds = [least, math.sqrt(least * middle), middle, math.sqrt(middle * most), most]
+    low, middle, high = sorted(suggested.values())
+    thresholds = [low, math.sqrt(low * middle), middle, math.sqrt(middle * high), high]
     return sorted({float(f"{threshold:.3g}") for threshold in thresholds})
 
 

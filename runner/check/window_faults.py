@@ -75,7 +75,7 @@ def _candidates(accumulated: Accumulated) -> Iterator[Candidate]:
     )
     if several_ranks:
         yield Candidate(
-            "each rank divides by its own items, not by those of all ranks",
+            "each rank divides by its own items, not by the items of all ranks",
             window.gradient([1 / items if items else 0.0] * number),
         )
     yield Candidate(

@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.booster import ModelWrapper, OptimizerWrapper, Plugin, saved
-from runner.booster.saved import OPTIMIZER
-from runner.checkpoint import folder
+from runner.checkpoint import folder, states
 from runner.checkpoint.folder import DamagedCheckpoint
+from runner.checkpoint.shards import Folder, one_error, write, write_later
+from runner.checkpoint.states import OPTIMIZER, BoostedModel, BoostedOptimizer
 from runner.config.notation import MINUTES, Duration, higher_is_better
 from runner.parallel.collectives import from_all, is_first, on_first, several_ranks
-from runner.parallel.full_state_dict import Folder, one_error, write, write_later
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import replacing
 
@@ -34,14 +33,29 @@ from runner.run_folder.strict_json import replacing
 STATE_KEYS = {"progress", "meter", "clip", "schedulers", "microbatch", "random", "optimizers"}
 
 
+class Ranks(Protocol):
+    """The ranks of a training: a :class:`runner.booster.Plugin`."""
+
+    @property
+    def data_rank(self) -> int:
+        """Data-parallel rank of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks."""
+
+
 class Training(Protocol):
     """What is saved: a :class:`runner.Trainer`."""
 
-    model: ModelWrapper
-    optimizer: OptimizerWrapper
-    plugin: Plugin
+    model: BoostedModel
+    optimizer: BoostedOptimizer
     device: torch.device
     state: Any
+
+    @property
+    def plugin(self) -> Ranks:
+        """The ranks."""
 
 
 def save(training: Training, checkpoints: Path, step: int | None, about: Mapping[str, Any]) -> Path:
@@ -89,12 +103,12 @@ def load(
     source = Folder(checkpoint)
     try:
         training.state.require(state)
-        tensors, assign = saved.optimizer_slots(
+        tensors, assign = states.optimizer_slots(
             training.optimizer, source.stored, state.pop("optimizers"), keep
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{checkpoint} holds no state of a training: {error}") from None
-    source.fill(saved.model_slots(training.model) | tensors)
+    source.fill(states.model_slots(training.model) | tensors)
     assign()
     training.state.load_state_dict(state, keep)
 
@@ -103,7 +117,7 @@ def load_weights(training: Training, checkpoint: Path | None) -> None:
     """Load the weights alone, to evaluate them, from the checkpoint that the first rank names."""
     chosen = on_first(lambda: checkpoint)
     assert chosen is not None
-    Folder(chosen).fill(saved.model_slots(training.model))
+    Folder(chosen).fill(states.model_slots(training.model))
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
@@ -126,14 +140,14 @@ def _content(training: Training) -> tuple[dict[str, Tensor], bytes]:
     random_states = from_all(state["random"])
     state["random"] = {key: value for part in random_states for key, value in part.items()}
     content = bytearray()
-    on_first(lambda: content.extend(saved.packed(state)))
-    return _model(training) | saved.optimizer_tensors(training.optimizer), bytes(content)
+    on_first(lambda: content.extend(states.packed(state)))
+    return _model(training) | states.optimizer_tensors(training.optimizer), bytes(content)
 
 
 def _state(training: Training) -> dict[str, Any]:
     """Return the state of a training besides its tensors, on this rank."""
     state: dict[str, Any] = training.state.state_dict(with_optimizers=False)
-    return state | {"optimizers": saved.optimizer_values(training.optimizer)}
+    return state | {"optimizers": states.optimizer_values(training.optimizer)}
 
 
 def _manifest(training: Training, step: int | None, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +157,7 @@ def _manifest(training: Training, step: int | None, about: Mapping[str, Any]) ->
 
 
 def _model(training: Training) -> dict[str, Tensor]:
-    return saved.model_tensors(training.model, with_buffers=training.plugin.data_rank == 0)
+    return states.model_tensors(training.model, with_buffers=training.plugin.data_rank == 0)
 
 
 def whole_model(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -256,7 +270,7 @@ class CheckpointSaver:
                 "would remove: load it to continue, or choose another folder"
             )
         state = _state(training)
-        on_first(lambda: len(saved.packed(state)))  # raises if it could not be loaded again
+        on_first(lambda: len(states.packed(state)))  # raises if it could not be loaded again
 
     def due(self) -> bool:
         """Return whether this rank asks for a checkpoint, also to raise that one has failed."""

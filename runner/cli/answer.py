@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from runner.config.masking import hidden, hidden_in, masked
@@ -19,15 +19,19 @@ FLAG = "--json"
 
 
 class Answer(NamedTuple):
-    """The exit code of a command, and what it answers to a program."""
+    """The exit code of a command, and what it answers to a program.
+
+    Content that takes time, such as files to read, is given as a function: ``--json`` calls it.
+    """
 
     exit_code: int
-    content: Mapping[str, Any] = {}
+    content: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = MappingProxyType({})
 
 
 def text_of(answer: Answer) -> str:
     """Return an answer as one line of JSON, without secrets."""
-    return encode(hidden_in({"exit_code": answer.exit_code, **answer.content}))
+    content = answer.content() if callable(answer.content) else answer.content
+    return encode(hidden_in({"exit_code": answer.exit_code, **content}))
 
 
 def content_of_refusal(error: RequestError) -> dict[str, Any]:
@@ -36,14 +40,13 @@ def content_of_refusal(error: RequestError) -> dict[str, Any]:
 
 
 def _content_of_problem(problem: Problem) -> dict[str, Any]:
-    suggestion = re.search(r"did you mean (.+?)\?", problem.message)
     key, _, typed = problem.key.partition("=")  # of a group, or of a text that is no override
     value = (typed or None) if problem.value is NOTHING else problem.value
     return {
         "key": key,
         "value": _plain(masked(value, key)),
         "message": hidden(problem.message),
-        "suggestion": None if suggestion is None else suggestion[1],
+        "suggestion": problem.suggestion or None,
     }
 
 

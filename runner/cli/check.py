@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.config.environment import most_ranks_on_cpus, started_rank
+from runner.config.environment import started_rank
 from runner.config.identity import digest
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig
@@ -20,9 +20,7 @@ def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
     started = started_rank()
     on_this_machine = place != "elsewhere"
     if on_this_machine and started is None:
-        problems = _too_many_ranks(jobs)
-        if problems:
-            raise RequestError(problems)
+        _require_few_ranks(jobs)
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
     from runner.launch.supervise import importing_torch, prepare
@@ -40,19 +38,18 @@ def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
         print_line(f"clip-runner: note: {note}", sys.stderr)
 
 
-def _too_many_ranks(jobs: Sequence[Job]) -> list[Problem]:
-    """Return the jobs with more ranks than cores can share, on a machine without a GPU."""
+def _require_few_ranks(jobs: Sequence[Job]) -> None:
+    """Refuse more ranks than cores can share before any is prepared, where there is no GPU."""
     if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
-        return []
+        return  # the check with torch counts the GPUs
     problems = []
     for job in jobs:
         plugin = job.config.plugin
-        ranks = plugin.least_ranks
-        limit = most_ranks_on_cpus()
-        if plugin.name != "single" and plugin.nnodes in (None, 1) and ranks > limit:
-            message = f"at most {limit} on this machine (four ranks a core)"
-            problems.append(Problem("plugin.nproc", ranks, message, job=job.label))
-    return problems
+        problem = plugin.too_many_ranks(plugin.least_ranks)
+        if problem is not None:
+            problems.append(replace(problem, job=job.label))
+    if problems:
+        raise RequestError(problems)
 
 
 def _problems(jobs: Sequence[Job], on_this_machine: bool) -> list[Problem]:
@@ -63,9 +60,12 @@ def _problems(jobs: Sequence[Job], on_this_machine: bool) -> list[Problem]:
     problems = [problem for job in jobs for problem in targets.problems(job.targets)]
     if problems:
         return problems
+    weights = preflight.ComparedWeights()
     for job in _distinct(jobs):
         try:
-            preflight.check(job.config, compared=len(jobs) > 1, here=on_this_machine)
+            preflight.check(
+                job.config, compared=len(jobs) > 1, here=on_this_machine, weights=weights
+            )
         except RequestError as error:
             problems += [replace(problem, job=job.label) for problem in error.problems]
     return problems

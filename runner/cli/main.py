@@ -160,11 +160,7 @@ def _command(argv: list[str]) -> Answer:
     command = argv.pop(0) if argv and argv[0] in COMMANDS else "run"
     module = COMMANDS[command]
     if "--version" in argv:
-        from importlib.metadata import version
-
-        from runner import __version__
-
-        print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
+        _print_version()
         return Answer(FINISHED)
     flags = {argument for argument in argv if argument.startswith("-")}
     trains = command != "bench" and module != "pages"
@@ -184,6 +180,14 @@ def _command(argv: list[str]) -> Answer:
             raise _refused(error) from None
         raise
     return returned if isinstance(returned, Answer) else Answer(int(returned))
+
+
+def _print_version() -> None:
+    from importlib.metadata import version
+
+    from runner import __version__
+
+    print(f"clip-runner {__version__} (Hydra {version('hydra-core')})")
 
 
 def _refused(error: RequestError) -> RequestError:

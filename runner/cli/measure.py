@@ -70,15 +70,15 @@ def calibrate(argv: Sequence[str]) -> Answer:
 
 
 def verify(argv: Sequence[str]) -> Answer:
-    """Compare a plugin's steps with those of one process.
+    """Compare the steps under a plugin with the steps in one process.
 
         python -m runner verify [GROUP=OPTION ...] [KEY=VALUE ...]
 
     Trains verify.steps optimizer steps under the plugin, and on the same batches in one process.
     Compares the norm of the gradient, the clipped gradient and the weights, and prints what
     torch.nn.utils computes from each rank's gradients. Writes verify.json to a folder of its own,
-    or to hydra.run.dir. verify.dtype, verify.tolerance, verify.modes=[norm,value] and the other
-    overrides are those of `python -m runner --help`.
+    or to hydra.run.dir. `python -m runner --help` lists the overrides, such as verify.dtype,
+    verify.tolerance and verify.modes=[norm,value].
 
     Exit codes: 0 equal   1 not equal, or a rank failed
     2 the request was wrong, or nothing would be compared: one rank without accumulation
@@ -139,10 +139,10 @@ def _require_two_sides(config: RunConfig) -> None:
 def evaluate(argv: Sequence[str]) -> Answer:
     """Evaluate a checkpoint of a run on held-out data.
 
-    Prints loss and accuracy. Plugin and number of local ranks are those of the run, so that a large
-    model fits and the values are those that the run logged; plugin=single evaluates in one process.
-    Under torchrun or Slurm it uses the ranks that are there. Overrides such as data=OPTION and
-    data.batch_size=N choose other data. Nothing is written.
+    Prints loss and accuracy. It uses the plugin and the number of local ranks of the run, so that a
+    large model fits, and the values equal what the run logged; plugin=single evaluates in one
+    process. Under torchrun or Slurm it uses the ranks that are there. Overrides such as data=OPTION
+    and data.batch_size=N choose other data. Nothing is written.
 
     Exit codes: 0 evaluated   1 the checkpoint is damaged, or a rank failed
     2 the request was wrong   130, 143 interrupted

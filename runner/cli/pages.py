@@ -13,7 +13,7 @@ from typing import Any
 from runner.cli import checkpoint_parser, choose_checkpoint, command_parser
 from runner.config.folders import find, options, read_yaml
 from runner.config.notation import first_few, plural
-from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
+from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean, near_name
 from runner.launch.failure import Failure
 from runner.request.recipes import files_of
 from runner.run_folder.strict_json import obstacle, write_text
@@ -49,7 +49,7 @@ def report(argv: Sequence[str]) -> int:
         labels = [setting.label for setting in results.settings]
         near = did_you_mean(baseline, labels)
         message = f"names no setting of {sweep.name}{near}  (settings: {first_few(labels, 8)})"
-        raise RequestError([Problem(_BASELINE, baseline, message)])
+        raise RequestError([Problem(_BASELINE, baseline, message, near_name(baseline, labels))])
     print(write_page(sweep))
     for kind, (name, text_of) in FORMATS.items():
         if getattr(arguments, kind):
@@ -63,7 +63,8 @@ def _baseline(argument: str) -> str:
     key, _, name = argument.partition("=")
     if key != _BASELINE or not name:
         message = f"the page takes {_BASELINE}=NAME alone{did_you_mean(key, [_BASELINE])}"
-        raise RequestError([Problem(key, name or NOTHING, message)])
+        suggestion = near_name(key, [_BASELINE])
+        raise RequestError([Problem(key, name or NOTHING, message, suggestion)])
     return name
 
 

@@ -1,6 +1,7 @@
 """``python -m runner [plan] [OVERRIDES]``: run what the overrides ask for, or list it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runner.cli.answer import Answer
@@ -8,6 +9,7 @@ from runner.cli.arguments import Arguments, checked, composed, read
 from runner.cli.check import check_jobs
 from runner.cli.ranks import require_same
 from runner.config.environment import joins, started_rank
+from runner.config.identity import digest
 from runner.config.masking import masked_words
 from runner.config.notation import plural
 from runner.config.problem import NOTHING, Problem, RequestError
@@ -104,11 +106,16 @@ class SingleRun:
                 return failure.exit_code if failure else 0
 
             exit_code = int(self.request.run(train, folder))
-        content = {"folder": str(folder), "summary": read_object(folder / files.SUMMARY)}
-        error = read_object(folder / files.STATUS).get("error")
-        if exit_code and error:
-            content["error"] = str(error).strip().rpartition("\n")[2]
-        return Answer(exit_code, content)
+        return Answer(exit_code, lambda: _recorded(folder, failed=exit_code != 0))
+
+
+def _recorded(folder: Path, failed: bool) -> dict[str, Any]:
+    """Return what a program is told of a run that has ended: its folder, summary and error."""
+    content = {"folder": str(folder), "summary": read_object(folder / files.SUMMARY)}
+    error = read_object(folder / files.STATUS).get("error")
+    if failed and error:
+        content["error"] = str(error).strip().rpartition("\n")[2]
+    return content
 
 
 class Planned(NamedTuple):
@@ -146,23 +153,28 @@ def plan(argv: Sequence[str]) -> Answer:
         rows.append((run.number, run.label, "unknown" if steps is None else str(steps), state))
         runs.append({"run": run.number, "label": run.label, "steps": steps, "state": state})
     print_line(live.columns(rows))
-    for sent in dict.fromkeys(_sent(run.job) for run in planned):
-        if sent:
-            print_line(sent)
+    for sentence in _sent(planned):
+        print_line(sentence)
     print_line(_summary(request, len(planned), steps_to_run))
     return Answer(0, {"runs": runs, "folder": str(request.folder) if request.sweep else None})
 
 
-def _sent(job: Job) -> str:
-    """Return how often the ranks of a job send gradients; empty if that cannot be known."""
+def _sent(planned: Sequence[Planned]) -> list[str]:
+    """Return how often ranks send gradients: each sentence once, of the runs that have one."""
     from runner.train.communication import gradients_sent
-    from runner.train.preflight import make_on_meta
+    from runner.train.model import gradient_bytes_of
 
-    model = make_on_meta(job.config.model)
-    if model is None:
-        return ""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return gradients_sent(job.config, sum(parameter.nbytes for parameter in trained))
+    bytes_of_model: dict[str, int | None] = {}  # None: the model cannot be made without values
+    sentences: dict[str, None] = {}
+    for run in planned:
+        config = run.job.config
+        setting = digest(run.job.plain["model"])
+        if setting not in bytes_of_model:
+            bytes_of_model[setting] = gradient_bytes_of(config.model)
+        gradient_bytes = bytes_of_model[setting]
+        if gradient_bytes is not None:
+            sentences[gradients_sent(config, gradient_bytes)] = None
+    return [sentence for sentence in sentences if sentence]
 
 
 def _planned(request: Request) -> list[Planned]:

@@ -34,18 +34,35 @@ def owner_of(model: nn.Module | list[Tensor]) -> Any:
 
 
 def boosted_optimizer(model: nn.Module | list[Tensor]) -> tuple[Any, bool]:
-    """Return the boosted optimizer that clips what is given, and whether that is all of its model.
+    """Return the optimizer that clips a model or parameters, and whether these are a whole model.
 
-    None for what was not boosted.
+    None for a model that was not boosted.
 
     Raises:
-        ValueError: the model was boosted without an optimizer, or some of the parameters are not
-            those of one boosted model.
+        ValueError: the model was boosted without an optimizer, or the parameters belong to several
+            models.
     """
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else model
     owned: list[nn.Module | Tensor] = list(parameters)
     if isinstance(model, nn.Module) and model in _boosted:
         owned.append(model)
+    optimizer = _only_optimizer(owned)
+    if optimizer is None:
+        return None, False
+    layout = optimizer.layout
+    ids = {id(parameter) for parameter in parameters}
+    ids_of_model = {id(shard.param) for shard in layout.shards}
+    trained_ids = {id(shard.param) for shard in layout.shards if shard.param.requires_grad}
+    is_whole = trained_ids <= ids
+    if not ids <= ids_of_model:
+        raise _not_one_model()
+    if not is_whole and layout.group is not None:  # other ranks hold parts of what is missing
+        raise _not_one_model()
+    return optimizer, is_whole
+
+
+def _only_optimizer(owned: Iterable[nn.Module | Tensor]) -> Any:
+    """Return the optimizer of all these modules and parameters; None if they have none."""
     optimizers: dict[int, Any] = {}
     for module_or_parameter in owned:
         optimizer = _registered(module_or_parameter)
@@ -55,18 +72,9 @@ def boosted_optimizer(model: nn.Module | list[Tensor]) -> tuple[Any, bool]:
             "this model was boosted without its optimizer, which synchronises gradients before "
             "they are clipped: booster.boost(model, optimizer)"
         )
-    if all(optimizer is None for optimizer in optimizers.values()):
-        return None, False
     if len(optimizers) > 1:
         raise _not_one_model()
-    (optimizer,) = optimizers.values()
-    given = {id(parameter) for parameter in parameters}
-    trained = {id(shard.param) for shard in optimizer.layout.shards if shard.param.requires_grad}
-    every = {id(shard.param) for shard in optimizer.layout.shards}
-    is_whole = trained <= given
-    if given - every or not (is_whole or optimizer.layout.group is None):
-        raise _not_one_model()
-    return optimizer, is_whole
+    return next(iter(optimizers.values()), None)
 
 
 def _registered(module_or_parameter: nn.Module | Tensor) -> Any:

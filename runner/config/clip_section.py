@@ -38,25 +38,18 @@ class Skip(Section):
     accept_after: t.Count | None = key("accept a level after so many skips; null: never", 20)
 
     def conflicts(self) -> Conflicts:
+        """Yield options without a rule, or of another rule than the chosen one."""
         if self.rule is None:
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:
                     yield name, "needs a rule: add clip.skip=sigma or clip.skip=ema"
             return
-        other = "window" if self.rule == "ema" else "decay"
-        if getattr(self, other) is not None:
-            yield other, f"is no option of the rule {self.rule}"
-        most = self.window or WINDOW
-        if self.rule == "sigma" and self.min_steps and not 2 <= self.min_steps <= most:
-            yield "min_steps", f"must be from 2 to the window of {most} steps"
-
-
-def _listed(value: Any) -> Any:
-    """Return a list of one for a number."""
-    return [value] if type(value) in (int, float) else value
-
-
-_Thresholds = Annotated[list[t.Positive], BeforeValidator(_listed)]
+        option_of_other_rule = "window" if self.rule == "ema" else "decay"
+        if getattr(self, option_of_other_rule) is not None:
+            yield option_of_other_rule, f"is no option of the rule {self.rule}"
+        window = self.window or WINDOW
+        if self.rule == "sigma" and self.min_steps and not 2 <= self.min_steps <= window:
+            yield "min_steps", f"must be from 2 to the window of {window} steps"
 
 
 class Clip(Section):
@@ -75,7 +68,7 @@ class Clip(Section):
     when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
     step_in_backward: bool = key("step each parameter in the backward pass too", False)
     skip: Annotated[Skip, _SHORT] = key("leave out steps whose gradient norm is a spike", Skip())
-    what_if: Annotated[list[t.Positive], BeforeValidator(_listed)] = key(
+    what_if: Annotated[list[t.Positive], BeforeValidator(t.listed)] = key(
         "log the share of steps that these thresholds would clip"
     )
 
@@ -115,4 +108,5 @@ class Clip(Section):
 
     @cached_property
     def info(self) -> ModeInfo:
+        """What the mode with these options clips, compares and measures."""
         return self._options.info_here()

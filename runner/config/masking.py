@@ -1,11 +1,10 @@
-"""Decide what is secret, and mask it in containers, in overrides and in texts.
+"""Mask secrets in containers, in overrides and in texts.
 
-Secret are the value of a key whose words say so (:func:`is_secret`), a value that looks random
-under a key such as ``salt`` or ``session_id`` (:func:`hides`), the user part of a URL, the default
-of ``${oc.env:NAME,DEFAULT}``, what ``hydra.job.env_set`` sets, and the value of an environment
-variable with a secret name, wherever it stands. A reference such as ``${oc.env:TOKEN}`` is no
-secret. Secrets that this process has read (:func:`remember`) are masked in all texts, unless one is
-equal to a name or a path of this program (`ordinary.py`).
+Besides the values of secret keys (`secret.py`), secret are the user part of a URL, the default of
+``${oc.env:NAME,DEFAULT}``, what ``hydra.job.env_set`` sets, and the value of an environment
+variable with a secret name, wherever it stands. Secrets that this process has read
+(:func:`remember`) are masked in all texts, unless one is equal to a name or a path of this program
+(`ordinary.py`).
 """
 
 from __future__ import annotations
@@ -14,76 +13,28 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from html import escape
 from typing import Any
 from urllib.parse import quote
 
 from runner.config.ordinary import is_ordinary
+from runner.config.secret import (
+    INNER,
+    MASK,
+    PATH,
+    REFERENCE,
+    hides,
+    is_doubtful,
+    is_open,
+    is_reference,
+    is_secret,
+    looks_secret,
+)
 
-MASK = "***"
-
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# At the end of a key: which of several secrets it is, and what is no secret but about one.
-_WHICH = {"value", "text", "string", "str", "raw", "b64", "base64", "prod", "dev", "old", "new"}
-_ABOUT = re.compile(
-    r"file|path|dir|folder|names?|ids?|length|len|size|count|types?|policy|env|var|field|format"
-    r"|prefix|expiry|ttl|required|enabled|hint|manager|store|provider|index|idx|sock|version"
-    r"|dim|rate|prob|weight|loss|layers?|width|depth|heads|embeddings?|limit"
-    r"|timeout|seconds|interval|retries|port|host|mode|method|scheme"
-)
-_ALWAYS = re.compile(
-    r"(passwords?|passwd|passphrases?|secrets?)(_|$)"  # also PGPASSWORD, clientsecret
-    r"|(^|_)(passcode|credentials?|creds|bearer|authorization|cookies?|jwt|webhook|env_set|t?otp"
-    r"|(recovery|backup|activation)_codes?|mnemonic|seed_(phrase|words)|pin_?code|dsn|auth_header"
-    r"|csrf|xsrf|conn(ection)?str(ing)?"
-    r"|(api|access|secret|private|auth|encryption|decryption|signing|account|master|service"
-    r"|licen[sc]e|ssh|ssl|tls|cert|client|rsa|pgp|gpg|hmac|aes|fernet|deploy|storage|subscription"
-    r"|app|application|admin|shared|session|wallet|cookie|jwt"
-    r"|pass|openai|anthropic|wandb|hf|aws|azure|google|github|gitlab|kaggle|comet|neptune)_?keys?"
-    r"|(db|user|smtp|mysql|redis|ftp|http|proxy|login|mail|pg|postgres|root|admin|key|store|keystore"
-    r"|ssh|sudo)"
-    r"_?pass)(_|$)"
-    r"|(^|_)(o?auth|hmac|pswd|passw|pword)$|._(pwd|pat|pw|sas|pem)$"
-)
-# A key that is one of these words and no more, unless its value is a path or a small number.
-_SHORT = ("pass", "pwd", "pw", "pin", "sas", "pem")
-# A key with this end may be secret or ordinary: its value decides.
-_DOUBTFUL = re.compile(
-    r"(^|_)(salt|pat|cert|certificate|sig|signature|nonce|sid|(php)?sessid"
-    r"|j?session(_?id|_?hash)?)$|^pepper$"
-)
-_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=.~$:%-]{16,}")
-_LOGINS = (
-    "access|api|auth|bearer|refresh|session|secret|github|gitlab|hub|hf|wandb|bot|id|csrf|xsrf"
-    "|oauth|oauth2|bearer|security|service|personal|deploy|job"
-)
-_LOGIN_TOKEN = re.compile(
-    rf"(^|_)(({_LOGINS})_?token|(access|api|auth|bearer|refresh|session|secret)_?tokens)$"
-)
-# Before ``token``: it is one of a vocabulary, or counted.
-_OF_MODELS = re.compile(
-    r"(^|_)(bos|eos|pad|padding|unk|unknown|sep|separator|cls|class|masked|mask|start|end|stop"
-    r"|begin|sot|eot|boi|eoi|special|image|img|video|audio|vision|visual|text|prompt|query|num|n"
-    r"|max|min|per|next|last|first|prev|previous|extra|additional|added|add|registers?|reg|dist"
-    r"|distillation|distill|newline|blank|decoder|encoder|fill|ignore|vocab|vocabulary|each|single"
-    r"|one|every|input|output|target|label|task|current|learned|learnable|latent|memory|state"
-    r"|summary|global|local|patch|position|pooled|pool|context|time|word|char|byte|sub|drop"
-    r"|dropped|keep|box|point|object|frame|experts?|routed|router)_"
-)
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)", re.IGNORECASE)
-_PATH = re.compile(r"(\.{0,2}|~|\$\w+)/[^@]*")
-# What ``token`` is in a vocabulary: a number, the name of a special token, or one in brackets.
-_OF_VOCABULARY = re.compile(
-    r"\d{1,6}|cls|sep|pad|bos|eos|unk|mask|\[\w+\]|<[/|\w]+>", re.IGNORECASE
-)
-
-# An interpolation without others inside, or with some that have none.
-_INNER = r"\$\{[^${}]*\}"
-_REFERENCE = re.compile(rf"\$\{{((?:{_INNER}|[^${{}}])*)\}}")
 _DEFAULT = re.compile(
     r"(\$\{\s*oc\.env\s*:\s*([^,{}\s]+)\s*,)"
-    rf"((?:'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|{_INNER}|[^{{}}'\"])*)\}}"
+    rf"((?:'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|{INNER}|[^{{}}'\"])*)\}}"
 )
 # No pattern starts anew inside of a long word: the time would grow with its square.
 _URL = re.compile(r"([\w+.-]{0,30})://((?:\$\{[^{}]*\}|(?!\$\{)[^\s/?#'\"<>])+)@")
@@ -93,7 +44,7 @@ _SIGNED = re.compile(
     re.IGNORECASE,
 )
 _QUOTED = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
-_VALUE = re.compile(rf"{_QUOTED}|{_REFERENCE.pattern}|[^\s,;&|)}}\]'\"]+")
+_VALUE = re.compile(rf"{_QUOTED}|{REFERENCE.pattern}|[^\s,;&|)}}\]'\"]+")
 _PAIR = re.compile(r"(?<![\w.-])([\w.-]+)(['\"]?\s*=\s*|['\"]?:)(\s*)")
 _FLAG = re.compile(rf"(?<![\w-])(--?[A-Za-z][\w-]*)(['\"]?(?:\s+|\s*,\s*))({_VALUE.pattern})")
 _LOGIN = r"Bearer|Basic|[Aa]uthorization['\"]?\s*[:=]\s*['\"]?\w+"
@@ -103,115 +54,53 @@ _INSIDE = re.compile(r"[{,]\s*['\"]?([\w.@/-]+)['\"]?\s*:")  # a key of a mappin
 _remembered: dict[str, None] = {}
 
 
-@lru_cache(maxsize=4096)
-def is_secret(key: str) -> bool:
-    """Return whether the words of a dotted key, or of a variable, say that its value is secret."""
-    return any(_names_secret(part) for part in re.split(r"[.@/:]", key))
-
-
-def _names_secret(name: str) -> bool:
-    words = [word.lower() for word in _WORD.findall(name)]
-    if len(words) > 1 and words[-2] in ("conn", "connection") and words[-1] in ("str", "string"):
-        return True
-    while words and (words[-1].isdecimal() or words[-1] in _WHICH):
-        words.pop()
-    if not words or _ABOUT.fullmatch(words[-1]):
-        return False
-    joined = "_".join(words)
-    if joined in _SHORT:
-        return True
-    if _ALWAYS.search(joined) or _LOGIN_TOKEN.search(joined):
-        return True
-    return words[-1] == "token" and not _OF_MODELS.search(joined)
-
-
-@lru_cache(maxsize=4096)
-def _is_doubtful(key: str) -> bool:
-    """Return whether the value of a dotted key is secret if it looks random: ``salt``, ``sig``."""
-    name = re.split(r"[.@/:]", key)[-1]
-    words = [word.lower() for word in _WORD.findall(name)]
-    return _DOUBTFUL.search("_".join(words)) is not None
-
-
-def hides(key: str, value: Any) -> bool:
-    """Return whether the value of this key must not be shown."""
-    if is_secret(key):
-        return not _is_open(key, value)
-    return _looks_secret(key, value)
-
-
-def _looks_secret(key: str, value: Any) -> bool:
-    """Return whether a doubtful key has a value of 16 or more letters and digits, and no path."""
-    if not _is_doubtful(key) or not isinstance(value, str):
-        return False
-    text = value.strip().strip("'\"")
-    return _RANDOM.fullmatch(text) is not None and not _PATH.fullmatch(text)
-
-
-def _is_open(key: str, value: Any) -> bool:
-    """Return whether a value is none, even under a secret key: null, a flag, or a reference."""
-    if value is None or isinstance(value, bool):
-        return True
-    text = str(value).strip()
-    if text.lower() in ("", "null", "none", "true", "false", "''", '""', "???", MASK):
-        return True
-    last = re.split(r"[.@/:]", key.lower())[-1]
-    if last.endswith(("token", "tokens")) and _OF_VOCABULARY.fullmatch(text):
-        return True
-    if last in _SHORT and (_PATH.match(text) or re.fullmatch(r"\d{1,3}", text)):
-        return True
-    return _is_reference(text)
-
-
-def _is_reference(text: str) -> bool:
-    """Return whether a text refers to a value elsewhere, and holds none itself."""
-    if text[:1] in "'\"" and text[-1:] == text[:1]:
-        text = text[1:-1]
-    found = _REFERENCE.fullmatch(text.strip())
-    if found is None:
-        return False
-    resolver, colon, arguments = found[1].partition(":")
-    if not colon:
-        return True
-    first, comma, default = (part.strip() for part in arguments.partition(","))
-    if resolver.strip() == "oc.decode":
-        return _is_reference(arguments)
-    is_open = not comma or default in ("null", MASK) or _is_reference(default)
-    return resolver.strip() == "oc.env" and re.fullmatch(r"\w+", first) is not None and is_open
-
-
 def masked(value: Any, key: str = "", known: Iterable[str] = ()) -> Any:
     """Return plain containers, references unresolved, without secrets.
 
-    Secrets are found by the keys, and ``key`` is that of ``value`` itself; and by their text:
-    values of the environment, and those of ``known``.
+    Args:
+        value: the containers, or a single value.
+        key: the key that ``value`` itself has.
+        known: secrets to find in all texts, besides the secrets of the environment.
     """
     return _masked(value, str(key), is_secret(str(key)), [*_variants(known), *_of_environment()])
 
 
 def _masked(value: Any, key: str, secret: bool, known: list[str]) -> Any:
+    """Return a value without secrets; ``secret``: its key, or one around it, names a secret."""
     if isinstance(value, Mapping):
-        return {
-            _without(name, known) if isinstance(name, str) else name: _masked(
-                item, str(name), secret or is_secret(str(name)), known
-            )
-            for name, item in value.items()
-        }
+        return _mapping_masked(value, secret, known)
     if isinstance(value, list):
-        items, before = [], ""
-        for item in value:
-            flagged = before.startswith("-") and is_secret(before)  # [--password, ...]
-            items.append(_masked(item, before if flagged else key, secret or flagged, known))
-            before = item if isinstance(item, str) else ""
-        return items
-    if secret and not _is_open(key, value):
+        return _list_masked(value, key, secret, known)
+    if secret and not is_open(key, value):
         text = _defaults_masked(str(value), secret=True)
-        return text if text != str(value) and _is_reference(text) else MASK
-    if _looks_secret(key, value):
+        return text if text != str(value) and is_reference(text) else MASK
+    if looks_secret(key, value):
         return MASK
     if isinstance(value, str):
         return _text_masked(value, known)
     return MASK if value is not None and str(value) in known else value
+
+
+def _mapping_masked(values: Mapping[Any, Any], secret: bool, known: list[str]) -> dict[Any, Any]:
+    masked_values = {}
+    for name, item in values.items():
+        shown_name = _without(name, known) if isinstance(name, str) else name
+        is_secret_item = secret or is_secret(str(name))
+        masked_values[shown_name] = _masked(item, str(name), is_secret_item, known)
+    return masked_values
+
+
+def _list_masked(values: list[Any], key: str, secret: bool, known: list[str]) -> list[Any]:
+    """Return the items of a list; one that follows a flag may be its secret: [--password, ...]."""
+    items = []
+    before: Any = ""
+    for item in values:
+        if isinstance(before, str) and before.startswith("-") and is_secret(before):
+            items.append(_masked(item, before, True, known))
+        else:
+            items.append(_masked(item, key, secret, known))
+        before = item
+    return items
 
 
 def masked_words(words: Iterable[str]) -> list[str]:
@@ -226,7 +115,7 @@ def _word_masked(word: str, known: list[str]) -> str:
     inside = any(is_secret(inner) for inner in _INSIDE.findall(value))
     if equals and re.match(r"[\w.@/:-]+$", name) and (inside or hides(name, value)):
         text = _defaults_masked(value, secret=True)
-        return f"{key}={text if _is_reference(text) else MASK}"
+        return f"{key}={text if is_reference(text) else MASK}"
     return _text_masked(word, known)
 
 
@@ -247,8 +136,8 @@ def hidden_in(value: Any) -> Any:
 def is_recorded(text: str) -> bool:
     """Return whether a recorded text is whole: no part of it is masked, or a variable has it."""
 
-    def from_variable(found: re.Match[str]) -> str:
-        return "" if found[2] in os.environ else found[0]
+    def from_variable(reference: re.Match[str]) -> str:
+        return "" if reference[2] in os.environ else reference[0]
 
     return MASK not in _DEFAULT.sub(from_variable, text)
 
@@ -272,7 +161,7 @@ def secrets_in(value: Any, key: str = "", secret: bool = False) -> Iterator[str]
     elif isinstance(value, list):
         for item in value:
             yield from secrets_in(item, key, secret)
-    elif (secret and not _is_open(key, value)) or _looks_secret(key, value):
+    elif (secret and not is_open(key, value)) or looks_secret(key, value):
         yield str(value)
     if isinstance(value, str):
         yield from _secrets_in_text(value, secret)
@@ -319,7 +208,8 @@ def _variants(values: Iterable[str]) -> Iterator[str]:
 
 
 def _without(text: str, known: Iterable[str]) -> str:
-    for secret in sorted((one for one in known if one in text), key=len, reverse=True):
+    secrets = [secret for secret in known if secret in text]
+    for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) < 8:  # such as a word, which may be a part of others
             text = re.sub(rf"(?<![\w-]){re.escape(secret)}(?![\w-])", MASK, text)
         else:
@@ -339,13 +229,17 @@ def _text_masked(text: str, known: Iterable[str]) -> str:
         text = _pairs_masked(text)
     if "-" in text:
         text = _FLAG.sub(_flag_masked, text)
-    return _BEARER.sub(rf"\1\2{MASK}", text) if "B" in text or "uthoriz" in text else text
+    if "B" in text or "uthoriz" in text:
+        text = _BEARER.sub(rf"\1\2{MASK}", text)
+    return text
 
 
 def _defaults_masked(text: str, secret: bool) -> str:
-    def shown(found: re.Match[str]) -> str:
-        before, name, default = found.groups()
-        return found[0] if _is_harmless(name, default, secret) else f"{before}{MASK}}}"
+    """Mask the defaults of references to the environment; ``secret``: so is the key they are of."""
+
+    def shown(reference: re.Match[str]) -> str:
+        before, name, default = reference.groups()
+        return reference[0] if _is_harmless(name, default, secret) else f"{before}{MASK}}}"
 
     return _DEFAULT.sub(shown, text)
 
@@ -353,53 +247,56 @@ def _defaults_masked(text: str, secret: bool) -> str:
 def _is_harmless(name: str, default: str, secret: bool) -> bool:
     """Return whether the default of a variable is no secret: a number, a path, a short word."""
     default = default.strip().strip("'\"")
-    if default.lower() in ("", "null", "true", "false", MASK) or _is_reference(default):
+    if default.lower() in ("", "null", "true", "false", MASK) or is_reference(default):
         return True
     if secret or is_secret(name):
         return False
     short = len(default) <= 5 and default.isalnum()
-    return short or bool(_NUMBER.fullmatch(default) or _PATH.fullmatch(default))
+    return short or bool(_NUMBER.fullmatch(default) or PATH.fullmatch(default))
 
 
-def _url_masked(found: re.Match[str]) -> str:
-    scheme, user = found.groups()
-    return found[0] if _is_open_user(scheme, user) else f"{scheme}://{MASK}@"
+def _url_masked(url: re.Match[str]) -> str:
+    scheme, user = url.groups()
+    return url[0] if _is_open_user(scheme, user) else f"{scheme}://{MASK}@"
 
 
 def _is_open_user(scheme: str, user: str) -> bool:
     """Return whether the user part of a URL names somebody, but holds no secret."""
-    bare = _REFERENCE.sub("", user)
+    bare = REFERENCE.sub("", user)
     if bare in ("", ":", MASK):
         return True
     name, colon, _ = bare.partition(":")
     password = user[len(name) + 1 :] if colon and user.startswith(f"{name}:") else ""
     if password:
-        return _is_reference(password)
+        return is_reference(password)
     # ``ssh://git@host``, and the container of a storage account
     return not colon and (name == "git" or scheme.lower() in ("abfs", "abfss", "wasb", "wasbs"))
 
 
 def _pairs_masked(text: str) -> str:
     """Mask the value of each ``key=value`` and ``key: value`` whose key is secret."""
-    parts, end = [], 0
-    for found in _PAIR.finditer(text):
-        key, sign, space = found.groups()
-        if found.start() < end or not (is_secret(key) or _is_doubtful(key)):
+    parts = []
+    end = 0
+    for pair in _PAIR.finditer(text):
+        key, sign, space = pair.groups()
+        if pair.start() < end or not (is_secret(key) or is_doubtful(key)):
             continue
-        value = _VALUE.match(text, found.end())
+        value = _VALUE.match(text, pair.end())
         if value is None or not hides(key, value[0]):
             continue
         quotation = value[0][0] if value[0][0] in "'\"" else ""
         looks_random = len(value[0]) >= 8 and any(letter.isdigit() for letter in value[0])
         if sign.endswith(":") and space and not quotation and not looks_random:
             continue  # a sentence: "token: must be given"
-        parts.append(f"{text[end : found.end()]}{quotation}{MASK}{quotation}")
+        parts.append(f"{text[end : pair.end()]}{quotation}{MASK}{quotation}")
         end = value.end()
     return "".join(parts) + text[end:]
 
 
-def _flag_masked(found: re.Match[str]) -> str:
-    flag, sign, value = found[1], found[2], found[3]
+def _flag_masked(match: re.Match[str]) -> str:
+    """Mask the value after a flag, such as ``--password``, if the flag names a secret."""
+    flag = match[1]
+    value = match[3]
     if value.startswith("-") or not hides(flag.lstrip("-"), value):
-        return found[0]
-    return f"{flag}{sign}{MASK}"
+        return match[0]
+    return f"{flag}{match[2]}{MASK}"

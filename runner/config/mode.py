@@ -26,7 +26,7 @@ class ModeInfo:
         note: a sentence for the chart of norms.
         published: thresholds of papers, each with who used it; ``grid``: further ones to compare.
         shares: a usual share of parts that is clipped, and the bounds of a usual one.
-        follows: what λ in force follows: the number of the step, or norms of earlier ones.
+        follows: what λ in force follows: the number of the step, or the norms of earlier steps.
         tenth: λ that clips about one step in ten, where it is no norm.
         nested: option that holds further modes, if there is one.
         by_tensor: whether a tensor is clipped without the gradients of others.
@@ -143,18 +143,19 @@ def validated(kind: type[AnyMode], options: Mapping[str, Any]) -> AnyMode:
         if takes_threshold:
             message = "this mode needs a finite number greater than 0"
         raise refusal([("threshold", message)])
-    if conflicts := list(mode.conflicts()):
+    conflicts = list(mode.conflicts())
+    if conflicts:
         raise refusal(conflicts)
     return mode
 
 
 def checked(kind: type[AnyMode], options: Mapping[str, Any]) -> AnyMode:
     """Return a mode with options of a program, where tuples are lists; a ValueError names all."""
-    given = to_jsonable_python(options)
+    plain = to_jsonable_python(options)
     try:
-        return validated(kind, given)
+        return validated(kind, plain)
     except ValidationError as error:
-        raise ValueError(sentence(error, options_of(kind), given)) from None
+        raise ValueError(sentence(error, options_of(kind), plain)) from None
 
 
 @cache
@@ -174,7 +175,8 @@ def load(target: str) -> type[Mode]:
         missing = ", ".join(sorted(getattr(kind, "__abstractmethods__", ())))
         raise ValueError(f"is abstract: it needs {missing}")
     annotated = {key for key, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)}
-    if undeclared := sorted(annotated - {declared.name for declared in fields(kind)}):
+    undeclared = sorted(annotated - {declared.name for declared in fields(kind)})
+    if undeclared:
         raise ValueError(f"put @dataclass above the class, so that {undeclared[0]} is an option")
     try:
         _checked(kind)

@@ -20,7 +20,7 @@ from runner.config.mode import (
     options_of,
     validated,
 )
-from runner.config.problem import did_you_mean
+from runner.config.problem import did_you_mean, near_name
 from runner.config.section import Conflicts, problems_of, refusal
 
 __all__ = ["MODES", "NAMES", "Mode", "ModeInfo", "checked", "info_of", "load", "options_of"]
@@ -37,7 +37,13 @@ InnerWithout = Annotated[
 class Unclipped(Mode):
     """The gradient is measured, but not clipped."""
 
-    info = ModeInfo(None, "‖G‖", "‖G‖", "These runs clip nothing.", by_tensor=True)
+    info = ModeInfo(
+        clips=None,
+        stat="‖G‖",
+        unit="‖G‖",
+        note="These runs clip nothing.",
+        by_tensor=True,
+    )
 
 
 @dataclass(eq=False)
@@ -45,7 +51,10 @@ class Norm(Mode):
     """The whole gradient is scaled down to a norm of at most the threshold (Pascanu 2013)."""
 
     info = ModeInfo(
-        *("steps", "‖G‖", "‖G‖", "Dashed: the threshold; norms above it are scaled down to it."),
+        clips="steps",
+        stat="‖G‖",
+        unit="‖G‖",
+        note="Dashed: the threshold; norms above it are scaled down to it.",
         published=(
             (0.1, "Compressive Transformer (Rae 2019), gated convolutional LM (Dauphin 2016)"),
             (0.25, "AWD-LSTM (Merity 2017), CTRL (Keskar 2019)"),
@@ -60,7 +69,9 @@ class Value(Mode):
     """Every element of the gradient is clamped to [-threshold, threshold] (Mikolov 2012)."""
 
     info = ModeInfo(
-        *("elements", "gradient element", "|g|"),
+        clips="elements",
+        stat="gradient element",
+        unit="|g|",
         grid=(0.1, 0.25, 1.0, 2.0),
         shares=(0.01, 0.1, 0.001),
         by_tensor=True,
@@ -72,7 +83,9 @@ class Adaptive(Mode):
     """Each unit's gradient is limited to threshold x the norm of its weight (Brock 2021)."""
 
     info = ModeInfo(
-        *("units", "‖G_u‖/‖W_u‖ of a unit", "‖W_u‖"),
+        clips="units",
+        stat="‖G_u‖/‖W_u‖ of a unit",
+        unit="‖W_u‖",
         published=((0.01, "NFNet (Brock 2021)"), (0.16, "NF-ResNet (Brock 2021), Thakur")),
         grid=(0.02, 0.04, 0.08),
         shares=(0.2, 0.5, 0.05),
@@ -89,7 +102,11 @@ class PerParameter(Mode):
     """Each tensor's gradient is scaled down to a norm of at most the threshold."""
 
     info = ModeInfo(
-        "tensors", "‖g_p‖ of a tensor", "‖g_p‖", by_tensor=True, grid=(0.03, 0.1, 0.3, 1.0)
+        clips="tensors",
+        stat="‖g_p‖ of a tensor",
+        unit="‖g_p‖",
+        grid=(0.03, 0.1, 0.3, 1.0),
+        by_tensor=True,
     )
 
     by: Literal["tensor", "block"] = option("tensor", "block: names with a prefix as blocks.3")
@@ -100,7 +117,9 @@ class AdaGC(Mode):
     """Each tensor's norm is limited to threshold x its own running mean (Wang 2025)."""
 
     info = ModeInfo(
-        *("tensors", "‖g_p‖/γ_p of a tensor", "γ_p"),
+        clips="tensors",
+        stat="‖g_p‖/γ_p of a tensor",
+        unit="γ_p",
         published=((1.05, "AdaGC (Wang 2025): GPT-2, LLaMA-2 and CLIP"),),
         grid=(1.02, 1.2, 1.5, 2.0),
         by_tensor=True,
@@ -119,7 +138,10 @@ class Percentile(Mode):
     """The gradient is scaled down to a percentile of all norms so far (Seetharaman 2020)."""
 
     info = ModeInfo(
-        *("steps", "‖G‖", "%", "Dashed: the percentile of the norms; larger ones are clipped."),
+        clips="steps",
+        stat="‖G‖",
+        unit="%",
+        note="Dashed: the percentile of the norms; larger ones are clipped.",
         published=((10.0, "AutoClip (Seetharaman 2020)"),),
         follows="norms",
         tenth=90.0,
@@ -131,6 +153,7 @@ class Percentile(Mode):
     min_steps: t.Count = option(10, "clip from this step on; 1: as published")
 
     def conflicts(self) -> Conflicts:
+        """Yield a percentile above 100, and a window that holds too few norms to begin."""
         if self.threshold is not None and self.threshold > 100:
             yield "threshold", "is the percentile for clip=percentile: at most 100"
         least = self.min_steps
@@ -143,7 +166,10 @@ class ZScore(Mode):
     """A gradient far above a running mean of the norms is scaled down (ZClip, Kumar 2025)."""
 
     info = ModeInfo(
-        *("steps", "‖G‖", "σ", "Dashed: mean + threshold · σ; norms above it are clipped."),
+        clips="steps",
+        stat="‖G‖",
+        unit="σ",
+        note="Dashed: mean + threshold · σ; norms above it are clipped.",
         published=((2.5, "ZClip (Kumar 2025)"),),
         grid=(2.0, 3.0, 4.0),
         follows="norms",
@@ -165,7 +191,9 @@ class Spike(Mode):
     """Elements are clamped where g² > threshold x their second moment (SPAM, Huang 2025)."""
 
     info = ModeInfo(
-        *("elements", "g²/v of an element", "g²/v"),
+        clips="elements",
+        stat="g²/v of an element",
+        unit="g²/v",
         published=((5000.0, "SPAM (Huang 2025)"),),
         grid=(50.0, 500.0),
         shares=(0.0001, 0.01, 0.00001),
@@ -182,7 +210,9 @@ class Update(Mode):
     """The optimizer's update is limited, and no gradient changed (StableAdamW, Levanter)."""
 
     info = ModeInfo(
-        *("updates", "RMS of g/√v of a tensor", "RMS of g/√v"),
+        clips="updates",
+        stat="RMS of g/√v of a tensor",
+        unit="RMS of g/√v",
         published=((1.0, "StableAdamW (Wortsman 2023)"),),
         grid=(1.5, 2.0, 4.0),
         shares=(0.02, 0.1, 0.005),
@@ -197,7 +227,13 @@ class Update(Mode):
 class Schedule(Mode):
     """Another mode clips, with a λ that depends on the number of the step (OLMo's warm-up)."""
 
-    info = ModeInfo("steps", "‖G‖", "‖G‖", "Dashed: the threshold of each step.", follows="steps")
+    info = ModeInfo(
+        clips="steps",
+        stat="‖G‖",
+        unit="‖G‖",
+        note="Dashed: the threshold of each step.",
+        follows="steps",
+    )
     at_once: ClassVar = {"warmup_steps": 0}
 
     of: InnerWithout = option("norm", "clip by this mode; with options: {mode:adaptive,eps:1e-3}")
@@ -209,11 +245,13 @@ class Schedule(Mode):
     end_factor: t.Positive = option(0.1, "multiply the threshold by this after the decay")
 
     def info_here(self) -> ModeInfo:
+        """Return the facts about the mode that clips, whose λ follows the steps."""
         inner = inner_mode(self.of, threshold=1.0).info_here()
         note = type(self).info.note if inner.limits_norm else inner.note
         return replace(inner, follows=inner.follows or "steps", note=note)
 
     def conflicts(self) -> Conflicts:
+        """Yield a mode without a threshold of its own, and a decay without an end."""
         if isinstance(inner_mode(self.of, threshold=self.threshold), Schedule):
             yield "of", "has no threshold of its own that a schedule could set"
         if self.decay != "constant" and self.steps is None:
@@ -233,7 +271,9 @@ class Chain(Mode):
 class ByGroups(Mode):
     """Each group of parameters is measured and clipped by itself, by a mode of its own."""
 
-    info = ModeInfo("groups", "value that each group compares with its λ", nested="groups")
+    info = ModeInfo(
+        clips="groups", stat="value that each group compares with its λ", nested="groups"
+    )
 
     groups: dict[str, Inner] = option(dict, "patterns of names, each with a mode", min_length=1)
 
@@ -253,7 +293,7 @@ MODES: Mapping[str, type[Mode]] = {
     "value": Value,
     "zscore": ZScore,
 }
-"""The modes by name: those of the files in ``conf/clip``."""
+"""The modes by name, which is also the name of a file in ``conf/clip``."""
 
 NAMES = tuple(MODES)
 
@@ -274,39 +314,48 @@ def class_of(given: Mapping[str, Any]) -> type[Mode]:
         if kind in NAMES:
             return MODES[str(kind)]
         text = f"must be one of {', '.join(NAMES)}{did_you_mean(kind, NAMES)}"
-        raise refusal([("mode", text, kind)])
+        raise refusal([("mode", text, kind, near_name(kind, NAMES))])
     try:
         return load(target if isinstance(target, str) else "")
     except ValueError as error:
         raise refusal([("_target_", str(error), target)]) from error
 
 
-def inner_mode(given: Any, **outer: Any) -> Mode:
+def inner_mode(value: Any, **outer: Any) -> Mode:
     """Return a mode inside of another one.
 
     The refusal names options that are wrong, also beside ``outer``, which the mode around it sets.
     """
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        given = {"mode": "norm", "threshold": given}
-    elif given is None or isinstance(given, str):
-        given = {"mode": given or "none"}
-    elif not isinstance(given, Mapping):
-        raise ValueError("must be a mode, such as {mode:norm,threshold:1.0}, or a number or none")
-    kind = class_of(given)
-    options = {name: value for name, value in given.items() if name not in ("mode", "_target_")}
+    described = _spelled_out(value)
+    kind = class_of(described)
+    options: dict[str, Any] = {}
     problems: list[tuple[Any, ...]] = []
-    for name in [name for name in options if name in outer or name in COMMON]:
-        problems.append((name, "is set around this mode", options.pop(name)))
+    for name, option_value in described.items():
+        if name in outer or name in COMMON:
+            problems.append((name, "is set around this mode", option_value))
+        elif name not in ("mode", "_target_"):
+            options[name] = option_value
     if kind.info.needs_optimizer:
         text = "limits what the optimizer does: no mode can hold it"
-        problems.append(("mode", text, given.get("mode")))
+        problems.append(("mode", text, described.get("mode")))
     options |= outer
     mode = Mode()
     try:
         mode = validated(kind, options)
     except ValidationError as error:
         for problem in problems_of(error.errors(), options_of(kind), options):
-            problems.append((problem.key, problem.message, problem.value))
+            problems.append((problem.key, problem.message, problem.value, problem.suggestion))
     if problems:
         raise refusal(problems)
     return mode
+
+
+def _spelled_out(value: Any) -> Mapping[str, Any]:
+    """Return what describes a mode, which may be a number, a name or nothing in short."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return {"mode": "norm", "threshold": value}
+    if value is None or isinstance(value, str):
+        return {"mode": value or "none"}
+    if isinstance(value, Mapping):
+        return value
+    raise ValueError("must be a mode, such as {mode:norm,threshold:1.0}, or a number or none")

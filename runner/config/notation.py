@@ -82,6 +82,11 @@ def in_one_line(error: BaseException) -> str:
     return "; ".join(parts)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the class of an exception and the first line of its text."""
+    return f"{type(error).__name__}: {message_of(error).strip().partition(chr(10))[0]}"
+
+
 def message_of(error: BaseException) -> str:
     """Return the text of an exception, whose class may fail to give one."""
     try:

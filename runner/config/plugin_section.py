@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from runner.config.environment import most_ranks_on_cpus
 from runner.config.folders import find, options, read_yaml
-from runner.config.problem import or_list
+from runner.config.problem import Problem, or_list
 from runner.config.section import Conflicts, Count, Section, Texts, key
 
 
@@ -106,3 +107,18 @@ class PluginSection(Section):
         """Whether more ranks fit than `least_ranks`: ``nproc`` and one of the sizes are null."""
         sizes = (self.dp_size, self.tp_size, self.pp_size)
         return self.name != "single" and self.nproc is None and None in sizes
+
+    def too_many_ranks(self, ranks: int, gpus: int | None = None) -> Problem | None:
+        """Return the problem of more ranks than this machine can run; None if they fit.
+
+        Args:
+            ranks: number of ranks that the run starts, on all machines.
+            gpus: number of GPUs, of which each rank takes one; None if ranks share the cores.
+        """
+        if self.nnodes not in (None, 1):
+            return None
+        limit = most_ranks_on_cpus() if gpus is None else gpus
+        if ranks <= limit:
+            return None
+        share = "four ranks a core" if gpus is None else "one rank a GPU"
+        return Problem("plugin.nproc", ranks, f"at most {limit} on this machine ({share})")

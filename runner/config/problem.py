@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
@@ -43,11 +43,15 @@ def _needs_quotes(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with the value of a key, or with a text that is no override."""
+    """What is wrong with the value of a key, or with a text that is no override.
+
+    ``suggestion`` is the name that was probably meant, which the message names too; "" for none.
+    """
 
     key: str
     value: Any
     message: str
+    suggestion: str = ""
     job: str = ""
 
     @property
@@ -85,8 +89,16 @@ class RequestError(Exception):
         return "\n".join(lines)
 
 
+class Suggesting(Exception):
+    """An error about a wrong name; ``suggestion`` is the name that was probably meant, or ""."""
+
+    def __init__(self, message: str, suggestion: str = "") -> None:
+        super().__init__(message)
+        self.suggestion = suggestion
+
+
 def _once(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield each problem once; what several jobs have in common names none of them."""
+    """Yield each problem once; it names a job only if no other job has it too."""
     jobs: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         jobs.setdefault((problem.word, problem.message), []).append(problem)
@@ -134,13 +146,24 @@ _NAMES_ELSEWHERE = {
 _OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names}
 
 
-def did_you_mean(name: Any, names: Iterable[str]) -> str:
-    """Return ``; did you mean NAME?`` to end a message; empty if no name is near."""
+def near_name(name: Any, names: Iterable[str]) -> str:
+    """Return which of ``names`` was probably meant by ``name``; empty if none is near."""
     lower = str(name).lower()
     by_lower = {candidate.lower(): candidate for candidate in names}
     meant = _OURS.get(lower, "")
-    near = [meant] if meant in by_lower else get_close_matches(lower, by_lower, n=1)
-    return f"; did you mean {by_lower[near[0]]}?" if near else ""
+    if meant in by_lower:
+        return by_lower[meant]
+    matches = get_close_matches(lower, by_lower, n=1)
+    return by_lower[matches[0]] if matches else ""
+
+
+def did_you_mean(name: Any, names: Iterable[str]) -> str:
+    """Return ``; did you mean NAME?`` to end a message; empty if no name is near."""
+    return _question(near_name(name, names))
+
+
+def _question(suggestion: str) -> str:
+    return f"; did you mean {suggestion}?" if suggestion else ""
 
 
 def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem:
@@ -148,43 +171,48 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
     keys = set(known) - {key}
     sections = {name.partition(".")[0] for name in keys}
     if str(value) in sections and "." not in key:  # KEY=VALUE, typed the wrong way round
-        near = [f"{value}={key}"]
+        suggestion = f"{value}={key}"
     else:
-        near = _nearest_keys(key, sorted(keys | sections - {key}))
-    message = f"unknown key; did you mean {or_list(near)}?" if near else "unknown key"
+        suggestion = or_list(_nearest_keys(key, sorted(keys | sections - {key})))
     section = key.rpartition(".")[0]
     beside = {name.removeprefix(f"{section}.") for name in keys if name.startswith(f"{section}.")}
     if section and beside:
         listed = f"keys of {section}: {', '.join(sorted(beside))}"
     else:
         listed = f"keys: {', '.join(sorted(sections))}"
-    return Problem(key, value, f"{message}  ({listed})")
+    message = f"unknown key{_question(suggestion)}  ({listed})"
+    return Problem(key, value, message, suggestion)
 
 
-def _nearest_keys(key: str, keys: list[str]) -> list[str]:
+def _nearest_keys(key: str, keys: Sequence[str]) -> Sequence[str]:
     """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three."""
     section, _, last = key.lower().rpartition(".")
-    by_last: dict[str, list[str]] = {}
-    for candidate in keys:
-        by_last.setdefault(candidate.rpartition(".")[2], []).append(candidate)
-    same = by_last.get(last, [])
+    same_end = _by_end(keys).get(last, [])
     # A name of other programs counts if the rest of ``key`` does not say which key is meant.
-    meant = _OURS.get(last)
-    if meant in keys and not (section and same):
+    meant = _OURS.get(last, "")
+    if meant in keys and not (section and same_end):
         return [meant]
-    if same:
-        return same[:3]
-    top = key.lower().partition(".")[0] if section else ""
-    if any(candidate.startswith(f"{top}.") for candidate in keys):
+    if same_end:
+        return same_end[:3]
+    if section:
         # A key of another section may look alike, and means something else.
-        keys = [candidate for candidate in keys if candidate.startswith(f"{top}.")]
-        by_last = {name: [k for k in names if k in keys] for name, names in by_last.items()}
+        top = section.partition(".")[0]
+        keys = [candidate for candidate in keys if candidate.startswith(f"{top}.")] or keys
     near = get_close_matches(key, keys, n=1, cutoff=0.8)
-    if not near:
-        names = [name for name, candidates in by_last.items() if candidates]
-        for name in get_close_matches(last, names, n=1):
-            near = by_last[name]
-    return near[:3]
+    if near:
+        return near
+    by_end = _by_end(keys)
+    for end in get_close_matches(last, by_end, n=1):
+        return by_end[end][:3]
+    return []
+
+
+def _by_end(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return dotted keys by their last parts."""
+    by_end: dict[str, list[str]] = {}
+    for key in keys:
+        by_end.setdefault(key.rpartition(".")[2], []).append(key)
+    return by_end
 
 
 def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -197,6 +225,8 @@ def leaves(path: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def or_list(names: Iterable[Any]) -> str:
-    """Format at least one name: ``a``, ``a or b``, ``a, b or c``."""
-    *first, last = [str(name) for name in names]
-    return f"{', '.join(first)} or {last}" if first else last
+    """Format names: ``a``, ``a or b``, ``a, b or c``; empty if there is none."""
+    texts = [str(name) for name in names]
+    if len(texts) < 2:
+        return "".join(texts)
+    return f"{', '.join(texts[:-1])} or {texts[-1]}"

@@ -52,7 +52,8 @@ def content_of(path: Path, most: int = MOST_BYTES) -> bytes:
 
 def require_shallow(path: Path, value: Any) -> None:
     """Raise if plain containers are nested deeper than any that a run has written."""
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level:
         depth += 1
         if depth > MOST_DEPTH:
@@ -67,6 +68,7 @@ def require_shallow(path: Path, value: Any) -> None:
 
 
 def too_deep(path: Path) -> DamagedFile:
+    """Return the error of a file whose containers are nested too deep to be read."""
     return DamagedFile(path, f"it is nested deeper than {MOST_DEPTH} levels")
 
 

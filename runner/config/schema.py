@@ -38,7 +38,9 @@ from runner.config.section import (
     Text,
     Texts,
     key,
+    listed,
     no_value,
+    not_finite,
     problems_of,
     value_at,
 )
@@ -58,14 +60,6 @@ class Precision(Section):
     growth_interval: Count = key("fp16: double the scale after so many finite steps")
 
 
-def _listed(value: object) -> object:
-    """Return a list of one for a text."""
-    return [value] if isinstance(value, str) else value
-
-
-_Patterns = Annotated[Texts, BeforeValidator(_listed)]
-
-
 class ModelSection(Target):
     # With defaults, as in section optimizer: runs that were recorded earlier lack them.
     weights: Text | None = key(
@@ -73,7 +67,9 @@ class ModelSection(Target):
         None,
     )
     strict: bool = key("refuse weights that lack tensors of the model, or have others", True)
-    leave_out: _Patterns = key("load all tensors but these patterns of names: [head.*]", [])
+    leave_out: Annotated[Texts, BeforeValidator(listed)] = key(
+        "load all tensors but these patterns of names: [head.*]", []
+    )
 
     @property
     def file(self) -> Path | None:
@@ -103,9 +99,8 @@ class OptimizerSection(Target):
         """Yield numbers, also in groups, that would make weights NaN."""
         yield from super().conflicts()
         for pattern, settings in (self.groups or {}).items():
-            for name, value in settings.items():
-                if isinstance(value, float) and not abs(value) < 1e308:
-                    yield "groups", f"{name} of {pattern} must be a finite number"
+            for name in not_finite(settings):
+                yield "groups", f"{name} of {pattern} must be a finite number"
 
 
 class Collate(Target):
@@ -155,7 +150,7 @@ class Tracker(Section):
         if not self.uses("wandb"):
             return
         if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
-            yield "project", "wandb allows at most 128 characters, none of them / \\ # ? % or :"
+            yield "project", "wandb allows at most 128 characters, without / \\ # ? % or :"
         for tag in self.tags:
             if len(tag) > 64:
                 yield (

@@ -14,18 +14,32 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, to_jsonable_python
 
 from runner.config.notation import Duration
-from runner.config.problem import MISSING, NOTHING, Problem, did_you_mean, leaves, unknown_key
+from runner.config.problem import (
+    MISSING,
+    NOTHING,
+    Problem,
+    did_you_mean,
+    leaves,
+    near_name,
+    unknown_key,
+)
 
 Conflicts: TypeAlias = Iterable[tuple[Any, ...]]
 """Values that are wrong beside others: the key relative to its section, and the reason.
 
-A third item is the wrong value, if the key has another one.
+A third item is the wrong value, if the key has another one, a fourth the value that was probably
+meant.
 """
 
 
 def key(meaning: str, default: Any = ..., **limits: Any) -> Any:
     """Declare a key of a section: its meaning, its default if it has one, and pydantic's limits."""
     return Field(default, description=meaning, **limits)
+
+
+def listed(value: object) -> object:
+    """Return a list of one for a number or a text, which may be typed without brackets."""
+    return [value] if type(value) in (int, float, str) else value
 
 
 def _order(value: Any) -> float:
@@ -109,22 +123,30 @@ class Target(Section):
 
     def conflicts(self) -> Conflicts:
         """Yield numbers that would make weights NaN."""
-        for name, value in leaves("", self.arguments):
-            if type(value) in (int, float) and not abs(value) < 1e308:
-                yield name, "must be a finite number"
+        for name in not_finite(self.arguments):
+            yield name, "must be a finite number"
+
+
+def not_finite(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted names of arguments that are NaN, or too large for a float."""
+    for name, value in leaves("", arguments):
+        if type(value) in (int, float) and not abs(value) < 1e308:
+            yield name
 
 
 def refusal(conflicts: Conflicts) -> ValidationError:
     """Return the error of wrong values, for a validator to raise: it keeps their keys."""
-    errors = [
-        InitErrorDetails(
-            type=PydanticCustomError("conflict", "{text}", {"text": message}),
-            loc=tuple(name.split(".")),
-            input=value[0] if value else NOTHING,
-        )
-        for name, message, *value in conflicts
-    ]
+    errors = []
+    for name, message, *further in conflicts:
+        value = further[0] if further else NOTHING
+        suggestion = further[1] if len(further) > 1 else ""
+        kind = _conflict(message, suggestion)
+        errors.append(InitErrorDetails(type=kind, loc=tuple(name.split(".")), input=value))
     return ValidationError.from_exception_data("conflicts", errors)
+
+
+def _conflict(message: str, suggestion: str) -> PydanticCustomError:
+    return PydanticCustomError("conflict", "{text}", {"text": message, "suggestion": suggestion})
 
 
 def problems_of(
@@ -132,21 +154,24 @@ def problems_of(
 ) -> Iterator[Problem]:
     """Yield what pydantic's errors say about each key of ``plain``; ``known`` has the fields."""
     reasons: dict[str, list[str]] = {}  # by key: one for each type that a value may have
+    suggestions: dict[str, str] = {}
     for error in errors:
         key = ".".join(str(part) for part in error["loc"])
         if error["type"] in _UNKNOWN_KEY:
             yield from _unknown_keys(key, error["input"], known, plain)
         elif error["type"] == "conflict":
             value = value_at(plain, key) if error["input"] is NOTHING else error["input"]
-            yield Problem(key, value, error["msg"])
+            yield Problem(key, value, error["msg"], error["ctx"]["suggestion"])
         else:
             name = _field_of(error, known)
+            if error["type"] == "literal_error":
+                suggestions[name] = near_name(error["input"], _choices(error))
             reason = _sentence(error, name, known)
             if reason not in reasons.setdefault(name, []):
                 reasons[name].append(reason)
     for name, sentences in reasons.items():
         message = ", or ".join(sentences).replace(", or must be ", ", or ")
-        yield Problem(name, value_at(plain, name), message)
+        yield Problem(name, value_at(plain, name), message, suggestions.get(name, ""))
 
 
 def _unknown_keys(
@@ -193,7 +218,7 @@ def together(errors: Iterable[ErrorDetails]) -> ValidationError:
     for error in errors:
         kind: Any = error["type"]
         if kind == "conflict":
-            kind = PydanticCustomError("conflict", "{text}", {"text": error["msg"]})
+            kind = _conflict(error["msg"], error["ctx"]["suggestion"])
         context = error.get("ctx", {})
         details.append(
             InitErrorDetails(type=kind, loc=error["loc"], input=error["input"], ctx=context)
@@ -213,6 +238,11 @@ def no_value(name: str, known: Mapping[str, Any]) -> str:
     return "no value given" + (f" ({known[name].description})" if name in known else "")
 
 
+def _choices(error: ErrorDetails) -> list[str]:
+    """Return the values that a key of a few names may have."""
+    return re.findall(r"'([^']*)'", error["ctx"]["expected"])
+
+
 def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
     """Return what an error says about the value of a key, without the key."""
     kind = error["type"]
@@ -229,7 +259,7 @@ def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
     if kind == "finite_number" and name.endswith("threshold"):
         return "must be a finite number; clip=none measures without clipping"
     if kind == "literal_error":
-        names = re.findall(r"'([^']*)'", context["expected"])
+        names = _choices(error)
         choice = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"must be {choice}{did_you_mean(error['input'], names)}"
     text = re.sub(r"^\w+ should ", "must ", error["msg"])

@@ -38,6 +38,7 @@ class Recorded(NamedTuple):
 
     @property
     def problem(self) -> Problem:
+        """What is wrong with a target that may not be called."""
         libraries = "torch, torchvision, timm, transformers or torchmetrics"
         message = (
             f"comes from the run's config.yaml, and is no class of this project, nor a module, "
@@ -70,15 +71,15 @@ class Origin:
         """Note the targets that the user's own options name."""
         for file in folder.rglob("*.yaml"):
             with suppress(Refusal):
-                self.names |= {one.target for one in targets_in(read_yaml(file))}
+                self.names |= {recorded.target for recorded in targets_in(read_yaml(file))}
 
     def recorded(self, plain: Mapping[str, Any]) -> list[Recorded]:
         """Return the targets of a resolved configuration that were not typed."""
-        return [one for one in targets_in(plain) if not self._is_typed(one)]
+        return [recorded for recorded in targets_in(plain) if not self._is_typed(recorded)]
 
-    def _is_typed(self, one: Recorded) -> bool:
-        below = any(one.key.startswith(f"{section}.") for section in self.sections)
-        return below or one.key in self.keys or one.target in self.names
+    def _is_typed(self, recorded: Recorded) -> bool:
+        below = any(recorded.key.startswith(f"{section}.") for section in self.sections)
+        return below or recorded.key in self.keys or recorded.target in self.names
 
 
 def targets_in(value: Any, key: str = "") -> Iterator[Recorded]:
@@ -94,14 +95,14 @@ def targets_in(value: Any, key: str = "") -> Iterator[Recorded]:
             yield from targets_in(item, f"{key}{dot}{number}")
 
 
-def unknown(recorded: Sequence[Recorded]) -> list[Problem]:
+def unknown(targets: Sequence[Recorded]) -> list[Problem]:
     """Return what is wrong with targets whose names alone tell that they may not be called."""
     problems = []
-    for one in recorded:
+    for recorded in targets:
         # The class of a mode is imported to check its options.
-        allowed = PROJECT if one.key.startswith("clip.") else (*PROJECT, *LIBRARIES)
-        parts = one.target.split(".")
+        allowed = PROJECT if recorded.key.startswith("clip.") else (*PROJECT, *LIBRARIES)
+        parts = recorded.target.split(".")
         hidden = any(part.startswith("_") for part in parts) or not all(parts)
-        if hidden or not one.target.startswith(allowed):
-            problems.append(one.problem)
+        if hidden or not recorded.target.startswith(allowed):
+            problems.append(recorded.problem)
     return problems

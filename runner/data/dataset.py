@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from runner.config.problem import Suggesting
 from runner.data.order import RandomState, generator_for, generators, set_epoch
 from runner.data.samples import draws_nothing, place_of
 
@@ -21,11 +22,11 @@ IGNORED = -100
 
 
 Columns: TypeAlias = Sequence[str | Sequence[str]] | None
-"""Columns of a table: those of the inputs, of which several in brackets are one vector, and last
-that of the targets; None: samples are dictionaries of all columns."""
+"""Columns of a table: first the columns of the inputs, of which several in brackets are one vector;
+last the column of the targets. None: samples are dictionaries of all columns."""
 
 
-class DataUnavailable(Exception):
+class DataUnavailable(Suggesting):
     """Data is missing or cannot be read."""
 
 
@@ -94,8 +95,9 @@ def targets_in_memory(dataset: Any) -> Tensor | None:
     """
     if isinstance(dataset, Subset):
         targets = targets_in_memory(dataset.dataset)
-        several = targets is not None and len(targets) == len(dataset.dataset)  # type: ignore[arg-type]
-        return targets[torch.as_tensor(dataset.indices)] if several else targets  # type: ignore[index]
+        if targets is None or len(targets) != len(dataset.dataset):  # type: ignore[arg-type]
+            return targets
+        return targets[torch.as_tensor(dataset.indices)]
     targets = None
     if isinstance(dataset, _Pairs):
         targets = dataset.different_targets()
@@ -119,11 +121,12 @@ class TensorPairs(TensorDataset):
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         super().__init__(inputs, targets)
-        self.inputs, self.targets = inputs, targets
+        self.inputs = inputs
+        self.targets = targets
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        return tuple(each.index_select(0, chosen) for each in self.tensors)
+        return tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
 
 
 def collate_pairs(batch: Any) -> Any:
@@ -133,7 +136,7 @@ def collate_pairs(batch: Any) -> Any:
     first = batch[0]
     try:
         if is_dataclass(first) and not isinstance(first, type):
-            names = [one.name for one in fields(first)]
+            names = [field.name for field in fields(first)]
             columns = {name: [getattr(sample, name) for sample in batch] for name in names}
             batches = {name: default_collate(column) for name, column in columns.items()}
             return type(first)(**batches)
@@ -161,17 +164,22 @@ def own(
     """Train on one data set, evaluate on another or on a share of it; see conf/data/own.yaml."""
     if not 0 <= eval_fraction < 1:
         raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")
-    for key, made in (("data.train", train), ("data.eval", eval)):
-        if not (is_dataset(made) or (made is None and key == "data.eval")):
-            kind = type(made).__name__
-            needed = "a data set has __len__ and __getitem__, or is an IterableDataset"
-            raise DataUnavailable(f"{key} is of class {kind}, which is no data set: {needed}")
+    _require_dataset("data.train", train)
+    if eval is not None:
+        _require_dataset("data.eval", eval)
     train, eval = _tensors(train, eval, columns)
     if eval is None and eval_fraction > 0 and not isinstance(train, IterableDataset):
         kept, held_out = split_off(len(train), eval_fraction, seed)
         eval = _Part(train, held_out.tolist())
         train = _Part(train, kept.tolist())
     return Data(train, eval, items, tokens_per_sample)
+
+
+def _require_dataset(key: str, value: Any) -> None:
+    if not is_dataset(value):
+        kind = type(value).__name__
+        needed = "a data set has __len__ and __getitem__, or is an IterableDataset"
+        raise DataUnavailable(f"{key} is of class {kind}, which is no data set: {needed}")
 
 
 def split_off(samples: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,8 @@ def digits(test_fraction: float, seed: int) -> Data:
 
 
 def _split(targets: Integers, test_fraction: float, seed: int) -> tuple[Integers, Integers]:
-    held_out, sizes = math.ceil(test_fraction * len(targets)), np.bincount(targets)
+    held_out = math.ceil(test_fraction * len(targets))
+    sizes = np.bincount(targets)
     if not len(sizes) <= held_out <= len(targets) - len(sizes):
         raise ValueError(f"test_fraction {test_fraction} leaves too few samples of some classes")
     draw = np.random.RandomState(seed)
@@ -54,11 +55,12 @@ def _shares(sizes: Integers, count: int, draw: np.random.RandomState) -> Integer
     """Divide ``count`` samples among classes in proportion to their sizes."""
     exact = sizes / sizes.sum() * count
     shares: Integers = np.floor(exact).astype(np.int64)
-    left = count - int(shares.sum())
+    missing = count - int(shares.sum())  # samples that rounding down has left out
     remainders = exact - shares
     for remainder in np.unique(remainders)[::-1]:
         equal = np.flatnonzero(remainders == remainder)
-        drawn = draw.choice(equal, size=min(len(equal), left), replace=False) if left else equal[:0]
-        shares[drawn] += 1
-        left -= len(drawn)
+        if missing:
+            drawn = draw.choice(equal, size=min(len(equal), missing), replace=False)
+            shares[drawn] += 1
+            missing -= len(drawn)
     return shares

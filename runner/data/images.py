@@ -66,7 +66,8 @@ def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
             # The first rank of a machine downloads; the others wait and find complete files.
             with FileLock(place / f".{CIFAR10.base_folder}.lock"):
                 CIFAR10(place, download=True)
-        train, test = CIFAR10(place, train=True), CIFAR10(place, train=False)
+        train = CIFAR10(place, train=True)
+        test = CIFAR10(place, train=False)
     except (OSError, RuntimeError) as error:  # torchvision's RuntimeError: files are not complete
         raise DataUnavailable(f"data.root={place}: {error}. {CIFAR_ADVICE}") from error
     plain = _tensor(CIFAR_STATISTICS)
@@ -76,8 +77,10 @@ def cifar10(root: str | None, download: bool, augment: bool, seed: int) -> Data:
 
 
 def _tensor(statistics: tuple[Sequence[float], Sequence[float]]) -> v2.Transform:
+    """Return what makes a normalised float32 image [3, H, W], given means and deviations."""
+    means, deviations = statistics
     scaled = v2.ToDtype(torch.float32, scale=True)
-    return v2.Compose([v2.ToImage(), scaled, v2.Normalize(*map(list, statistics))])
+    return v2.Compose([v2.ToImage(), scaled, v2.Normalize(list(means), list(deviations))])
 
 
 def image_folder(root: str | None, size: int, augment: bool, seed: int) -> Data:
@@ -86,7 +89,8 @@ def image_folder(root: str | None, size: int, augment: bool, seed: int) -> Data:
         raise ValueError(f"size {size} must be at least 1")
     place = data_folder(root, FOLDER_ADVICE)
     try:
-        train, test = ImageFolder(place / "train"), ImageFolder(place / "val")
+        train = ImageFolder(place / "train")
+        test = ImageFolder(place / "val")
     except OSError as error:
         raise DataUnavailable(f"data.root={place}: {error}. {FOLDER_ADVICE}") from error
     if train.classes != test.classes:

@@ -39,12 +39,14 @@ def generator_for(purpose: str, seed: int, epoch: int) -> torch.Generator:
 
 
 def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch on the host."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
 
 
 def seed_generator(generator: Generator, seed: int) -> None:
+    """Seed one generator, of Python, NumPy or torch."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
@@ -58,7 +60,8 @@ def seed_generator(generator: Generator, seed: int) -> None:
 
 def set_epoch(of: Any, epoch: int) -> None:
     """Set the epoch of a data set or sampler that has one."""
-    if callable(method := getattr(of, "set_epoch", None)):
+    method = getattr(of, "set_epoch", None)
+    if callable(method):
         method(epoch)
 
 
@@ -70,42 +73,44 @@ def generators(loader: Any, above: str = "") -> dict[str, Generator]:
     attributes = getattr(loader, "__dict__", {})
     if isinstance(loader, list | tuple) and above:
         attributes = {str(number): part for number, part in enumerate(loader)}
-    found: dict[str, Generator] = {}
+    by_name: dict[str, Generator] = {}
     for name, value in attributes.items():
         if isinstance(value, Generator) and not isinstance(value, random.SystemRandom):
-            found[above + name] = value
+            by_name[above + name] = value
         elif above.count(".") < 6 and (
             name in _HOLDERS
             or isinstance(value, DataLoader | Sampler | Dataset)
             or isinstance(loader, list | tuple)
         ):
-            found |= generators(value, f"{above}{name}.")
-    return found
+            by_name |= generators(value, f"{above}{name}.")
+    return by_name
 
 
 class RandomState(dict[str, Any]):
     """State of the global generators of Python, NumPy and torch, the current GPU's, and others."""
 
     @classmethod
-    def now(cls, own: Mapping[str, Generator], with_gpu: bool = True) -> RandomState:
-        state = cls({name: _state_of(each) for name, each in _all(own).items()})
+    def now(cls, further: Mapping[str, Generator], with_gpu: bool = True) -> RandomState:
+        """Return the states of the global generators, and of ``further`` ones."""
+        state = cls({name: _state_of(generator) for name, generator in _all(further).items()})
         if with_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state[_GPU] = torch.cuda.get_rng_state()
         return state
 
-    def restore(self, own: Mapping[str, Generator]) -> None:
+    def restore(self, further: Mapping[str, Generator]) -> None:
+        """Set the global generators, and ``further`` ones, to the states that were read."""
         if not self:
             return
-        known = _all(own)
-        for name in self.keys() & known.keys():
-            _restore(known[name], self[name])
+        by_name = _all(further)
+        for name in self.keys() & by_name.keys():
+            _restore(by_name[name], self[name])
         if _GPU in self and torch.cuda.is_available():
             torch.cuda.set_rng_state(self[_GPU])
 
     @classmethod
-    def only(cls, own: Mapping[str, Generator]) -> RandomState:
+    def only(cls, further: Mapping[str, Generator]) -> RandomState:
         """Return the state of these generators without the global ones."""
-        return cls({f"own.{name}": _state_of(each) for name, each in own.items()})
+        return cls({f"own.{name}": _state_of(generator) for name, generator in further.items()})
 
     def digest(self) -> int:
         """Return a seed that depends on all these states, apart from states of GPUs."""
@@ -118,15 +123,19 @@ class RandomState(dict[str, Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and texts, which a checkpoint holds without running code."""
-        return {
-            name: each if isinstance(each, Tensor) else json.dumps(each, default=np.ndarray.tolist)
-            for name, each in self.items()
-        }
+        plain: dict[str, Any] = {}
+        for name, state in self.items():
+            is_tensor = isinstance(state, Tensor)
+            plain[name] = state if is_tensor else json.dumps(state, default=np.ndarray.tolist)
+        return plain
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RandomState:
-        items = state.items()
-        return cls({n: each if isinstance(each, Tensor) else json.loads(each) for n, each in items})
+        """Return the states that :meth:`state_dict` has made plain."""
+        states = cls()
+        for name, plain in state.items():
+            states[name] = plain if isinstance(plain, Tensor) else json.loads(plain)
+        return states
 
 
 class OwnRandom:
@@ -140,6 +149,7 @@ class OwnRandom:
 
     @classmethod
     def seeded(cls, seed: int) -> OwnRandom:
+        """Return random numbers that begin with a seed."""
         with unchanged({}):
             seed_all(seed)
             return cls(RandomState.now({}, with_gpu=False))
@@ -156,17 +166,17 @@ class OwnRandom:
 
 
 @contextmanager
-def unchanged(own: Mapping[str, Generator], with_gpu: bool = False) -> Iterator[None]:
-    """Leave the global generators, and those in ``own``, as they are before the block."""
-    before = RandomState.now(own, with_gpu)
+def unchanged(further: Mapping[str, Generator], with_gpu: bool = False) -> Iterator[None]:
+    """Leave the global generators, and ``further`` ones, as they are before the block."""
+    before = RandomState.now(further, with_gpu)
     try:
         yield
     finally:
-        before.restore(own)
+        before.restore(further)
 
 
-def _all(own: Mapping[str, Generator]) -> dict[str, Any]:
-    return {**_GLOBAL, **{f"own.{name}": each for name, each in own.items()}}
+def _all(further: Mapping[str, Generator]) -> dict[str, Any]:
+    return {**_GLOBAL, **{f"own.{name}": generator for name, generator in further.items()}}
 
 
 def _state_of(generator: Any) -> Any:
@@ -228,6 +238,7 @@ class PartitionedBatches(Sampler[list[int]]):
             raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, by which the order is drawn."""
         self.epoch = epoch
 
     def set_start(self, microbatch: int) -> None:
@@ -238,8 +249,8 @@ class PartitionedBatches(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of microbatches in a whole epoch, regardless of `set_start`."""
-        whole, rest = divmod(self.length, self.batch_size * self.world_size)
-        return whole if self.drop_last or rest == 0 else whole + 1
+        full, remaining = divmod(self.length, self.batch_size * self.world_size)
+        return full if self.drop_last or remaining == 0 else full + 1
 
     def __iter__(self) -> Iterator[list[int]]:
         # Read now, not at the first `next`: the caller may set another epoch before that.

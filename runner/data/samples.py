@@ -128,9 +128,9 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if draws_nothing(self.dataset):
             return self.dataset[index]
-        own = generators(self.dataset)
-        with self._apart(own):
-            return self._sample(index, own)
+        dataset_generators = generators(self.dataset)
+        with self._apart(dataset_generators):
+            return self._sample(index, dataset_generators)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         try:
@@ -144,12 +144,12 @@ class SeededSamples(Dataset[Any]):
             self.set_epoch(indices.epoch)
         if draws_nothing(self.dataset):
             return self._batch(indices)
-        own = generators(self.dataset)
-        with self._apart(own):
+        dataset_generators = generators(self.dataset)
+        with self._apart(dataset_generators):
             if not self._draws:
-                batch = self._batch_unless_drawn(indices, own)
+                batch = self._batch_unless_drawn(indices, dataset_generators)
             if self._draws:
-                batch = [self._sample(index, own) for index in indices]
+                batch = [self._sample(index, dataset_generators) for index in indices]
                 self.reading = indices
         if get_worker_info() is not None:  # the function that collates may draw in a worker
             seed_all(self._seed_of(f"batch of sample {indices[0]}"))
@@ -166,44 +166,52 @@ class SeededSamples(Dataset[Any]):
         self.reading = indices
         return samples
 
-    def _batch_unless_drawn(self, indices: Sequence[int], own: dict[str, Generator]) -> Any:
+    def _batch_unless_drawn(
+        self, indices: Sequence[int], dataset_generators: dict[str, Generator]
+    ) -> Any:
         """Read a batch at once, and note whether that draws a random number."""
         seed = self._seed_of(f"batch of sample {indices[0]}")
         seed_all(seed)
-        undrawn, before = _next_numbers(), RandomState.only(own).digest()
+        undrawn = _next_numbers()
+        before = RandomState.only(dataset_generators).digest()
         seed_all(seed)
         batch = self._batch(indices)
-        self._draws = _next_numbers() != undrawn or RandomState.only(own).digest() != before
+        self._draws = (
+            _next_numbers() != undrawn or RandomState.only(dataset_generators).digest() != before
+        )
         return batch
 
-    def _sample(self, index: int, own: dict[str, Generator]) -> Any:
+    def _sample(self, index: int, dataset_generators: dict[str, Generator]) -> Any:
         """Read a sample alone, with all generators seeded for it."""
         self.reading = [index]
         seed = self._seed_of(f"sample {index} in a worker")
         read = getattr(self.dataset, "__getitems__", None)
         if callable(read):
-            _seed(seed, own)
+            _seed(seed, dataset_generators)
             samples = read([index])
             if isinstance(samples, list):
                 return samples[0]
-        _seed(seed, own)  # what it returned is a batch, which cannot be put together with others
+        _seed(
+            seed, dataset_generators
+        )  # what it returned is a batch, which cannot be put together with others
         return self.dataset[index]
 
     def _seed_of(self, purpose: str) -> int:
         return seed_for(purpose, self.seed, self.epoch)
 
     @contextmanager
-    def _apart(self, own: dict[str, Generator]) -> Iterator[None]:
+    def _apart(self, dataset_generators: dict[str, Generator]) -> Iterator[None]:
         """Leave the generators of the training process as they are."""
         if get_worker_info() is not None:
             yield
             return
-        # To read or to set the state of NumPy's generator takes longer than all the others.
+        # Reading or setting the state of NumPy's generator takes longer than all others together.
         numpy = _NUMPY.get_bit_generator()
         if self._scratch is None or self._scratch is numpy:
             self._scratch = np.random.MT19937(0)
-        python, torch_cpu = random.getstate(), torch.default_generator.get_state()
-        own_states = RandomState.only(own)
+        python = random.getstate()
+        torch_cpu = torch.default_generator.get_state()
+        states = RandomState.only(dataset_generators)
         _NUMPY.set_bit_generator(self._scratch)
         try:
             yield
@@ -211,12 +219,12 @@ class SeededSamples(Dataset[Any]):
             _NUMPY.set_bit_generator(numpy)
             random.setstate(python)
             torch.default_generator.set_state(torch_cpu)
-            own_states.restore(own)
+            states.restore(dataset_generators)
 
 
-def _seed(seed: int, own: dict[str, Generator]) -> None:
+def _seed(seed: int, dataset_generators: dict[str, Generator]) -> None:
     seed_all(seed)
-    for generator in own.values():
+    for generator in dataset_generators.values():
         seed_generator(generator, seed)
 
 

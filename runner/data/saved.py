@@ -44,18 +44,8 @@ def load(path: str | None = None, split: str = "train", **arguments: Any) -> Any
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise DataUnavailable('needs pip install "clip-runner[data]"') from None
-    place = Path(path).expanduser()
-    kind = _KINDS.get(place.suffix)
-    if kind and not place.is_dir() and not place.is_file():
-        raise DataUnavailable(f"data.path: there is no file {place.absolute()}")
     try:
-        if (place / _OF_SPLITS).exists():
-            return _split_of(datasets.load_from_disk(place), split)
-        if (place / _OF_ONE_TABLE).exists():
-            return datasets.load_from_disk(place)
-        if kind and place.is_file():
-            return datasets.load_dataset(kind, data_files=str(place), split="train", **arguments)
-        return datasets.load_dataset(path, split=split, **arguments)
+        return _load(datasets, path, split, arguments)
     except DataUnavailable:
         raise
     except Exception as error:  # of readers of many formats
@@ -63,6 +53,21 @@ def load(path: str | None = None, split: str = "train", **arguments: Any) -> Any
             error = error.__cause__
         text = " ".join(str(error).split())[:300]
         raise DataUnavailable(f"data.path={path} cannot be read: {text}") from None
+
+
+def _load(datasets: Any, path: str, split: str, arguments: Mapping[str, Any]) -> Any:
+    """Return a split of a file, of a folder, or of what the library finds by this name."""
+    place = Path(path).expanduser()
+    if (place / _OF_SPLITS).exists():
+        return _split_of(datasets.load_from_disk(place), split)
+    if (place / _OF_ONE_TABLE).exists():
+        return datasets.load_from_disk(place)
+    kind = _KINDS.get(place.suffix)
+    if kind and place.is_file():
+        return datasets.load_dataset(kind, data_files=str(place), split="train", **arguments)
+    if kind and not place.is_dir():
+        raise DataUnavailable(f"data.path: there is no file {place.absolute()}")
+    return datasets.load_dataset(path, split=split, **arguments)
 
 
 def _split_of(splits: Any, split: str) -> Any:

@@ -119,8 +119,10 @@ class Stream(IterableDataset[Read]):
             yield unread(f"{place_of(self.dataset)}, microbatch {number}", error)
 
     def _microbatches(self, worker: int) -> Iterator[Read]:
-        start, position = self.start, self.position
-        self.start, self.position = 0, BEGINNING
+        start = self.start
+        position = self.position
+        self.start = 0
+        self.position = BEGINNING
         if self.divided_by == "runner":
             return self._divided(worker, start, position["workers"].get(0, {}))
         worker = (worker + position["turn"]) % self.workers
@@ -171,7 +173,8 @@ class _Samples:
     def __init__(
         self, dataset: Any, purpose: str, position: Mapping[str, Any], alone: bool
     ) -> None:
-        self._purpose, self._alone = purpose, alone
+        self._purpose = purpose
+        self._alone = alone
         self._reads_again = loses_samples(dataset)
         self.continued = "state" in position and not self._reads_again
         if self.continued:
@@ -181,15 +184,16 @@ class _Samples:
         self._iterator: Iterator[Any] = self._run(partial(self._begin, dataset, position))
 
     def _begin(self, dataset: Any, position: Mapping[str, Any]) -> Any:
-        own = has_state(dataset)
-        if self.continued and own:
+        dataset_has_state = has_state(dataset)
+        if self.continued and dataset_has_state:
             dataset.load_state_dict(position["state"])
         iterator: Any = iter(dataset)
-        if self.continued and not own and has_state(iterator):
+        if self.continued and not dataset_has_state and has_state(iterator):
             iterator.load_state_dict(position["state"])
-        self._stateful: Any = dataset if own else iterator if has_state(iterator) else None
-        if self._reads_again:
-            self._stateful = None
+        self._stateful: Any = None
+        if not self._reads_again:
+            stateful = dataset if dataset_has_state else iterator
+            self._stateful = stateful if has_state(stateful) else None
         return iterator
 
     def take(self, samples: int) -> list[Any]:
@@ -225,10 +229,11 @@ def has_state(of: Any) -> bool:
 def loses_samples(dataset: Any) -> bool:
     """Return whether the state of a stream leaves out samples that it has read but not yielded.
 
-    That of Hugging Face's ``datasets`` does not hold what a shuffle buffer holds. The buffer can be
+    A state of Hugging Face's ``datasets`` lacks the samples in a shuffle buffer. The buffer can be
     any stage of the stream.
     """
-    stages, seen = [dataset], set[int]()
+    stages = [dataset]
+    seen = set[int]()
     while stages:
         stage = stages.pop()
         if isinstance(stage, list | tuple):
@@ -252,8 +257,8 @@ def checksum(batch: Any) -> int:
         if isinstance(leaf, np.ndarray):
             content = leaf.tobytes()
         else:
-            known = isinstance(leaf, int | float | str | bytes)
-            content = repr(leaf if known else type(leaf)).encode()  # others may print an address
+            is_plain = isinstance(leaf, int | float | str | bytes)  # else it may print an address
+            content = repr(leaf if is_plain else type(leaf)).encode()
         digest = zlib.crc32(content, digest)
     return digest % 2**20 + 1
 
@@ -298,9 +303,11 @@ class StreamLoader(DataLoader[Any]):
 
     @property
     def uneven(self) -> bool:
+        """Whether the data may end earlier on this rank than on other ranks."""
         return self.dataset.world_size > 1 and self.microbatch is None
 
     def weightless(self, microbatch: int) -> bool:
+        """Return whether this rank has no sample in a microbatch, and reads a stand-in."""
         return microbatch in self._weightless
 
     def set_start(
@@ -314,7 +321,8 @@ class StreamLoader(DataLoader[Any]):
             parts = position["workers"].items()
             counts = {worker: {"batches": part["batches"]} for worker, part in parts}
             position = {**position, "workers": counts}
-        self.dataset.start, self.dataset.position = microbatch, position
+        self.dataset.start = microbatch
+        self.dataset.position = position
 
     def mark_of(self, batch: Any) -> dict[str, Any]:
         """Return what tells whether another reader of the same part has read the same batch."""
@@ -326,11 +334,13 @@ class StreamLoader(DataLoader[Any]):
         stream = self.dataset
         self._iterator = None  # persistent workers would not learn of another epoch
         start = stream.start
-        self._after, self._weightless = {start: stream.position}, set()
+        self._after = {start: stream.position}
+        self._weightless = set()
         reads: Iterator[Any] = shielded(super().__iter__)
         if self.num_workers:
             reads = arrived(reads, stream.dataset, self.timeout)
-        stream.start, stream.position = 0, BEGINNING  # workers have copies
+        stream.start = 0  # workers have copies
+        stream.position = BEGINNING
         return self._batches(reads, start)
 
     def _batches(self, reads: Iterator[Read], number: int) -> Iterator[Any]:
@@ -339,8 +349,9 @@ class StreamLoader(DataLoader[Any]):
             if read.weightless:
                 self._weightless.add(number)
             workers = {**self._after[number]["workers"], read.worker: read.position}
-            number, turn = number + 1, (read.worker + 1) % self.dataset.workers
-            self._after[number] = {"turn": turn, "workers": workers}
+            next_worker = (read.worker + 1) % self.dataset.workers
+            number += 1
+            self._after[number] = {"turn": next_worker, "workers": workers}
             self._stand_in = read.batch
             yield read.batch
 
@@ -357,8 +368,10 @@ class StreamLoader(DataLoader[Any]):
         return self._stand_in
 
     def position(self, microbatch: int) -> dict[str, Any]:
+        """Return the position before a microbatch; earlier positions are forgotten."""
         first = min(microbatch, max(self._after))
-        self._after = {n: at for n, at in self._after.items() if n >= first}
+        for number in [number for number in self._after if number < first]:
+            del self._after[number]
         return {**self._after[first], "parts": self._parts()}
 
     def require(self, position: Mapping[str, Any], epoch: int) -> None:
@@ -384,8 +397,9 @@ class StreamLoader(DataLoader[Any]):
 
     def _parts(self) -> str:
         stream = self.dataset
-        own = f"{stream.world_size} ranks x {stream.workers} workers"
-        return "any ranks" if self.microbatch is not None else own
+        if self.microbatch is not None:
+            return "any ranks"
+        return f"{stream.world_size} ranks x {stream.workers} workers"
 
 
 def _is_of_epoch_0(position: Mapping[str, Any], epoch: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.config.problem import did_you_mean
+from runner.config.problem import did_you_mean, near_name
 from runner.data.dataset import Data, DataUnavailable, TensorPairs, split_off
 
 _DELIMITERS = ",;\t|"
@@ -86,7 +86,8 @@ class Table(NamedTuple):
             more = ", ..." if len(self.names) > _LISTED else ""
             near = did_you_mean(name, self.names)
             raise DataUnavailable(
-                f"{key}={name}: {self.file.name} has no such column{near} (it has {listed}{more})"
+                f"{key}={name}: {self.file.name} has no such column{near} (it has {listed}{more})",
+                near_name(name, self.names),
             )
         if self.names.count(name) > 1:
             raise DataUnavailable(f"{self.file.name} has several columns {name}: rename them")
@@ -137,13 +138,16 @@ def table(
         test_inputs = _numbers(held_out, names, target, largest)
         test_targets = kinds.of(held_out)
     else:
-        kept, rest = split_off(len(inputs), eval_fraction, seed)
-        test_inputs, test_targets = inputs[rest], targets[rest]
-        inputs, targets = inputs[kept], targets[kept]
+        to_train, to_evaluate = split_off(len(inputs), eval_fraction, seed)
+        test_inputs = inputs[to_evaluate]
+        test_targets = targets[to_evaluate]
+        inputs = inputs[to_train]
+        targets = targets[to_train]
     if standardize:
         deviation, mean = torch.std_mean(inputs, dim=0, correction=0)
         deviation[deviation <= 1e-12 * mean.abs()] = 1.0  # a constant column
-        inputs, test_inputs = (inputs - mean) / deviation, (test_inputs - mean) / deviation
+        inputs = (inputs - mean) / deviation
+        test_inputs = (test_inputs - mean) / deviation
     inputs = _float32(inputs, names)
     test_inputs = _float32(test_inputs, names)
     test = TensorPairs(test_inputs, test_targets) if len(test_inputs) else None

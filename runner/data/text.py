@@ -66,19 +66,27 @@ class MaskedWindows(ByteWindows):
 
     def __init__(self, text: bytes, length: int, masked_fraction: float, seed: int) -> None:
         super().__init__(text, length)
-        self.masked_fraction, self.seed = masked_fraction, seed
+        self.masked_fraction = masked_fraction
+        self.seed = seed
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, by which the masks are drawn."""
         self.epoch = epoch
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         inputs, following = super().__getitems__(indices)
-        uniform, drawn = [], []
+        choices = []
+        replacements = []
+        random_bytes = []
         for index in indices:
             generator = generator_for(f"masks of window {index}", self.seed, self.epoch)
-            uniform.append(torch.rand(2, inputs.shape[1], generator=generator))
-            drawn.append(torch.randint(BYTES, inputs.shape[1:], generator=generator))
-        (choice, shown), tokens = torch.stack(uniform, 1), torch.stack(drawn)
+            choice_of_window, replacement = torch.rand(2, inputs.shape[1], generator=generator)
+            choices.append(choice_of_window)
+            replacements.append(replacement)
+            random_bytes.append(torch.randint(BYTES, inputs.shape[1:], generator=generator))
+        choice = torch.stack(choices)
+        shown = torch.stack(replacements)
+        tokens = torch.stack(random_bytes)
         # A position without a next byte is padding or the last byte of the text.
         chosen = (choice < self.masked_fraction) & (following != IGNORED)
         targets = inputs.masked_fill(~chosen, IGNORED)

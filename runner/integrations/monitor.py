@@ -119,7 +119,7 @@ class GradientMonitor:
         if loss is not None and self._world > 1:
             self._meter.mean_over_data = self._mean
         decision = self._decision(clipped, threshold)
-        now = time.perf_counter()
+        seconds = time.perf_counter()
         metrics = StepMetrics(
             step=self.steps,
             local_loss=None if loss is None else _number(loss),
@@ -127,9 +127,9 @@ class GradientMonitor:
             lr=lr,
             samples=self._samples,
             tokens=self._tokens,
-            seconds=now - self._before,
+            seconds=seconds - self._before,
         )
-        self._before = now
+        self._before = seconds
         self._meter.push(metrics)
 
     def log(self, metrics: Mapping[str, float]) -> None:

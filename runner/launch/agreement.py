@@ -7,6 +7,7 @@ leave the others waiting.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -52,12 +53,12 @@ def require_same_request(request: Mapping[str, Any], timeout: float) -> None:
         answers = _answers(Answer(digest(compared)), started, timeout)
         problems = _refusals(answers)
         if not problems:
-            other = _first_that_differs(answers)
-            if other is None:
+            rank = _first_that_differs(answers)
+            if rank is None:
                 return
             first_request = _sent_by(0, compared)
-            other_request = _sent_by(other, compared)
-            problems = [*_differences(first_request, other_request, other)]
+            other_request = _sent_by(rank, compared)
+            problems = [*_differences(first_request, other_request, rank)]
         leave()
     except RuntimeError as error:
         raise _lonely(started, error) from error
@@ -98,7 +99,7 @@ def _answers(answer: Answer, started: StartedRank, timeout: float) -> list[Answe
 
 def _as_text(problem: Problem) -> Problem:
     """Return a problem that can be sent, whatever its value is; secrets are masked."""
-    return Problem(problem.word, NOTHING, problem.message, problem.job)
+    return replace(problem, key=problem.word, value=NOTHING)
 
 
 def _refusals(answers: Sequence[Answer]) -> list[Problem]:
@@ -111,10 +112,7 @@ def _refusals(answers: Sequence[Answer]) -> list[Problem]:
     if len(same) == len(answers):
         return [*problems]
     place = f" (on {ranks_as_text(same)} of {len(answers)})"
-    return [
-        Problem(problem.key, NOTHING, f"{problem.message}{place}", problem.job)
-        for problem in problems
-    ]
+    return [replace(problem, message=f"{problem.message}{place}") for problem in problems]
 
 
 def _lonely(started: StartedRank, error: RuntimeError) -> Failure:

@@ -57,16 +57,18 @@ class Failure(Exception):
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any] | Failure:
+    """Return what ``work`` returns, or why it has not come to its end: an exception or a signal."""
     try:
-        if number := stop.reset():
-            raise signals.Terminated(number)
+        asked_before = stop.reset()
+        if asked_before:
+            raise signals.Terminated(asked_before)
         return work()
     except BaseException as error:
         stop.defer()  # the record is written whole
         number = 0 if isinstance(error, Failure) else stopped_by(error)
         if number:
-            reason, code = signals.reason(number), signals.exit_code(number)
-            return Failure(reason, state="interrupted", exit_code=code)
+            code = signals.exit_code(number)
+            return Failure(signals.reason(number), state="interrupted", exit_code=code)
         if isinstance(error, Failure):
             failed = error
             full = disk_full(failed.error)

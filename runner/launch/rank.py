@@ -66,6 +66,7 @@ class Job:
 
 
 def local_main(job: Job) -> dict[str, Any]:
+    """Train as a rank that this program has started; report how it ends by the store of ``job``."""
     remember(job.secrets)
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
@@ -74,17 +75,15 @@ def local_main(job: Job) -> dict[str, Any]:
     reported = Reports.at(job.port)
     reported.begin(started.rank)
     _answer_signals(job, reported)
-    own = hasattr(os, "sched_getaffinity")
-    usable = (len(os.sched_getaffinity(0)) if own else os.cpu_count()) or 1
-    cores = min(usable, variable("SLURM_CPUS_ON_NODE") or usable)
-    torch.set_num_threads(max(1, cores // started.local_world_size))
+    torch.set_num_threads(max(1, _usable_cores() // started.local_world_size))
     _log_to(job.folder / files.LOG, started.rank)
     try:
         with _reporting_exits(reported):
             return train_as_rank(job, job.config.launch.timeout, reported, seed=job.config.seed)
     except BaseException as error:
         abandon()
-        if number := stopped_by(error):
+        number = stopped_by(error)
+        if number:
             reported.fail(error)  # a peer that was lost, perhaps
             sys.stdout.flush()
             os._exit(signals.exit_code(number))  # a rank that returns would wait for the agent
@@ -93,6 +92,15 @@ def local_main(job: Job) -> dict[str, Any]:
         while is_lost_peer(error) and time.monotonic() < until and not stop.requested():
             time.sleep(0.05)
         raise SystemExit(1) from None  # the report has the reason; torch would write it to a disk
+
+
+def _usable_cores() -> int:
+    """Return the number of cores that the ranks of this machine may share."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return min(cores, variable("SLURM_CPUS_ON_NODE") or cores)
 
 
 def join(work: Work | None = None, timeout: float = 600.0) -> int:
@@ -162,7 +170,8 @@ def train_as_rank(
     return ended
 
 
-def perform(job: Job, shown: Sequence[Sink] | None) -> dict[str, Any]:  # None: no sinks at all
+def perform(job: Job, shown: Sequence[Sink] | None) -> dict[str, Any]:
+    """Do what a job asks for on this rank; ``shown`` is None on a rank without sinks."""
     keep_freed_memory(build.device_of(job.config.device).type)
     work = job.work or partial(execute, folder=job.folder, resume=job.resume)
     if shown is None:
@@ -218,8 +227,9 @@ def _end_with_launcher() -> None:
 
 
 def _log_to(file: Path, rank: int) -> None:
-    here = file.parent.is_dir()  # not the temporary folder of an evaluation on another machine
-    handlers: list[logging.Handler] = [LogFile(file) if here else logging.NullHandler()]
+    # An evaluation on another machine has a temporary folder there.
+    has_folder = file.parent.is_dir()
+    handlers: list[logging.Handler] = [LogFile(file) if has_folder else logging.NullHandler()]
     form = f"[%(asctime)s][%(name)s][%(levelname)s] - rank {rank}: %(message)s"
     handlers[0].setFormatter(MaskedFormatter(form))
     if rank == 0:

@@ -33,8 +33,8 @@ _PREFIX = "clip-runner"
 class Reports:
     """The reports of all ranks, in a store.
 
-    ``store`` is that of the process that starts local ranks, or a connection to it. By default it
-    is the store that torchrun's ranks have in common.
+    ``store`` belongs to the process that starts local ranks, or is a connection to it. By default
+    it is the store that torchrun's ranks have in common.
     """
 
     def __init__(self, store: TCPStore | None = None) -> None:
@@ -109,8 +109,9 @@ class Reports:
         """
         until = time.monotonic() + PATIENCE
         while True:
-            if failed := self.raised(size):
-                return failed
+            failure = self.raised(size)
+            if failure is not None:
+                return failure
             reports = self._read(size)
             ended = _by_time(reports)
             silent = [rank for rank in range(size) if rank not in ended]
@@ -124,8 +125,8 @@ class Reports:
         reason = f"lost the connection, or waited for more than launch.timeout={timeout:g} s"
         sentence = f"{who} {reason}"
         lines = _stacks(folder, size) if silent else [reports[first]["error"]]
-        others = tuple(_text(rank, reports[rank]) for rank in ended)
-        return Failure("\n".join([*lines, sentence]), first, node, summary=sentence, others=others)
+        ends = tuple(_text(rank, reports[rank]) for rank in ended)
+        return Failure("\n".join([*lines, sentence]), first, node, summary=sentence, others=ends)
 
     def raised(self, size: int) -> Failure | None:
         """Return the first exception of a rank that is no lost connection, if there is one."""
@@ -136,9 +137,9 @@ class Reports:
             return None
         first = genuine[0]
         report = reports[first]
-        others = tuple(_text(rank, reports[rank]) for rank in ended if rank != first)
+        later = tuple(_text(rank, reports[rank]) for rank in ended if rank != first)
         summary = report["summary"]
-        return Failure(report["error"], first, report.get("node"), summary=summary, others=others)
+        return Failure(report["error"], first, report.get("node"), summary=summary, others=later)
 
     def _write(self, **entries: Any) -> None:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -188,7 +189,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 def _watch(file: Path, seconds: float) -> None:
     seen = 0
-    # The disk may be full, or the folder be that of an evaluation on another machine
+    # The disk may be full, or an evaluation has its folder on another machine.
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
         with file.open("w") as stack:
@@ -200,7 +201,7 @@ def _watch(file: Path, seconds: float) -> None:
 
 
 def _stacks(folder: Path, size: int) -> list[str]:
-    """Return where each rank is, of those that hung."""
+    """Return where each rank is that has left its stack in a file."""
     lines = []
     for rank in range(size):
         with suppress(OSError):

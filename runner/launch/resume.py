@@ -22,6 +22,7 @@ from runner.run_folder.strict_json import decode, encode, number, read_object
 FROM = "resumed_from"  # entry of a status: checkpoint of another run that this one started from
 _BATCH = ("data.batch_size", "accumulation.steps")
 _CLASS = "optimizer._target_"
+_FORCE = "; resume.force=true continues all the same"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Start:
     warnings: tuple[str, ...] = ()
 
     def status(self) -> dict[str, Any]:
+        """Return the entries of the run's status that say where it starts."""
         if self.checkpoint is None:
             return {}
         if not self.former:
@@ -47,23 +49,19 @@ class Start:
 
 
 ANEW = Start()
-_KEEP = " (a run saves some with checkpoint.interval=1ep, say)"
+_KEEP = " (for example, checkpoint.interval=1ep saves some)"
 
 
 def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     """Return where a run in ``folder`` starts; a RequestError says why it cannot."""
-    source, former = config.resume.source, read_object(folder / files.STATUS)
+    source = config.resume.source
+    former = read_object(folder / files.STATUS)
     _require_free(folder, former)
     if former and source == "never":
         raise _taken(folder, "an unfinished run, and resume=never")
     start = newest(folder, former) if former else ANEW
     if start.checkpoint is not None:
-        path = Path(source).expanduser().absolute().resolve()
-        if source not in NO_PATH and path.is_relative_to(folder.resolve()):
-            asked = named(source).checkpoint
-            if asked is None or asked.resolve() != start.checkpoint.resolve():
-                message = f"{start.checkpoint.name} is newer, and goes on in this folder"
-                raise RequestError([Problem("resume", source, message)])
+        _require_no_older(source, folder, start.checkpoint)
     elif former and former.get("config_hash") != config_hash(plain):
         raise _taken(folder, "an unfinished run of another configuration, without a checkpoint")
     elif source not in NO_PATH:
@@ -72,6 +70,17 @@ def decide(config: RunConfig, plain: Mapping[str, Any], folder: Path) -> Start:
     if misfits:
         raise RequestError(misfits)
     return start
+
+
+def _require_no_older(source: str, folder: Path, checkpoint: Path) -> None:
+    """Refuse to continue from an older checkpoint of the folder that the run goes on in."""
+    path = Path(source).expanduser().absolute().resolve()
+    if source in NO_PATH or not path.is_relative_to(folder.resolve()):
+        return
+    requested = named(source).checkpoint
+    if requested is None or requested.resolve() != checkpoint.resolve():
+        message = f"{checkpoint.name} is newer, and goes on in this folder"
+        raise RequestError([Problem("resume", source, message)])
 
 
 def require_readable(source: str, folder: Path) -> None:
@@ -104,6 +113,12 @@ def require_one_machine(config: RunConfig) -> None:
 
 
 def newest(run: Path, former: Mapping[str, Any] | None = None) -> Start:
+    """Return a start from the newest checkpoint of a run that is whole; warn of damaged ones.
+
+    Args:
+        run: the folder of the run, or of its checkpoints.
+        former: the status of the run, if the same run goes on.
+    """
     damaged = list[str]()
     for checkpoint in _checkpoints_of(run):
         try:
@@ -122,10 +137,13 @@ def _checkpoints_of(run: Path) -> list[Path]:
 
 def requeued(plain: Mapping[str, Any], folder: Path) -> Path | None:
     """Return the folder of the run that a job which was started again continues."""
-    counts = variable("SLURM_RESTART_COUNT"), variable("TORCHELASTIC_RESTART_COUNT")
-    again = job_ids(slurm=bool(counts[0]), elastic=bool(counts[1]))
-    new = again and not (folder / files.STATUS).exists()
-    for path in sorted(folder.parent.glob(f"*/{files.STATUS}"), reverse=True) if new else ():
+    again = job_ids(
+        slurm=bool(variable("SLURM_RESTART_COUNT")),
+        elastic=bool(variable("TORCHELASTIC_RESTART_COUNT")),
+    )
+    if not again or (folder / files.STATUS).exists():
+        return None
+    for path in sorted(folder.parent.glob(f"*/{files.STATUS}"), reverse=True):
         try:
             status = read_object(path)
         except DamagedFile:  # of another run
@@ -164,7 +182,8 @@ def named(source: str) -> Start:
     """Return a start from a run, its checkpoints, one checkpoint, or ``RUN@STEP`` for a branch."""
     path = Path(source).expanduser().absolute()
     try:
-        if not path.exists() and (branch := branching(source)):
+        branch = branching(source)
+        if branch is not None and not path.exists():
             run = Path(branch[0]).expanduser().absolute()
             path, _ = checkpoints.choose(run, str(branch[1]), "", False)
         manifest = _require_usable(path) if (path / files.MANIFEST).exists() else None
@@ -191,33 +210,48 @@ def problems(config: RunConfig, plain: Mapping[str, Any], start: Start) -> list[
     checkpoint = start.checkpoint
     if checkpoint is None:
         return []
-    manifest, forced = checkpoints.manifest_of(checkpoint), config.resume.force
-    force = "; resume.force=true continues all the same"
+    manifest = checkpoints.manifest_of(checkpoint)
+    forced = config.resume.force
+    advice = _FORCE
+    saved = manifest.get("config")
+    if not isinstance(saved, dict):
+        if forced:
+            return []
+        return [Problem("resume", str(checkpoint), f"does not say its configuration{advice}")]
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
-    if not isinstance(saved := manifest.get("config"), dict):
-        wrong = Problem("resume", str(checkpoint), f"does not say its configuration{force}")
-        return [] if forced else [wrong]
-    before = _samples(saved, manifest.get("world_size"))
-    now = config.data.batch_size * config.accumulation.steps * build.data_parts(config)
-    free: tuple[str, ...] = _BATCH if before == now else ()
+    samples_before = _samples(saved, manifest.get("world_size"))
+    samples = config.data.batch_size * config.accumulation.steps * build.data_parts(config)
+    may_differ: tuple[str, ...] = _BATCH if samples_before == samples else ()
     if branching(config.resume.source):
-        force = "; a branch changes keys of clip and optimizer alone"
-        free += ("clip.", "optimizer.")
-    every = differences(saved, decode(encode(dict(plain)))).items()
-    differing = {k: of for k, of in every if k == _CLASS or not (forced or k.startswith(free))}
-    if not forced and before not in (now, None) and not differing.keys() & {*_BATCH}:
-        text = f"a step would have {now} samples over all ranks, and {before} in {where}{force}"
+        advice = "; a branch changes keys of clip and optimizer alone"
+        may_differ += ("clip.", "optimizer.")
+    differing = {}
+    for key, values in differences(saved, decode(encode(dict(plain)))).items():
+        if key == _CLASS or not (forced or key.startswith(may_differ)):
+            differing[key] = values
+    explained = not differing.keys().isdisjoint(_BATCH)
+    if not forced and not explained and samples_before not in (samples, None):
+        text = (
+            f"a step would have {samples} samples over all ranks, and {samples_before} in "
+            f"{where}{advice}"
+        )
         return [Problem(_BATCH[0], config.data.batch_size, text)]
+    return _unequal(differing, where, advice) or _nothing_left(config, start, where)
+
+
+def _unequal(differing: Mapping[str, tuple[Any, Any]], where: str, advice: str) -> list[Problem]:
+    """Return the problems of values that are others in a checkpoint: before, and in this run."""
     problems = []
     replaced = [key for key in differing if key.endswith("._target_") and key.count(".") == 1]
-    for key, (old, value) in differing.items():
-        if key not in replaced and f"{key.partition('.')[0]}._target_" in replaced:
+    for key, (before, value) in differing.items():
+        section = key.partition(".")[0]
+        if key not in replaced and f"{section}._target_" in replaced:
             continue  # arguments of another target
-        was = "is not given" if old == MISSING else f"is {shown(old)}"
-        end = "; its state cannot be used" if key == _CLASS else force
+        was = "is not given" if before == MISSING else f"is {shown(before)}"
+        end = "; its state cannot be used" if key == _CLASS else advice
         typed = "(not given)" if value == MISSING else value
         problems.append(Problem(key, typed, f"{was} in {where}{end}"))
-    return problems or _nothing_left(config, start, where)
+    return problems
 
 
 def _nothing_left(config: RunConfig, start: Start, where: str) -> list[Problem]:
@@ -236,11 +270,13 @@ def _nothing_left(config: RunConfig, start: Start, where: str) -> list[Problem]:
 
 
 def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
+    """Return the samples of a step of the run that has saved; None if its record does not tell."""
     from runner.train.build import data_parallel_size
 
     try:
         plugin = PluginSection.model_validate(saved["plugin"])
-        batch, steps = saved["data"]["batch_size"], saved["accumulation"]["steps"]
-        return int(batch) * int(steps) * data_parallel_size(plugin, int(str(world_size)))
+        microbatch = int(saved["data"]["batch_size"])
+        steps = int(saved["accumulation"]["steps"])
+        return microbatch * steps * data_parallel_size(plugin, int(str(world_size)))
     except (KeyError, TypeError, ValueError):
         return None

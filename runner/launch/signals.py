@@ -22,10 +22,12 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 # Seconds in which further signals count as the first: `timeout` sends each one twice, and torchrun
 # passes on what its processes get from the terminal too
-ECHO, ECHO_OF_LAUNCHER = 1.0, 3.0
+ECHO = 1.0
+ECHO_OF_LAUNCHER = 3.0
 LAST_WORDS = 3.0  # seconds that the functions of :func:`last_words` have, together
 
-requested, defer = stop.requested, stop.defer
+requested = stop.requested
+defer = stop.defer
 
 
 class Terminated(SystemExit):
@@ -41,19 +43,27 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _State:
-    number, at, timeout = 0, 0.0, 30.0
-    listens = raised = False
+    """What this process knows of signals."""
+
+    number = 0  # of the first one; 0 before
+    came_at = 0.0  # by time.monotonic()
+    timeout = 30.0  # seconds from then on until the process is ended as it is
+    listens = False
+    raised = False
     raises_no_interrupt = False  # as in a local rank
     last: tuple[Callable[[int, str], object], ...] = ()
 
 
 def exit_code(number: int) -> int:
+    """Return the exit code of a process that a signal has ended; SIGUSR1 counts as SIGTERM."""
     return 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)
 
 
 def reason(number: int) -> str:
-    by_user, name = number == signal.SIGINT, signal.Signals(number).name
-    return "interrupted by the user" if by_user else f"terminated by {name}"
+    """Return why a process ends that a signal has reached."""
+    if number == signal.SIGINT:
+        return "interrupted by the user"
+    return f"terminated by {signal.Signals(number).name}"
 
 
 def listen() -> None:
@@ -71,10 +81,12 @@ def listen() -> None:
 
 
 def handled() -> list[int]:
+    """Return the signals that :func:`listen` handles in this process."""
     return [number for number in ASKING if signal.getsignal(number) is _handle]
 
 
 def ignore() -> None:
+    """Ignore the signals from now on."""
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
 
@@ -92,12 +104,15 @@ def may_have_raised() -> bool:
 
 
 def set_timeout(seconds: float) -> None:
+    """Set after how many seconds from the first signal the process is ended as it is."""
     _State.timeout = seconds
 
 
 def time_left() -> float:
     """Return the seconds until this process is ended as it is; infinite before a signal."""
-    return _State.at + _State.timeout - time.monotonic() if _State.number else math.inf
+    if not _State.number:
+        return math.inf
+    return _State.came_at + _State.timeout - time.monotonic()
 
 
 @contextmanager
@@ -160,7 +175,8 @@ def deferred() -> Iterator[None]:
 
 def raise_noted() -> None:
     """End the time in which signals are noted only, and raise what one of them asks for."""
-    if number := stop.reset():
+    number = stop.reset()
+    if number:
         _State.raised = True
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
@@ -182,18 +198,28 @@ def _watch(heard: int) -> None:
     while True:
         ready, _, _ = select.select([heard], [], [], 0.2 if _State.number else None)
         numbers = os.read(heard, 256) if ready else b""
-        now = time.monotonic()
-        for number in filter(ASKING.__contains__, numbers):
-            if not _State.number:
-                _State.number, _State.at = number, now
-            elif now - _State.at > (ECHO if started_rank() is None else ECHO_OF_LAUNCHER):
-                _end("a second signal")
+        for number in numbers:
+            if number in ASKING:
+                _note(number)
         if time_left() < 0:
             _end(f"it had not ended after {_State.timeout:g} s")
 
 
-def _end(why: str) -> None:
-    code, why = exit_code(_State.number), f"{reason(_State.number)}; {why}"
+def _note(number: int) -> None:
+    """Note the first signal; end the process at a second one that is no echo of the first."""
+    seconds = time.monotonic()
+    echo = ECHO if started_rank() is None else ECHO_OF_LAUNCHER
+    if not _State.number:
+        _State.came_at = seconds
+        _State.number = number
+    elif seconds - _State.came_at > echo:
+        _end("a second signal")
+
+
+def _end(cause: str) -> None:
+    """End the process as it is, after the functions of :func:`last_words`."""
+    code = exit_code(_State.number)
+    why = f"{reason(_State.number)}; {cause}"
 
     def speak() -> None:
         for function in _State.last:

@@ -1,7 +1,7 @@
 """Run one job, and keep its record: in this process, on local ranks, or as torchrun's first rank.
 
 Local ranks are started by torch's elastic agent. This process then trains nothing and follows
-``metrics.jsonl``, so that a rank that is killed takes none of the record with it.
+``metrics.jsonl``, so that the record is whole if a rank is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from runner.config.environment import started_rank
+from runner.config.environment import StartedRank, started_rank
 from runner.config.identity import NOT_HASHED
 from runner.config.masking import hidden, hidden_in, remembered
 from runner.config.notation import with_short_numbers
@@ -57,48 +57,59 @@ def train(
 ) -> dict[str, Any]:
     """Train in this process, on local ranks, or as the first rank of torchrun."""
     with signals.deferred():
-        from runner.launch.process_group import abandon, leave, stand_alone
-        from runner.launch.rank import Job, perform, train_as_rank
-        from runner.launch.reports import Reports
+        from runner.launch.process_group import leave, stand_alone
+        from runner.launch.rank import Job, perform
         from runner.train import build
 
-    joined, folder = started_rank(), folder.absolute()
+    started = started_rank()
     device = build.device_of(config.device)
     if is_watched(sys.stderr) and device.type == "cpu":
         config = config.model_copy(update={"log": config.log.model_copy(update={"flush": 1})})
-    limit, ranks = config.launch.timeout, build.ranks_of(config)
-    handled = tuple(signals.handled())
     job = Job(
         config,
-        folder,
+        folder.absolute(),
         work,
         resume=start.checkpoint,
         step=start.step,
-        handled=handled,
+        handled=tuple(signals.handled()),
         secrets=remembered(),
     )
-    if joined is None and (ranks > 1 or config.launch.max_restarts):
+    if started is not None and config.plugin.name != "single":
+        return _train_as_first_rank(job, shown, started)
+    ranks = build.ranks_of(config)
+    if started is None and (ranks > 1 or config.launch.max_restarts):
         return train_on_ranks(job, ranks, shown)
+    try:
+        if config.plugin.name != "single":
+            stand_alone()
+        return perform(job, shown)
+    finally:
+        leave()
+
+
+def _train_as_first_rank(job: Job, shown: Sequence[Sink], started: StartedRank) -> dict[str, Any]:
+    """Train as the first rank of torchrun; a Failure names the rank that ended the others."""
+    with signals.deferred():
+        from runner.launch.process_group import abandon, leave
+        from runner.launch.rank import train_as_rank
+        from runner.launch.reports import Reports
+
+    timeout = job.config.launch.timeout
     reported = Reports()
     try:
-        if joined is not None and config.plugin.name != "single":
-            ended = train_as_rank(job, limit, reported, shown)
-        else:
-            if config.plugin.name != "single":
-                stand_alone()
-            ended = perform(job, shown)
+        result = train_as_rank(job, timeout, reported, shown)
+    except stop.Stopped:
+        leave()
+        raise
     except BaseException as error:
-        if joined is None or isinstance(error, stop.Stopped):
-            leave()
-            raise
         abandon()
         # A rank that lost a peer may have been asked to end by torchrun, because of that peer
         failed = isinstance(error, Exception) and not stopped_by(error)
-        if joined.world_size > 1 and (failed or is_lost_peer(error)):
-            raise reported.blamed(folder, joined.world_size, limit) from error
+        if started.world_size > 1 and (failed or is_lost_peer(error)):
+            raise reported.blamed(job.folder, started.world_size, timeout) from error
         raise
     leave()
-    return ended
+    return result
 
 
 @contextmanager
@@ -122,7 +133,7 @@ def importing_torch() -> Iterator[None]:
 
 def prepare(*configs: RunConfig) -> None:
     """Start the fork server in the background, if one of these runs has ranks of its own."""
-    if any(one.plugin.least_ranks > 1 or one.launch.max_restarts for one in configs):
+    if any(config.plugin.least_ranks > 1 or config.launch.max_restarts for config in configs):
         _ensure_running()
 
 
@@ -137,8 +148,10 @@ def _ensure_running() -> None:
 
 
 def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
+    """Start the ranks of a run on this machine, and show their rows until they have ended."""
     stop.defer()  # a signal is passed on to the ranks
-    ended, file = threading.Event(), job.folder / files.ROWS
+    ended = threading.Event()
+    file = job.folder / files.ROWS
     rows = follow(file, ended, start=file.stat().st_size if file.exists() else 0)
 
     def show() -> None:
@@ -172,7 +185,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
     _ensure_running()
     reported = Reports.served()
     job = replace(job, port=reported.port)
-    asked = LaunchConfig(
+    launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
@@ -195,9 +208,10 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
 
     before = {number: signal.signal(number, end) for number in job.handled}
     try:
-        if number := stop.requested():
-            raise stop.Stopped(number)
-        return dict(elastic_launch(asked, local_main)(job)[0])
+        requested = stop.requested()
+        if requested:
+            raise stop.Stopped(requested)
+        return dict(elastic_launch(launch_config, local_main)(job)[0])
     except SignalException as error:
         raise stop.Stopped(int(error.sigval)) from None
     except ChildFailedError as error:
@@ -211,8 +225,9 @@ def _end_of(job: Job, reported: Reports, size: int, rank: int, process: Any) -> 
     code = process.exitcode  # of the first one that ended; it may only have lost a connection
     if code in (129, 130, 143):  # a signal reached this rank alone
         return stop.Stopped(code - 128)
-    if failed := reported.raised(size):
-        return failed
+    failure = reported.raised(size)
+    if failure is not None:
+        return failure
     if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
         return reported.blamed(job.folder, size, job.config.launch.timeout)
     if code > 0:
@@ -232,13 +247,25 @@ def run(
     alone: bool = True,
     page: Callable[[Path], Path | None] | None = None,
 ) -> Failure | None:
-    """Run one job, of a sweep over the keys ``swept`` if any; record and return a failure."""
+    """Run one job, and keep its record in its folder.
+
+    Args:
+        config: the checked configuration.
+        plain: the configuration as it is recorded.
+        folder: the folder of the run.
+        words: its overrides.
+        start: where it starts.
+        swept: keys that vary in the sweep that it belongs to; None for a run of its own.
+        alone: whether it has the terminal for itself.
+        page: writes the page of the run, whose path is printed.
+
+    Returns:
+        Why the run failed; None if it finished.
+    """
     signals.set_timeout(config.shutdown.timeout)
     show_path(folder)
     record = Record(folder)
-    run_id = None
-    if config.tracker.uses("wandb"):
-        run_id = str(start.former.get("wandb_run_id") or new_run_id())
+    run_id = _wandb_run_id(config, start)
     made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
     stop.defer()  # a signal is recorded from here on
     resumed = start.status()
@@ -271,22 +298,38 @@ def run(
         outcome = attempt(show_and_train)
         logging.captureWarnings(False)
         # The status first: closing wandb may take seconds.
-        failed = outcome if isinstance(outcome, Failure) else None
-        summary = None if isinstance(outcome, Failure) else outcome
+        failed: Failure | None = None
+        summary: dict[str, Any] | None = None
+        if isinstance(outcome, Failure):
+            failed = outcome
+        else:
+            summary = outcome
         _record_end(record, failed)
     shutil.rmtree(folder / files.RANKS, ignore_errors=True)
     exit_code = failed.exit_code if failed else 0
     for sink in shown:
         sink.close(summary, exit_code)
-    if failed and (failed.state == "failed" or "\n" in failed.error):
-        level = logging.ERROR if swept is None else logging.INFO
-        log.log(level, "failed: %s (traceback in %s)", failed.line, folder / files.LOG)
+    if failed is not None:
+        _log_failure(failed, folder, logging.ERROR if swept is None else logging.INFO)
     if page is not None:
         place = page(folder) or folder
         _advise(folder, words, stopped=exit_code > 128)
         print_line(str(place))
     _raise_signal(exit_code, swept is not None)
     return failed
+
+
+def _wandb_run_id(config: RunConfig, start: Start) -> str | None:
+    """Return the id of the run at wandb, the former one if it goes on; None without wandb."""
+    if not config.tracker.uses("wandb"):
+        return None
+    return str(start.former.get("wandb_run_id") or new_run_id())
+
+
+def _log_failure(failed: Failure, folder: Path, level: int) -> None:
+    """Log why a run failed in one line; a signal is no failure, unless it has a traceback."""
+    if failed.state == "failed" or "\n" in failed.error:
+        log.log(level, "failed: %s (traceback in %s)", failed.line, folder / files.LOG)
 
 
 def _announce(start: Start) -> None:

@@ -19,15 +19,15 @@ SAFETENSORS = ".safetensors"
 
 
 class WeightsError(ValueError):
-    """Weights that are not there, cannot be read, or are not those of the model."""
+    """Weights that are not there, cannot be read, or do not fit the model."""
 
 
 def load_weights(
     model: nn.Module, path: Path, strict: bool = True, leave_out: Sequence[str] = ()
 ) -> str:
-    """Load weights into a model, and return in words what is missing and left over, or "".
+    """Load weights into a model; return in a sentence what is missing and left over, or "".
 
-    A model on torch's meta device is compared alone.
+    With a model on torch's meta device they are only compared.
 
     Args:
         model: the model, whose ``state_dict()`` names the tensors.
@@ -48,17 +48,15 @@ def load_weights(
     tensors = {name: tensor for name, tensor in stored.items() if not _matches(name, leave_out)}
     _require_shapes(targets, tensors, path)
     _require_equal_ties(targets, tensors, path)
-    missing = _missing(targets, tensors, leave_out)
-    left_over = [name for name in tensors if name not in targets]
-    told = _told(missing, left_over, path)
-    if tensors and len(left_over) == len(tensors):
-        raise WeightsError(f"{path} has no tensor of this model: {told}")
-    if told and strict:
-        raise WeightsError(f"{told}. model.strict=false starts all the same")
+    to_load = {name: tensor for name, tensor in tensors.items() if name in targets}
+    difference = _difference(targets, tensors, leave_out, path)
+    if tensors and not to_load:
+        raise WeightsError(f"{path} has no tensor of this model: {difference}")
+    if difference and strict:
+        raise WeightsError(f"{difference}. model.strict=false starts all the same")
     if not is_meta:
-        loaded = {name: tensor for name, tensor in tensors.items() if name in targets}
-        model.load_state_dict(loaded, strict=False)
-    return told
+        model.load_state_dict(to_load, strict=False)
+    return difference
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -152,19 +150,20 @@ def _require_equal_ties(
                 )
 
 
-def _missing(
-    targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], leave_out: Sequence[str]
-) -> list[str]:
-    """Return tensors of the model that nothing is loaded into; a tied one has another name too."""
+def _difference(
+    targets: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    leave_out: Sequence[str],
+    path: Path,
+) -> str:
+    """Return which tensors only the model, and only the file, has; empty if both have all."""
+    # A tied tensor is loaded if the file has one of its names.
     loaded = {id(target) for name, target in targets.items() if name in tensors}
-    return [
-        name
-        for name, target in targets.items()
-        if id(target) not in loaded and not _matches(name, leave_out)
-    ]
-
-
-def _told(missing: Sequence[str], left_over: Sequence[str], path: Path) -> str:
+    missing = []
+    for name, target in targets.items():
+        if id(target) not in loaded and not _matches(name, leave_out):
+            missing.append(name)
+    left_over = [name for name in tensors if name not in targets]
     sentences = []
     if missing:
         count = plural(len(missing), "tensor")

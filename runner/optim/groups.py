@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from runner.config.notation import first_few
-from runner.config.problem import did_you_mean
+from runner.config.problem import Suggesting, did_you_mean, near_name
 
 Settings = Mapping[str, Any]
 
 
-class GroupError(ValueError):
+class GroupError(Suggesting, ValueError):
     """A pattern that matches no parameter, or a setting that the optimizer does not have."""
 
 
@@ -74,11 +74,11 @@ def _why_unused(pattern: str, model: nn.Module) -> str:
 
 def _without_decay(model: nn.Module) -> set[int]:
     """Return the ids of vectors, scalars and weights of embeddings."""
-    found = {id(parameter) for parameter in model.parameters() if parameter.ndim < 2}
+    undecayed = {id(parameter) for parameter in model.parameters() if parameter.ndim < 2}
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            found.add(id(module.weight))
-    return found
+            undecayed.add(id(module.weight))
+    return undecayed
 
 
 def require_settings(
@@ -91,10 +91,12 @@ def require_settings(
     for pattern, settings in patterns.items():
         for name, value in settings.items():
             if name not in optimizer.defaults:
-                near = did_you_mean(name, optimizer.defaults)
-                known = ", ".join(sorted(optimizer.defaults))
+                meant = did_you_mean(name, optimizer.defaults)
+                settings_of_kind = ", ".join(sorted(optimizer.defaults))
                 raise GroupError(
-                    f"{name!r} of {pattern!r} is no setting of {kind}{near}  (settings: {known})"
+                    f"{name!r} of {pattern!r} is no setting of {kind}{meant}  "
+                    f"(settings: {settings_of_kind})",
+                    near_name(name, optimizer.defaults),
                 )
             if _is_number(optimizer.defaults[name]) and not _is_number(value):
                 raise GroupError(f"{name} of {pattern!r} must be a number, not {value!r}")

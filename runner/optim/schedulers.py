@@ -71,12 +71,13 @@ class LinearWarmupCosineLR(_FactorLR):
     ) -> None:
         floor = eta_min / optimizer.defaults["lr"] if eta_min else 0.0
 
-        def decay(done: float) -> float:
-            return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
         warmup = _warmup(total_steps, warmup_fraction, warmup_steps)
-        factor = _after_warmup(total_steps, warmup, decay)
-        super().__init__(optimizer, factor, last_epoch=last_epoch)
+
+        def decay(step: int) -> float:
+            angle = math.pi * _progress(step, warmup, total_steps)
+            return floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
+
+        super().__init__(optimizer, _after_warmup(warmup, decay), last_epoch=last_epoch)
 
 
 class LinearWarmupPolynomialLR(_FactorLR):
@@ -98,8 +99,11 @@ class LinearWarmupPolynomialLR(_FactorLR):
         if not power >= 0:
             raise ValueError(f"power must be at least 0, not {power}")
         warmup = _warmup(total_steps, warmup_fraction, warmup_steps)
-        factor = _after_warmup(total_steps, warmup, lambda done: (1 - done) ** power)
-        super().__init__(optimizer, factor, last_epoch=last_epoch)
+
+        def decay(step: int) -> float:
+            return float((1 - _progress(step, warmup, total_steps)) ** power)
+
+        super().__init__(optimizer, _after_warmup(warmup, decay), last_epoch=last_epoch)
 
 
 class LinearWarmupLR(_FactorLR):
@@ -199,13 +203,11 @@ class WarmupStableDecayLR(_FactorLR):
             )
         power = 0.5 if shape == "sqrt" else 1.0
 
-        def scale(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            progress = (step - (total_steps - decay)) / max(1, decay)
-            return float(1 - min(max(progress, 0.0), 1.0) ** power)
+        def stable_then_decay(step: int) -> float:
+            return float(1 - _progress(step, total_steps - decay, total_steps) ** power)
 
-        super().__init__(optimizer, scale, last_epoch=last_epoch)
+        factor = _after_warmup(warmup, stable_then_decay)
+        super().__init__(optimizer, factor, last_epoch=last_epoch)
 
 
 class PlateauLR(lr_scheduler.ReduceLROnPlateau):
@@ -234,7 +236,7 @@ class PlateauLR(lr_scheduler.ReduceLROnPlateau):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what was counted, with the options of this schedule.
 
-        The rates are those of this optimizer, reduced as far as those of the state were.
+        The rates of this optimizer are reduced as far as the rates of the state were.
         """
         counted = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
         super().load_state_dict({name: state_dict[name] for name in counted if name in state_dict})
@@ -257,12 +259,15 @@ def _warmup(total_steps: int, fraction: float, steps: int | None) -> int:
     return steps
 
 
-def _after_warmup(
-    total_steps: int, warmup: int, decay: Callable[[float], float]
-) -> Callable[[int], float]:
+def _after_warmup(warmup: int, decay: Callable[[int], float]) -> Callable[[int], float]:
+    """Return the factor of a step: it rises to 1 in the warm-up; then ``decay`` gives it."""
+
     def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return decay(min(1.0, (step - warmup) / max(1, total_steps - warmup)))
+        return (step + 1) / warmup if step < warmup else decay(step)
 
     return factor
+
+
+def _progress(step: int, first: int, end: int) -> float:
+    """Return which share of the steps from ``first`` to ``end`` is done, from 0 to 1."""
+    return min(max((step - first) / max(1, end - first), 0.0), 1.0)

@@ -132,5 +132,6 @@ def divided(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def nbytes(parameter: nn.Parameter) -> int:
+    """Return the bytes of the part of a parameter on this rank."""
     shard = local(parameter)
     return shard.numel() * shard.element_size()

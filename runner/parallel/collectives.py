@@ -163,6 +163,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def flat_of(bucket: Sequence[Tensor]) -> Tensor:
+    """Return tensors as one vector, of float32 at least."""
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
@@ -179,6 +180,7 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def full(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor; a collective. Other tensors are returned as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -191,10 +193,12 @@ def sharded(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 
 
 def several_ranks() -> bool:
+    """Return whether this process belongs to a group of several ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_first() -> bool:
+    """Return whether this process is the first rank, or the only one."""
     return not several_ranks() or dist.get_rank() == 0
 
 

@@ -53,23 +53,38 @@ class ParallelModel:
     ) -> None:
         """Replace the parameters in optimizers by the parameters that this rank steps.
 
-        ``before``: the parameters of the whole model, by name.
+        Args:
+            optimizers: the optimizers of the model before it was distributed.
+            before: the parameters of the whole model, by name.
+            model: this rank's part of the model.
         """
-        stepped: dict[str, list[nn.Parameter]] = {}
-        for local_name, parameter in model.named_parameters():
-            if self.steps is None or id(parameter) in self.steps:
-                name = self.renamed.get(local_name, local_name)
-                stepped.setdefault(name, []).append(parameter)
-        replaced = {id(old): stepped.get(name, []) for name, old in before.items()}
-        if all([id(p) for p in new] == [old] for old, new in replaced.items()):
+        stepped = self._stepped(model)
+        replacements = {id(old): stepped.get(name, []) for name, old in before.items()}
+        if all(_is_only(old, new) for old, new in replacements.items()):
             return
         if any(optimizer.state for optimizer in optimizers):
             raise ValueError("boost the model before the first step: the optimizer has state")
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [new for p in group["params"] for new in replaced[id(p)]]
-                if not isinstance(optimizer, Adam) and _any_sharded(group["params"]):
+                parameters: list[nn.Parameter] = []
+                for old_parameter in group["params"]:
+                    parameters += replacements[id(old_parameter)]
+                group["params"] = parameters
+                if not isinstance(optimizer, Adam) and _any_sharded(parameters):
                     group["fused"] = None  # Only fused Adam, and AdamW, accept DTensors.
+
+    def _stepped(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+        """Return the parameters that this rank steps, by their names in the whole model."""
+        stepped: dict[str, list[nn.Parameter]] = {}
+        for local_name, parameter in model.named_parameters():
+            if self.steps is None or id(parameter) in self.steps:
+                name = self.renamed.get(local_name, local_name)
+                stepped.setdefault(name, []).append(parameter)
+        return stepped
+
+
+def _is_only(parameter_id: int, parameters: Sequence[nn.Parameter]) -> bool:
+    return [id(parameter) for parameter in parameters] == [parameter_id]
 
 
 def _any_sharded(parameters: Iterable[nn.Parameter]) -> bool:
@@ -99,16 +114,9 @@ class Distribution:
     dp_replicate: int = 1
 
     def __post_init__(self) -> None:
+        self._require_options_of_stage()
         if self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}: use {', '.join(SCHEDULES)}")
-        if self.zero_stage not in range(4):
-            raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage}")
-        if self.zero_stage < 2 and (self.param_dtype is not None or self.cpu_offload):
-            raise ValueError(
-                f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {self.zero_stage}"
-            )
-        if self.zero_stage < 2 and not self.no_sync:
-            raise ValueError(f"no_sync goes with zero_stage 2 and 3, not {self.zero_stage}")
         pp = self.sizes.pp
         schedule = SCHEDULES[self.schedule]
         self.stage_count = pp * schedule.stages_per_rank
@@ -126,6 +134,17 @@ class Distribution:
         # Ranks of a tensor group or a pipeline read the same samples.
         self.has_loss = tp_rank == 0 and last
 
+    def _require_options_of_stage(self) -> None:
+        """Refuse options that need another stage of ZeRO."""
+        if self.zero_stage not in range(4):
+            raise ValueError(f"zero_stage is 0, 1, 2 or 3, not {self.zero_stage}")
+        if self.zero_stage < 2 and (self.param_dtype is not None or self.cpu_offload):
+            raise ValueError(
+                f"param_dtype and cpu_offload go with zero_stage 2 and 3, not {self.zero_stage}"
+            )
+        if self.zero_stage < 2 and not self.no_sync:
+            raise ValueError(f"no_sync goes with zero_stage 2 and 3, not {self.zero_stage}")
+
     def _fsdp_options(self) -> dict[str, Any]:
         reshards = self.reshard_after_forward and self.zero_stage == 3 and not self.splits_backward
         options: dict[str, Any] = {"reshard_after_forward": reshards}
@@ -138,7 +157,7 @@ class Distribution:
     def distribute(self, model: nn.Module, device: torch.device) -> ParallelModel:
         """Split into stages, distribute experts, shard weights, then shard over data ranks.
 
-        The values are those of the first rank, whose model may lie on the host. Each rank gets its
+        The values come from the first rank, whose model may lie on the host. Each rank gets its
         parts of them on ``device``.
         """
         sizes = self.sizes
@@ -149,12 +168,16 @@ class Distribution:
             data = axes.dp.get_group()
             nn.SyncBatchNorm.convert_sync_batchnorm(model, data)  # type: ignore[no-untyped-call]
         self._require_shardable(model)
+
+        # What is asked of the whole model, before it is split.
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
         heads = head_weights(model)
         experts = mesh.of_experts(model) if sizes.ep > 1 else frozenset()
         styles = self._tensor_styles(model)
         parts = stages.cut(model, self.stage_count, self.split) if sizes.pp > 1 else []
         values = FirstRankValues(model)
+
+        # Split: stages, experts, weights, and shards of what is left on the rank.
         own_stages = stages.keep_own(model, parts, self.pp_rank, sizes.pp, self.schedule)
         if sizes.ep > 1:
             mesh.spread_experts(model, axes.ep.get_group())
@@ -168,6 +191,8 @@ class Distribution:
         if self.sharded:
             self._shard_over_data(roots, axes, usage, device, ends=not parts)
         values.fill(model, own_stages.renamed, device)
+
+        # Where gradients lie, and what an optimizer step does.
         if self._is_replicated():
             # All ranks have bitwise equal gradients, so that clipping needs no collective.
             layout = Layout.of_model(model)
@@ -175,22 +200,17 @@ class Distribution:
             num_replicas = self._num_replicas(own_stages, experts)
             layout = Layout.of_sharded(model, world, whole, num_replicas, own_stages.renamed, heads)
         replicas = sync.replicas_of(model, axes, experts, sharded=self.sharded)
-        steps = None
-        broadcast_params: Callable[[], None] = sync.nothing
-        if self.sharded:
-            broadcast_params = _resharding(roots)
-        elif self.zero_stage == 1:
-            partition = sync.Partition(replicas)
-            steps = partition.mine
-            broadcast_params = partition.broadcast_params
+        steps, broadcast_params = self._steps_of_rank(replicas, roots)
         tied = sync.tied_copies(model, own_stages.copies, own_stages.renamed, axes)
         after_batch = AfterBatch(model.parameters() if parts else ())
         averagings = self._averagings(model, modules, replicas, after_batch)
         pipeline = self._pipeline(modules, axes, device, after_batch) if parts else None
         replicated = tensor_styles.replicated(model)
         # In this order, once a step, on every rank.
-        calls: list[Callable[[], None]] = [
-            *([] if pipeline is None else [pipeline.require_unchanged]),
+        calls: list[Callable[[], None]] = []
+        if pipeline is not None:
+            calls.append(pipeline.require_unchanged)
+        calls += [
             *self._drop_unused(model, axes, experts, usage),
             self._sum_partial(model, axes),
             *(averaging.finish for averaging in averagings),
@@ -209,6 +229,17 @@ class Distribution:
             forget=usage.forget,
             once=bool(own_stages.copies or experts),
         )
+
+    def _steps_of_rank(
+        self, replicas: Sequence[sync.Replicas], roots: Sequence[nn.Module]
+    ) -> tuple[frozenset[int] | None, Callable[[], None]]:
+        """Return what the optimizer of this rank steps, and what brings that to the other ranks."""
+        if self.sharded:
+            return None, _resharding(roots)
+        if self.zero_stage == 1:
+            partition = sync.Partition(replicas)
+            return partition.mine, partition.broadcast_params
+        return None, sync.nothing
 
     @property
     def splits_model(self) -> bool:

@@ -1,30 +1,16 @@
-"""Whole tensors of a model: on the first rank, and in safetensors files, from and to all ranks.
-
-By :mod:`torch.distributed.checkpoint` each rank writes its shards of DTensors, and one rank each
-plain tensor. Files hold tensors only, so that nothing in them is run.
-"""
+"""Whole tensors of a model on the first rank: gathered from all ranks, and sent to them."""
 
 from __future__ import annotations
 
-import errno
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import hf_storage, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runner.config.notation import first_few
-from runner.config.reading import opened
 from runner.gradients.shard import local
 from runner.parallel.collectives import (
     buckets,
@@ -35,8 +21,6 @@ from runner.parallel.collectives import (
     several_ranks,
     sharded,
 )
-
-_ADVICE = "torch.distributed is disabled"  # torch warns where one process saves
 
 
 @torch.no_grad()
@@ -83,18 +67,27 @@ def _named_tensors(
 
 @torch.no_grad()
 def load(
-    here: Mapping[str, Sequence[Tensor]],
+    slots: Mapping[str, Sequence[Tensor]],
     names: Mapping[str, str],
     state: Mapping[str, Tensor],
     strict: bool = True,
 ) -> None:
     """Load a state dict of the whole model, which only the first rank reads.
 
-    ``here``: by name, the copies of each tensor on this rank. ``names``: each name of the model,
-    with the first name of its tensor. Every rank calls this. One tensor is sent at a time.
+    Every rank calls this. One tensor is sent at a time.
+
+    Args:
+        slots: the copies of each tensor on this rank, by name.
+        names: each name in the model, with the first name of its tensor.
+        state: the state dict.
+        strict: whether to refuse names that only the model, or only the state dict, has.
+
+    Raises:
+        ValueError: on every rank; the state does not fit the model.
     """
-    of_ranks = from_all({name: (t[0].shape, t[0].dtype) for name, t in here.items()})
-    kinds = {name: kind for of_rank in of_ranks for name, kind in of_rank.items()}
+    kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for of_rank in from_all({name: (t[0].shape, t[0].dtype) for name, t in slots.items()}):
+        kinds |= of_rank
     renamed: dict[str, Tensor] = {}  # the state, without the prefix of a compiled model
 
     def check() -> list[str]:
@@ -107,7 +100,7 @@ def load(
         return [name for name in dict.fromkeys(names.values()) if name in renamed]
 
     to_load = on_first(check)
-    device = next((tensors[0].device for tensors in here.values()), torch.device("cpu"))
+    device = next((tensors[0].device for tensors in slots.values()), torch.device("cpu"))
     for name in to_load:
         shape, dtype = kinds[name]
         if is_first():
@@ -116,7 +109,7 @@ def load(
             whole = torch.empty(shape, dtype=dtype, device=device)
         if several_ranks():
             dist.broadcast(whole, src=0)
-        for tensor in here.get(name, ()):
+        for tensor in slots.get(name, ()):
             _copy_part(whole, tensor)
 
 
@@ -153,27 +146,27 @@ class FirstRankValues:
 
         Every rank calls this. At most one parameter, or a few small ones, are whole at a time.
         """
-        here = self._parameters_here(model, renamed, device)
-        here |= self._buffers_here(device)
+        slots = self._parameters_of_rank(model, renamed, device)
+        slots |= self._buffers_of_rank(device)
         names = {id(tensor): name for name, tensor in self._tensors.items()}
         to_send = [tensor for tensor in self._tensors.values() if tensor.numel()]
         for bucket in buckets(to_send):
             for tensor, whole in zip(bucket, _from_first(bucket, device), strict=True):
-                for part in here.get(names[id(tensor)], ()):
+                for part in slots.get(names[id(tensor)], ()):
                     _copy_part(whole, part)
 
-    def _parameters_here(
+    def _parameters_of_rank(
         self, model: nn.Module, renamed: Mapping[str, str], device: torch.device
     ) -> dict[str, list[Tensor]]:
         """Return the parameters of this rank by their names in the whole model, on ``device``."""
-        here: dict[str, list[Tensor]] = {}
+        parameters: dict[str, list[Tensor]] = {}
         for local_name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor) and parameter.device != device:
                 parameter.data = torch.empty_like(parameter, device=device)
-            here.setdefault(renamed.get(local_name, local_name), []).append(parameter)
-        return here
+            parameters.setdefault(renamed.get(local_name, local_name), []).append(parameter)
+        return parameters
 
-    def _buffers_here(self, device: torch.device) -> dict[str, list[Tensor]]:
+    def _buffers_of_rank(self, device: torch.device) -> dict[str, list[Tensor]]:
         """Return the buffers of this rank by their names in the whole model, on ``device``."""
         on_device: dict[str, Tensor] = {}
         for name, module, key in self._places:
@@ -207,12 +200,14 @@ def _problems(
     shapes: Mapping[str, torch.Size],
     strict: bool,
 ) -> Iterator[str]:
-    missing = [name for name in names if name not in state]
-    unexpected = [name for name in state if name not in names]
-    if strict and missing:
-        yield f"missing: {first_few(missing)}"
-    if strict and unexpected:
-        yield f"unexpected: {first_few(unexpected)}"
+    """Yield how a state dict differs from the model, by names if ``strict``, and by shapes."""
+    if strict:
+        missing = [name for name in names if name not in state]
+        unexpected = [name for name in state if name not in names]
+        if missing:
+            yield f"missing: {first_few(missing)}"
+        if unexpected:
+            yield f"unexpected: {first_few(unexpected)}"
     for name, tensor in state.items():
         if name not in names:
             continue
@@ -224,94 +219,3 @@ def _problems(
             yield f"{name} has shape {list(tensor.shape)} instead of {list(shape)}"
         elif isinstance(state.get(first), Tensor) and not torch.equal(tensor, state[first]):
             yield f"{name} is {first} in the model, but has other values"
-
-
-class Stored(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors to ``folder``; every rank has to call this."""
-    content, writer = _content(tensors, folder)
-    with one_error():
-        state_dict_saver.save(content, storage_writer=writer, no_dist=not several_ranks())
-
-
-def _content(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Any], Any]:
-    content = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    return content, hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-
-
-def write_later(
-    tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None
-) -> Future[Any]:
-    """Copy tensors to host memory, and write them in a thread; see :func:`write`."""
-    content, writer = _content(tensors, folder)
-    # The thread reads host memory: a stream of its own would be one of the first GPU.
-    writer.per_thread_copy_ahead = 0
-    # For the thread: catch_warnings in one thread would change the warnings of all threads.
-    warnings.filterwarnings("ignore", _ADVICE)
-    options: dict[str, Any] = {"process_group": group, "no_dist": not several_ranks()}
-    written = state_dict_saver.async_save(content, storage_writer=writer, **options)
-    assert isinstance(written, Future)
-    return written
-
-
-class Folder:
-    """Whole tensors by name that :func:`write` wrote, which each rank reads its part of."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    @cached_property
-    def stored(self) -> Mapping[str, Stored]:
-        try:
-            for file in Path(self._path).glob("*.safetensors"):
-                opened(file).close()
-                with safe_open(file, "pt"):  # it checks names, shapes and sizes
-                    pass
-            metadata = hf_storage.HuggingFaceStorageReader(self._path).read_metadata()
-        except Exception as error:  # torch reads the header of a file as it comes
-            kind = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ValueError(
-                f"{self._path} holds no safetensors that can be read ({kind})"
-            ) from error
-        tensors: dict[str, Any] = metadata.state_dict_metadata
-        return {name: Stored(tuple(t.size), t.properties.dtype) for name, t in tensors.items()}
-
-    @torch.no_grad()
-    def fill(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill copies of tensors; ValueError if one is not there in this shape; a collective."""
-        stored = self.stored
-        missing = [name for name in tensors if name not in stored]
-        if missing:
-            raise ValueError(f"what is loaded does not hold {first_few(missing)}")
-        for name, (tensor, *_) in tensors.items():
-            if stored[name].shape != tuple(tensor.shape):
-                raise ValueError(
-                    f"{name} has shape {list(stored[name].shape)} where it is stored, but "
-                    f"{list(tensor.shape)} here"
-                )
-        content = {name: first.detach() for name, (first, *_) in tensors.items()}
-        reader = hf_storage.HuggingFaceStorageReader(self._path)
-        with one_error():
-            state_dict_loader.load(content, storage_reader=reader, no_dist=not several_ranks())
-        for first, *copies in tensors.values():
-            for copy in copies:
-                local(copy).copy_(local(first))
-
-
-@contextmanager
-def one_error() -> Iterator[None]:
-    """Raise the first error of any rank as an OSError, and silence advice about process groups."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _ADVICE)
-            yield
-    except CheckpointException as error:
-        rank, (first, _) = min(error.failures.items())
-        number = first.errno if isinstance(first, OSError) else None
-        raise OSError(
-            number or errno.EIO, f"rank {rank}: {type(first).__name__}: {first}"
-        ) from first

@@ -37,6 +37,14 @@ class Replicas(NamedTuple):
 def replicas_of(
     model: nn.Module, axes: Axes, experts: frozenset[str], *, sharded: bool
 ) -> list[Replicas]:
+    """Return the parameters whose gradients are averaged, with the ranks that hold copies.
+
+    Args:
+        model: this rank's part of the model.
+        axes: the axes of the device mesh.
+        experts: names of the parameters of experts.
+        sharded: whether ``fully_shard`` has averaged the gradients.
+    """
     shared, expert = split_parameters(model, experts)
     if sharded:
         # fully_shard divides by the ranks that hold the same expert: ``ep`` times too few.
@@ -237,6 +245,7 @@ class Averaging:
 
 
 def written(parameter: Tensor) -> tuple[Tensor | None, int]:
+    """Return the gradient of a parameter, and a number that changes when it is written in place."""
     gradient = parameter.grad  # a DTensor and its shard count by themselves
     return gradient, 0 if gradient is None else gradient._version + local(gradient)._version
 
@@ -297,7 +306,7 @@ def _summing(
 
 @torch.no_grad()
 def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of ``copies``, and of those on the ranks of ``group``."""
+    """Sum the gradients of the copies of a tied parameter, on this rank and in ``group``."""
     trains = [parameter.requires_grad for parameter in copies]
     has_gradient = [parameter.grad is not None for parameter in copies]
     flags = [any(trains), not all(trains), any(has_gradient)]
@@ -369,16 +378,19 @@ class Partition:
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
+        """Send each parameter from the rank that has stepped it; a collective."""
         for group, shares in self._shares:
             for owner, parameters in enumerate(shares):
                 stepped = [local(p).detach() for p in parameters if p.requires_grad]
                 broadcast(stepped, group, owner)
 
 
-def nothing() -> None: ...
+def nothing() -> None:
+    """Do nothing."""
 
 
 @torch.no_grad()
 def in_turn(calls: Iterable[Callable[[], None]]) -> None:
+    """Call functions one after the other, on every rank in the same order."""
     for call in calls:
         call()

@@ -43,17 +43,20 @@ class MeshSizes(NamedTuple):
         ep_size: int | None = 1,
     ) -> MeshSizes:
         """Divide ``ranks``; the first of tp, pp and dp that is None takes the remaining ranks."""
-        configured = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
-        sizes = {name: 1 if size is None else size for name, size in configured.items()}
-        open_axis = next((name for name, size in configured.items() if size is None), None)
+        sizes: dict[str, int] = {}
+        open_axes: list[str] = []
+        for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("dp_size", dp_size)):
+            sizes[name] = 1 if size is None else size
+            if size is None:
+                open_axes.append(name)
         product = prod(sizes.values())
-        if ranks % product or (open_axis is None and ranks != product):
+        if ranks % product or (not open_axes and ranks != product):
             factors = [f"{name} {size}" for name, size in sizes.items() if size > 1]
             text = f"{' x '.join(factors)} = {product}" if factors else "one: plugin=ddp takes more"
-            many = "" if open_axis is None else "a multiple of "
+            many = "a multiple of " if open_axes else ""
             raise SizeError("nproc", f"{plural(ranks, 'rank')} cannot be {many}{text}")
-        if open_axis is not None:
-            sizes[open_axis] = ranks // product
+        if open_axes:
+            sizes[open_axes[0]] = ranks // product
         dp = sizes["dp_size"]
         ep = ep_size or dp
         if dp % ep:
@@ -85,6 +88,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, device_type: str, sizes: MeshSizes) -> Axes:
+        """Make the device mesh of all ranks, and return its slices; a collective."""
         shape = (sizes.pp, sizes.dp // sizes.ep, sizes.ep, sizes.tp)
         mesh = grid(device_type, shape, ("pp", "edp", "ep", "tp"))
         data = mesh["edp", "ep"]._flatten("dp")
@@ -92,10 +96,12 @@ class Axes(NamedTuple):
 
 
 def position(rank: int, sizes: MeshSizes) -> tuple[int, int, int]:
+    """Return the pipeline-, data- and tensor-parallel rank of a rank of the whole mesh."""
     return rank // (sizes.dp * sizes.tp), rank // sizes.tp % sizes.dp, rank % sizes.tp
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the mixtures of experts by name: modules with ``experts`` and a method ``spread``."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
         if isinstance(experts, nn.ModuleList) and callable(getattr(module, "spread", None)):
@@ -115,6 +121,7 @@ def of_experts(model: nn.Module) -> frozenset[str]:
 def split_parameters(
     model: nn.Module, experts: frozenset[str]
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return the parameters by name: first those outside of experts, then those of experts."""
     named = dict(model.named_parameters())
     expert = {name: named.pop(name) for name in list(named) if name in experts}
     return named, expert

@@ -59,6 +59,7 @@ class Pipeline:
 
     @property
     def last(self) -> bool:
+        """Whether this rank has the last stage, which has the outputs and the loss."""
         return self.count - 1 in self.stages
 
     def train(self, inputs: Tensor, loss_of: LossOf, kept: list[Tensor] | None = None) -> Tensor:
@@ -116,7 +117,8 @@ class Pipeline:
         if changed:
             raise ValueError(
                 "gradients were changed in place after the backward pass, and a rank of a pipeline "
-                "has those of its stages alone: use optimizer.clip_grad_by_norm, or register_hook"
+                "has only the gradients of its stages: use optimizer.clip_grad_by_norm, or "
+                "register_hook"
             )
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,20 +28,21 @@ def shard_model(
 ) -> None:
     """Shard each block (an element of a ModuleList, except experts), then the rest of ``root``.
 
-    Shards are allocated on ``device``, without values.
+    Args:
+        root: a model, or the stage of a pipeline.
+        mesh: the data-parallel ranks.
+        options: options of ``fully_shard``.
+        usage: watches which parameters a window uses.
+        device: where shards are allocated, without values.
+        experts: the data-parallel ranks that hold the same experts; None if all do.
+        ends: whether ``root`` returns the outputs of the model.
     """
     _require_elements(root)
-    hooks = {
-        (module, key): parameter._backward_hooks
-        for module in root.modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter._backward_hooks
-    }
+    hooks = _backward_hooks_of(root)
     _replace_by_meta(root)
-    for _, mixture in mixtures(root) if experts is not None else ():
-        for expert in mixture.get_submodule("experts").children():
-            if any(True for _ in expert.parameters()):
-                fully_shard(expert, mesh=experts, **options)
+    if experts is not None:
+        for expert in _experts_of(root):
+            fully_shard(expert, mesh=experts, **options)
     # Innermost first: a block shards the parameters that are not in blocks inside it.
     for _, blocks in reversed(_lists(root)):
         for block in blocks:
@@ -60,6 +61,24 @@ def shard_model(
     assert isinstance(root, FSDPModule)
     root.set_reduce_scatter_unused_params(True)
     usage.watch(root, hooks)
+
+
+def _backward_hooks_of(root: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """Return the hooks of parameters by module and key."""
+    hooks = {}
+    for module in root.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter._backward_hooks:
+                hooks[module, key] = parameter._backward_hooks
+    return hooks
+
+
+def _experts_of(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the experts of all mixtures that have parameters."""
+    for _, mixture in mixtures(root):
+        for expert in mixture.get_submodule("experts").children():
+            if next(expert.parameters(), None) is not None:
+                yield expert
 
 
 def _lists(root: nn.Module) -> list[tuple[str, nn.ModuleList]]:
@@ -81,20 +100,7 @@ def mixed_dtypes(root: nn.Module, experts_apart: bool = False) -> str | None:
         root: the model, before it is sharded.
         experts_apart: True if each expert is sharded by itself.
     """
-    block_of: dict[str, str] = {}  # by module: the innermost block that it is in
-    blocks = {f"{name}.{number}" for name, listed in _lists(root) for number in range(len(listed))}
-    if experts_apart:
-        for name, mixture in mixtures(root):
-            number_of_experts = len(list(mixture.get_submodule("experts").children()))
-            blocks |= {f"{name}.experts.{number}" for number in range(number_of_experts)}
-    dtypes: dict[str, dict[torch.dtype, list[str]]] = {}
-    for name, module in root.named_modules():
-        block_of[name] = name if name in blocks else block_of.get(name.rpartition(".")[0], "")
-        for key, parameter in module.named_parameters(name, recurse=False):
-            if parameter.requires_grad:
-                in_block = dtypes.setdefault(block_of[name], {})
-                in_block.setdefault(parameter.dtype, []).append(key)
-    for block, names in dtypes.items():
+    for block, names in _names_by_dtype(root, _names_of_blocks(root, experts_apart)).items():
         if len(names) > 1:
             listed = (f"{dtype} ({first_few(keys, 2)})" for dtype, keys in names.items())
             return (
@@ -104,6 +110,33 @@ def mixed_dtypes(root: nn.Module, experts_apart: bool = False) -> str | None:
                 "(plugin=ddp) or zero_stage=1"
             )
     return None
+
+
+def _names_of_blocks(root: nn.Module, experts_apart: bool) -> set[str]:
+    """Return the names of the modules that are sharded by themselves, besides ``root``."""
+    blocks = set()
+    for name, modules in _lists(root):
+        blocks |= {f"{name}.{number}" for number in range(len(modules))}
+    if experts_apart:
+        for name, mixture in mixtures(root):
+            number_of_experts = len(list(mixture.get_submodule("experts").children()))
+            blocks |= {f"{name}.experts.{number}" for number in range(number_of_experts)}
+    return blocks
+
+
+def _names_by_dtype(
+    root: nn.Module, blocks: Collection[str]
+) -> dict[str, dict[torch.dtype, list[str]]]:
+    """Return the names of the parameters that train, by innermost block and by dtype."""
+    block_of: dict[str, str] = {}  # by module: the innermost block that it is in
+    names: dict[str, dict[torch.dtype, list[str]]] = {}
+    for name, module in root.named_modules():
+        block_of[name] = name if name in blocks else block_of.get(name.rpartition(".")[0], "")
+        for key, parameter in module.named_parameters(name, recurse=False):
+            if parameter.requires_grad:
+                in_block = names.setdefault(block_of[name], {})
+                in_block.setdefault(parameter.dtype, []).append(key)
+    return names
 
 
 def _require_seen(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -136,7 +169,8 @@ def _replace_by_meta(root: nn.Module) -> None:
 
     They are contiguous, because fully_shard does not support channels-last weights.
     """
-    # By its id each original parameter, held so that no other tensor gets this id, and its new one.
+    # Each original parameter with its new one, by the id of the original, which is kept alive so
+    # that no other tensor gets this id.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in root.modules():
         for key, parameter in list(module._parameters.items()):

@@ -15,6 +15,8 @@ from runner.parallel.hooks import carry_over, require_no_post_accumulate
 
 
 class Schedule(NamedTuple):
+    """A schedule of torch for the passes of a pipeline."""
+
     kind: str  # class of torch.distributed.pipelining
     stages_per_rank: int
     fills_every_stage: bool
@@ -44,11 +46,15 @@ class CutError(ValueError):
 
 
 class Part(NamedTuple):
+    """A part of a model: its modules by name, and the function that runs them."""
+
     modules: tuple[str, ...]  # qualified names
     run: Callable[[Tensor], Tensor]
 
 
 class Stage(nn.Module):
+    """Consecutive parts of a model, which one rank runs."""
+
     def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
         super().__init__()
         self.parts = [part.run for part in parts]
@@ -66,10 +72,16 @@ class Stage(nn.Module):
 
 
 def full_precision(tensor: Tensor) -> Tensor:
+    """Return a tensor of half precision in float32; others as they are."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def parts_of(model: nn.Module) -> list[Part]:
+    """Return the parts that a model can be cut into, in their order.
+
+    Raises:
+        CutError: the model has no method ``pipeline``, and is no ``Sequential``.
+    """
     listed = getattr(model, "pipeline", None)
     if callable(listed):
         return [Part(tuple(modules), run) for modules, run in listed()]
@@ -144,12 +156,14 @@ def _balanced(model: nn.Module, parts: Sequence[Part], stages: int) -> list[int]
 
 
 def stages_on(rank: int, ranks: int, schedule: str) -> list[int]:
+    """Return the stages on a rank of a pipeline, in their order."""
     if schedule == "zero_bubble":
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * i for i in range(SCHEDULES[schedule].stages_per_rank)]
 
 
 def stage_to_rank(stage: int, ranks: int, schedule: str) -> int:
+    """Return the rank of a pipeline that has a stage."""
     return next(rank for rank in range(ranks) if stage in stages_on(rank, ranks, schedule))
 
 

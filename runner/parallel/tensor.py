@@ -192,7 +192,8 @@ def parallelize(
     # Modules inside these get whole sequences.
     whole = tuple(f"{name}." for name, style in styles.items() if style == "whole_sequence")
     entrances = _entrances(styles)
-    # By its id each original parameter, held so that no other tensor gets this id, and its DTensor.
+    # Each original parameter with its DTensor, by the id of the original, which is kept alive so
+    # that no other tensor gets this id.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, module in model.named_modules():
         if name not in styles and next(module.parameters(), None) is None:
@@ -201,7 +202,9 @@ def parallelize(
         keys = [key for key, value in module._parameters.items() if value is not None]
         for key in keys:
             _distribute(module, key, mesh, style.placement(key), device, replaced)
-        entrance = entrances.get(name.rpartition(".")[0]) if styles.get(name) == "colwise" else None
+        entrance = None
+        if styles.get(name) == "colwise":
+            entrance = entrances.get(name.rpartition(".")[0])
         region = Region(mesh.get_group(), sequence and not name.startswith(whole), entrance)
         sums = style.partial or (region.sequence and style.sequence)
         # A row-wise weight sees the whole sequence; its bias is added to a shard of it.
@@ -220,6 +223,7 @@ def _entrances(styles: Mapping[str, str]) -> dict[str, Entrance]:
 
 
 def partial_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the ids of parameters whose gradients are summed over the tensor-parallel ranks."""
     return frozenset(
         id(module._parameters[key])
         for module in model.modules()

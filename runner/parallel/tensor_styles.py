@@ -34,6 +34,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Style:
+    """How a module of a class is split: its parameters, and the sequences that it reads."""
+
     kind: type[nn.Module] = nn.Module
     shards: Mapping[str, Shard] = field(default_factory=dict)  # by the name of a parameter
     sequence: bool = False  # replicated parameters get partial gradients if the sequence is sharded
@@ -78,6 +80,15 @@ def checked_plan(
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the style of each planned module by its name.
+
+    Args:
+        model: the whole model.
+        given: styles by patterns of names; None for the model's own plan.
+
+    Raises:
+        PlanError: there is no plan, or it does not fit the model.
+    """
     modules = {name: module for name, module in model.named_modules() if name}
     plan = own_plan(model) if given is None else given
     if not plan:
@@ -115,6 +126,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def style_of(styles: Mapping[str, str], name: str) -> Style:
+    """Return the style of a module by its name; unplanned modules are replicated."""
     return PLACED.get(styles.get(name, ""), UNPLANNED)
 
 
@@ -154,6 +166,7 @@ def _check_ties(model: nn.Module, styles: Mapping[str, str]) -> None:
 
 
 def check_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
+    """Refuse attention whose heads the ranks cannot share evenly, by a PlanError."""
     for name, module in model.named_modules():
         children = [child for child, _ in module.named_children()]
         split = any(styles.get(f"{name}.{child}") == "colwise" for child in children)

@@ -65,15 +65,15 @@ def edge_values(findings: Findings, key: str) -> list[str]:
 
 def _clips_at_the_top(findings: Findings, best: Setting) -> bool:
     """Return whether a higher threshold would clip less, and no run went without clipping."""
-    unclipped = any(not s.clips and findings.seeds(s) for s in findings.settings)
-    return not unclipped and bool(findings.ratio(best))
+    unclipped = any(not s.clips and findings.scores.seeds(s) for s in findings.settings)
+    return not unclipped and bool(findings.scores.ratio(best))
 
 
 def _differ(findings: Findings, settings: Sequence[Setting]) -> bool:
     """Return whether seeds tell the best of ``settings`` from another one; a lost run does."""
     ranked = [setting for setting in findings.ranked if setting in settings]
-    if len(ranked) < len(settings) or any(len(findings.seeds(s)) < 2 for s in settings):
-        means = [findings.mean(setting)[0] for setting in settings]
+    if len(ranked) < len(settings) or any(len(findings.scores.seeds(s)) < 2 for s in settings):
+        means = [findings.scores.mean(setting)[0] for setting in settings]
         lost = not all(math.isfinite(mean) for mean in means)
         largest = max(abs(mean) for mean in means)
         return lost or max(means) - min(means) > ALIKE * largest
@@ -86,6 +86,6 @@ def _tried(findings: Findings, setting: Setting, key: str, fixed: Mapping[str, s
 
     A value that diverged limits the range, as a worse result does.
     """
-    if not findings.seeds(setting) or setting.number(key) is None:
+    if not findings.scores.seeds(setting) or setting.number(key) is None:
         return False
     return all(choice(setting.runs[0], column) == text for column, text in fixed.items())

@@ -92,16 +92,16 @@ def as_json(findings: Findings) -> str:
 
 
 def _record_of(findings: Findings, setting: Setting) -> dict[str, Any]:
-    mean, spread = findings.mean(setting)
+    mean, spread = findings.scores.mean(setting)
     difference = findings.comparisons.get(setting.index)
     return {
         "setting": setting.label,
         "runs": [run.number for run in setting.runs],
-        "seeds": len(findings.seeds(setting)),
-        "diverged": len(findings.diverged(setting)),
-        "mean": mean if findings.seeds(setting) else None,
+        "seeds": len(findings.scores.seeds(setting)),
+        "diverged": len(findings.scores.diverged(setting)),
+        "mean": mean if findings.scores.seeds(setting) else None,
         "sd": spread,
-        "clipped": findings.share(setting),
+        "clipped": findings.scores.share(setting),
         "difference": asdict(difference) if difference else None,
         "worth": in_words(findings, difference) or None,
     }
@@ -119,7 +119,7 @@ def as_latex(findings: Findings) -> str:
         for column, cell in zip(columns, row.cells, strict=True):
             if column in results:
                 cells.append(cell.text)
-        body.append([*cells, str(len(findings.seeds(row.setting)))])
+        body.append([*cells, str(len(findings.scores.seeds(row.setting)))])
     head = [*configured, *(column.title for column in results), "seeds"]
     alignment = "l" * len(configured) + "r" * (len(results) + 1)
     lines = [

@@ -112,6 +112,7 @@ def limits(values: Iterable[ArrayLike], log: bool) -> tuple[float, float]:
 
 
 def scales(values: Sequence[ArrayLike], log: bool) -> tuple[dict[str, Any], str]:
+    """Return the ends of an axis on each scale, and the scale to begin with."""
     ends = {"linear": limits(values, False)}
     if log or (_every(values) > 0).any():
         ends["log"] = limits(values, True)
@@ -128,6 +129,7 @@ def spans(values: Iterable[ArrayLike], factor: float) -> bool:
 
 
 def floats(values: ArrayLike) -> NDArray[np.float32]:
+    """Return values as float32, where NaN stands for values beyond its range."""
     array = np.asarray(values, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(np.abs(array) < 3e38, array, np.nan).astype(np.float32)
@@ -142,6 +144,7 @@ def trace(entry: Entry | None, run: str | None, x: Any, y: Any, **more: Any) -> 
 
 
 def line(entry: Entry | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
+    """Return a line in the color of an entry; ``more`` are attributes of the trace."""
     stroke = {"color": entry.color if entry else NEUTRAL, "width": 1.7} | more.pop("line", {})
     # With a template, plotly would show what is to be skipped.
     hover = {} if "hoverinfo" in more else {"hovertemplate": "%{y:.4~g}"}
@@ -150,6 +153,7 @@ def line(entry: Entry | None, x: Any, y: Any, name: str, **more: Any) -> Trace:
 
 
 def point(entry: Entry, run: str | None, x: float, y: float, text: str, **marker: Any) -> Trace:
+    """Return a point in the color of an entry; ``marker`` has attributes of the marker."""
     style = {"color": entry.color, "size": 9, "line": {"width": 1, "color": PAPER}} | marker
     about = {"name": entry.label, "hovertext": [text], "hoverinfo": "text"}
     return trace(entry, run, [x], [y], mode="markers", marker=style, **about)
@@ -162,6 +166,7 @@ def cross(entry: Entry, run: str | None, x: float, text: str) -> Trace:
 
 
 def labels(x: Sequence[Any], y: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
+    """Return texts at points of a chart."""
     style = {"mode": "text", "textfont": {"size": 11}, "cliponaxis": False, "hoverinfo": "skip"}
     return trace(None, None, [*x], [*y], text=[*texts], **(style | more))
 

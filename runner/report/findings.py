@@ -77,6 +77,68 @@ def _last(run: Run, record: object, key: str) -> float | None:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The numbers of runs, and of settings as means over their runs.
+
+    Attributes:
+        metric: name of the metric by which settings are compared.
+        measured: what each run has measured, by its number.
+        has_finished: whether any run has come to its end; of rows of somebody's own loop this is
+            assumed.
+    """
+
+    metric: str | None
+    measured: Mapping[str, Metrics]
+    has_finished: bool
+
+    def score(self, run: Run) -> float | None:
+        """Return the best value of the metric; NaN for a run that diverged."""
+        measured = self.measured[run.number]
+        score = measured.get(f"best/{self.metric}")
+        return math.nan if score is not None and measured[DIVERGED] is not None else score
+
+    def counts(self, run: Run) -> bool:
+        """Return whether a run is compared: it finished, or no run of the sweep did."""
+        return run.state in DONE or not self.has_finished
+
+    def judged(self, setting: Setting) -> list[Run]:
+        """Return the runs of a setting that are compared."""
+        return [run for run in setting.runs if self.counts(run)]
+
+    def diverged(self, setting: Setting) -> list[Run]:
+        """Return the runs of a setting whose training loss was lost."""
+        return [run for run in setting.runs if self.measured[run.number][DIVERGED] is not None]
+
+    def seeds(self, setting: Setting) -> dict[Hashable, float]:
+        """Return the scores of a setting's compared runs by seed, or their mean."""
+        by_seed: dict[Hashable, list[float]] = {}
+        for run in self.judged(setting):
+            score = self.score(run)
+            if score is not None:
+                by_seed.setdefault(run.seed, []).append(score)
+        return {seed: fmean(scores) for seed, scores in by_seed.items()}
+
+    def mean(self, setting: Setting) -> tuple[float, float | None]:
+        """Return mean and standard deviation over a setting's seeds; NaN if a run diverged."""
+        return mean_and_spread(list(self.seeds(setting).values()))
+
+    def average(self, setting: Setting, key: str) -> float | None:
+        """Return the mean of a metric over the runs of a setting; None if none has measured it."""
+        values = [self.measured[run.number][key] for run in self.judged(setting) or setting.runs]
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        return fmean(finite) if finite else None
+
+    def ratio(self, setting: Setting) -> float | None:
+        """Return the mean share of steps that were clipped."""
+        return self.average(setting, keys.CLIP_RATIO_TOTAL)
+
+    def share(self, setting: Setting) -> float | None:
+        """Return the mean share clipped of what the mode clips: steps, elements or units."""
+        fraction = self.average(setting, keys.CLIP_FRACTION)
+        return self.ratio(setting) if fraction is None else fraction
+
+
+@dataclass(frozen=True)
 class Findings:
     """A sweep, by settings and measured.
 
@@ -99,50 +161,23 @@ class Findings:
     baseline: Setting | None = None
     unknown: str | None = None
 
-    def score(self, run: Run) -> float | None:
-        """Return the best value of the metric; NaN for a run that diverged."""
-        measured = self.measured[run.number]
-        score = measured.get(f"best/{self.metric}")
-        return math.nan if score is not None and measured[DIVERGED] is not None else score
-
-    def counts(self, run: Run) -> bool:
-        """Return whether a run is compared: it finished, or no run of the sweep did."""
-        return run.state in DONE or not self.has_finished
-
     @cached_property
-    def has_finished(self) -> bool:
-        """Whether any run has come to its end; of rows of somebody's own loop this is assumed."""
-        return any(run.state in DONE for run in self.sweep.runs)
-
-    def judged(self, setting: Setting) -> list[Run]:
-        return [run for run in setting.runs if self.counts(run)]
-
-    def diverged(self, setting: Setting) -> list[Run]:
-        return [run for run in setting.runs if self.measured[run.number][DIVERGED] is not None]
-
-    def seeds(self, setting: Setting) -> dict[Hashable, float]:
-        """Return the scores of a setting's compared runs by seed, or their mean."""
-        by_seed: dict[Hashable, list[float]] = {}
-        for run in self.judged(setting):
-            score = self.score(run)
-            if score is not None:
-                by_seed.setdefault(run.seed, []).append(score)
-        return {seed: fmean(scores) for seed, scores in by_seed.items()}
-
-    def mean(self, setting: Setting) -> tuple[float, float | None]:
-        """Return mean and standard deviation over a setting's seeds; NaN if a run diverged."""
-        return mean_and_spread(list(self.seeds(setting).values()))
+    def scores(self) -> Scores:
+        """The numbers of the runs and of the settings."""
+        has_finished = any(run.state in DONE for run in self.sweep.runs)
+        return Scores(self.metric, self.measured, has_finished)
 
     @cached_property
     def ranked(self) -> list[Setting]:
         """Settings of which no seed diverged, best first."""
-        means = {setting.index: self.mean(setting)[0] for setting in self.settings}
+        means = {setting.index: self.scores.mean(setting)[0] for setting in self.settings}
         scored = [setting for setting in self.settings if math.isfinite(means[setting.index])]
         sign = -1.0 if self.higher_is_better else 1.0
         return sorted(scored, key=lambda setting: sign * means[setting.index])
 
     @property
     def best(self) -> Setting | None:
+        """The setting with the best mean."""
         return self.ranked[0] if self.ranked else None
 
     @cached_property
@@ -150,21 +185,9 @@ class Findings:
         """All settings, best first; those without a mean last."""
         return [*self.ranked, *(s for s in self.settings if s not in self.ranked)]
 
-    def average(self, setting: Setting, key: str) -> float | None:
-        values = [self.measured[run.number][key] for run in self.judged(setting) or setting.runs]
-        finite = [value for value in values if value is not None and math.isfinite(value)]
-        return fmean(finite) if finite else None
-
-    def ratio(self, setting: Setting) -> float | None:
-        return self.average(setting, keys.CLIP_RATIO_TOTAL)
-
-    def share(self, setting: Setting) -> float | None:
-        """Return the mean share clipped of what the mode clips: steps, elements or units."""
-        fraction = self.average(setting, keys.CLIP_FRACTION)
-        return self.ratio(setting) if fraction is None else fraction
-
     @property
     def compared_with(self) -> Setting | None:
+        """The setting that others are compared with: the baseline, or the best one."""
         return self.baseline or self.best
 
     @cached_property
@@ -174,16 +197,18 @@ class Findings:
 
     @cached_property
     def rivals(self) -> dict[int, Difference]:
+        """Difference of each setting to the best one, by its index."""
         return self.differences_to(self.best) if self.best else {}
 
     def differences_to(self, reference: Setting) -> dict[int, Difference]:
-        scores = [self.seeds(setting) for setting in self.settings]
+        """Return the difference of each setting to another one, by its index."""
+        scores = [self.scores.seeds(setting) for setting in self.settings]
         return compare(scores, reference.index)
 
     @cached_property
     def winner(self) -> Setting | None:
         """Best setting if each other setting with a mean is clearly worse."""
-        if not self.has_finished:
+        if not self.scores.has_finished:
             return None
         rivals = self.ranked[1:]
         return self.best if rivals and all(self.is_worse(rival) for rival in rivals) else None
@@ -204,8 +229,8 @@ class Findings:
         rivals = self.ranked[1:]
         if not rivals or len(self.ranked) < len(self.settings) or self.best is None:
             return False
-        scores = self.seeds(self.best)
-        return all(self.seeds(setting) == scores for setting in rivals)
+        scores = self.scores.seeds(self.best)
+        return all(self.scores.seeds(setting) == scores for setting in rivals)
 
 
 def find(sweep: SweepRuns) -> Findings:

@@ -14,7 +14,7 @@ from runner.config import notation
 
 SMOOTHING = 0.05  # curves are means over this share of a run
 
-# By Smith and van der Walt, matplotlib, CC0
+# The map viridis of Smith and van der Walt, matplotlib, CC0
 _VIRIDIS = np.frombuffer(
     bytes.fromhex("440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"), np.uint8
 ).reshape(-1, 3)
@@ -24,7 +24,7 @@ _DARKEST = 0.38
 _EVENLY = 0.82  # steps are wider at the dark end, whose colours are closer to each other
 _LEVELS = 96  # parts of viridis, so that each colour has one counterpart
 
-# Of choices: at least 3:1 on both backgrounds, and far apart for the colour-blind
+# Contrast of at least 3:1 on both backgrounds, and far apart for the colour-blind
 HUES = ("#2f78d0", "#c9620c", "#2b8f48", "#c9509a", "#8a63d2", "#9a6b3a", "#1a8f96", "#d24a4a")
 
 # Text, what has no place in the order of thresholds, grid lines, background
@@ -32,10 +32,12 @@ INK, NEUTRAL, RULE, PAPER = "#1c2430", "#5b6470", "#e3e7ec", "#ffffff"
 
 
 def plural(count: int, noun: str) -> str:
+    """Format a count with its noun, and commas between thousands."""
     return notation.plural(count, noun, form=",")
 
 
 def rounded(value: float | None, digits: int = 4) -> str:
+    """Format a number with signs of typography; a dash for None."""
     if value is None:
         return "–"
     text = notation.rounded(value, digits)
@@ -43,6 +45,7 @@ def rounded(value: float | None, digits: int = 4) -> str:
 
 
 def signed(value: float, digits: int = 3) -> str:
+    """Format a number with its sign."""
     return f"{'+' if value > 0 else ''}{rounded(value, digits)}"
 
 
@@ -54,12 +57,14 @@ def joined(names: Sequence[str], most: int) -> str:
 
 
 def percent(share: float | None) -> str:
+    """Format a share as a percentage; a dash for None."""
     if share is None or not math.isfinite(share):
         return rounded(share)
     return notation.percent(share).replace(" ", "\u00a0")
 
 
 def viridis(place: float) -> str:
+    """Return the color at a place from 0 to 1 of the map viridis, as ``#rrggbb``."""
     places = np.linspace(0, 1, len(_VIRIDIS))
     return f"#{bytes(round(np.interp(place, places, channel)) for channel in _VIRIDIS.T).hex()}"
 

@@ -75,7 +75,7 @@ def _sweep_around(findings: Findings, run: Run) -> tuple[str, str]:
     """Return the sweep of thresholds around the norms of a single run."""
     [setting] = findings.settings
     points = ("p50", "p90", "p99")
-    norms = [findings.average(setting, f"{keys.GRAD_NORM}/{point}") for point in points]
+    norms = [findings.scores.average(setting, f"{keys.GRAD_NORM}/{point}") for point in points]
     if run.own_loop or run.mode not in ("norm", "none"):
         return NO_COMMAND
     thresholds = list(dict.fromkeys(typed(norm, 2) for norm in norms if norm))
@@ -90,7 +90,7 @@ def _sweep_around(findings: Findings, run: Run) -> tuple[str, str]:
 
 def _lower_rates(findings: Findings) -> tuple[str, str]:
     """Return the sweep with lower learning rates, if every setting diverged."""
-    lost = all(findings.diverged(setting) for setting in findings.settings)
+    lost = all(findings.scores.diverged(setting) for setting in findings.settings)
     rates = [setting.number(RATE) for setting in findings.settings]
     positive_rates = [rate for rate in rates if rate]
     if not lost or not positive_rates or findings.sweep.searches:
@@ -104,9 +104,13 @@ def _lower_rates(findings: Findings) -> tuple[str, str]:
 def _lower_thresholds(findings: Findings, best: Setting) -> tuple[str, str]:
     """Return the sweep of thresholds that clip, if none did."""
     points = ("p50", "p90", "p99")
-    norms = [findings.average(best, f"{keys.GRAD_NORM}/{point}") for point in points]
+    norms = [findings.scores.average(best, f"{keys.GRAD_NORM}/{point}") for point in points]
     values = list(dict.fromkeys(typed(norm, 2) for norm in norms if norm))
-    if any(findings.ratio(s) for s in findings.settings) or not values or not best.info.limits_norm:
+    if (
+        any(findings.scores.ratio(s) for s in findings.settings)
+        or not values
+        or not best.info.limits_norm
+    ):
         return NO_COMMAND
     return findings.sweep.command_for(THRESHOLD, values), "These thresholds would clip:"
 

@@ -43,6 +43,7 @@ class Series:
 
     @property
     def finite(self) -> Floats:
+        """The values that are neither NaN nor infinite."""
         return self.values[np.isfinite(self.values)]
 
 
@@ -65,6 +66,7 @@ class Run:
 
     @cached_property
     def typed(self) -> dict[str, str]:
+        """Overrides of the run: the text of each value by its key."""
         pairs = (word.lstrip("+~").split("=", 1) for word in self.overrides if "=" in word)
         return {key.partition("@")[0]: value for key, value in pairs}
 
@@ -76,6 +78,7 @@ class Run:
 
     @property
     def mode(self) -> str:
+        """Name of the clipping mode; empty if nothing tells it."""
         mode = self.config.get("clip.mode") if self.config else self.typed.get("clip")
         return str(mode or "")
 
@@ -92,32 +95,25 @@ class Run:
         return size if self.info.clips is not None and 0 < size < math.inf else None
 
     def of(self, key: str) -> Series:
+        """Return the series of a metric, which is empty if the run has none."""
         return self.series.get(key, EMPTY)
 
     def recorded(self, key: str) -> bool:
+        """Return whether rows or the summary have a metric."""
         final = self.summary.get("final")
         return key in self.series or (isinstance(final, dict) and key in final)
 
-    @property
-    def limited(self) -> Series:
-        """Norm of each row that λ limits: ‖G‖, without gradients that are not scaled."""
-        return self.series.get(keys.GRAD_NORM_SCALED, self.of(keys.GRAD_NORM))
-
-    @cached_property
-    def layers(self) -> dict[str, Series]:
-        return self._by_suffix(keys.LAYER_NORM)
-
-    @cached_property
-    def what_if(self) -> dict[float, float]:
-        """Last recorded share of steps that each threshold would have clipped, rising."""
-        shares: dict[float, float] = {}
-        for threshold, series in self._by_suffix(keys.WHAT_IF).items():
-            if len(series.finite):
-                shares[float(threshold)] = float(series.finite[-1])
-        return dict(sorted(shares.items()))
+    def by_suffix(self, prefix: str) -> dict[str, Series]:
+        """Return the series whose keys have a prefix, by the keys without it."""
+        by_suffix: dict[str, Series] = {}
+        for key, series in self.series.items():
+            if key.startswith(prefix):
+                by_suffix[key.removeprefix(prefix)] = series
+        return by_suffix
 
     @cached_property
     def steps(self) -> int:
+        """Number of steps that the run has taken, by its summary, its status or its rows."""
         counts = [number(self.summary.get("steps")), number(self.status.get("step"))]
         counts += self.of(keys.TRAIN_STEP).steps[-1:].tolist()
         return int(max((count for count in counts if count and math.isfinite(count)), default=0))
@@ -146,15 +142,9 @@ class Run:
         """Whether the rows come from somebody's own loop, which no command of ours made."""
         return not self.status and not self.overrides
 
-    def _by_suffix(self, prefix: str) -> dict[str, Series]:
-        by_suffix: dict[str, Series] = {}
-        for key, series in self.series.items():
-            if key.startswith(prefix):
-                by_suffix[key.removeprefix(prefix)] = series
-        return by_suffix
-
 
 def natural(text: str) -> tuple[float, str]:
+    """Return what texts are sorted by: numbers by their size, before all other texts."""
     try:
         return float(text), ""
     except ValueError:
@@ -162,6 +152,7 @@ def natural(text: str) -> tuple[float, str]:
 
 
 def is_run(folder: Path) -> bool:
+    """Return whether a folder holds the status or the rows of a run."""
     return any((folder / name).exists() for name in (files.STATUS, files.ROWS))
 
 
@@ -209,6 +200,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(path: Path) -> object:
+    """Return the content of a YAML file; None if it is missing or cannot be read."""
     try:
         return yaml.load(yaml_of(path).decode("utf-8"), Loader=_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
@@ -294,11 +286,12 @@ class SweepRuns:
         return command_of([*swept, *kept, *seeds, added])
 
     def command_of(self, run: Run) -> str:
+        """Return the command that repeats a run."""
         return command_of([*self.flags, *run.overrides])
 
 
 def read(folder: Path) -> SweepRuns:
-    """Read the folder of one run, or of a sweep of any number of runs, which may be none."""
+    """Read the folder of one run, or of a sweep, which may have no run yet."""
     if not folder.is_dir():
         raise NoRunError(f"{folder}: no such folder")
     folder = folder.resolve()
@@ -340,7 +333,7 @@ def read_sweep(folder: Path) -> SweepRuns:
 
 
 def _folders_of_runs(folder: Path) -> list[Path]:
-    """Return the folders inside of a sweep's that are, or will be, those of runs."""
+    """Return the folders of a sweep that hold a run, or are made for one."""
     folders = [path for path in folder.iterdir() if path.is_dir()]
     if any((folder / name).exists() for name in (files.SWEEP, files.MULTIRUN)):
         return [path for path in folders if path.name.isdecimal()]
@@ -365,7 +358,8 @@ def _without_folder(entry: Entry) -> Run:
 
 
 def command_of(overrides: Iterable[object]) -> str:
-    return shlex.join(["python", "-m", "runner", *map(str, overrides)])
+    """Return the command with these overrides, quoted for a shell."""
+    return shlex.join(["python", "-m", "runner", *(str(override) for override in overrides)])
 
 
 def _flags(composed: Any) -> tuple[str, ...]:

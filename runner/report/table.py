@@ -30,6 +30,8 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
+    """A cell of the table: text, value for sorting, style, and a hint under the pointer."""
+
     text: str
     value: str = ""  # by which it is sorted
     style: str = ""
@@ -104,6 +106,7 @@ def _more_columns(findings: Findings) -> list[Column]:
 
 
 def signed_or_dash(value: float | None) -> str:
+    """Format a number with its sign; a dash for None."""
     return ABSENT if value is None else signed(value)
 
 
@@ -144,7 +147,7 @@ def _of_setting(findings: Findings, setting: Setting, column: Column) -> Cell:
     special = _OF_SETTING.get(key)
     if special is not None:
         return special(findings, setting)
-    runs = findings.judged(setting) or setting.runs
+    runs = findings.scores.judged(setting) or setting.runs
     recorded = [findings.measured[run.number].get(key) for run in runs]
     values = [value for value in recorded if value is not None]
     if not values:
@@ -156,28 +159,28 @@ def _of_setting(findings: Findings, setting: Setting, column: Column) -> Cell:
 
 def _metric(findings: Findings, setting: Setting) -> Cell:
     """Return the mean of the metric over seeds; none if a seed diverged."""
-    mean, spread = findings.mean(setting)
-    if findings.diverged(setting):
+    mean, spread = findings.scores.mean(setting)
+    if findings.scores.diverged(setting):
         return Cell(ABSENT, value="nan", style="figure", hint="no mean: a seed diverged")
-    return _with_spread(mean if findings.seeds(setting) else None, spread, rounded)
+    return _with_spread(mean if findings.scores.seeds(setting) else None, spread, rounded)
 
 
 def _seeds(findings: Findings, setting: Setting) -> Cell:
     """Return how many seeds ran, and how many of them count."""
     ran = len({run.seed for run in setting.runs})
-    counted = len({run.seed for run in findings.judged(setting)})
+    counted = len({run.seed for run in findings.scores.judged(setting)})
     text = f"{ran}" if ran == counted else f"{counted} of {ran}"
     return Cell(text, value=repr(counted), style="figure")
 
 
 def _share(findings: Findings, setting: Setting) -> Cell:
-    return _cell(findings.share(setting), percent)
+    return _cell(findings.scores.share(setting), percent)
 
 
 def state_of(findings: Findings, setting: Setting) -> str:
     """Return how the runs of a setting ended: ``finished``, or ``1 of 3 diverged, 1 failed``."""
     runs = setting.runs
-    lost = len(findings.diverged(setting))
+    lost = len(findings.scores.diverged(setting))
     parts = []
     if lost:
         parts.append("diverged" if len(runs) == 1 else f"{lost} of {len(runs)} diverged")
@@ -191,7 +194,9 @@ def state_of(findings: Findings, setting: Setting) -> str:
 def _state(findings: Findings, setting: Setting) -> Cell:
     text = state_of(findings, setting)
     error = next((run.error for run in setting.runs if run.error), None) or ""
-    lost = findings.diverged(setting) or any(r.state in ("failed", "killed") for r in setting.runs)
+    lost = findings.scores.diverged(setting) or any(
+        r.state in ("failed", "killed") for r in setting.runs
+    )
     return Cell(text, value=text, style=f"state{' lost' if lost else ''}", hint=error[:500])
 
 
@@ -259,10 +264,10 @@ def _state_of_run(run: Run, diverged: float | None) -> Cell:
 def _difference_of_run(findings: Findings, setting: Setting, run: Run) -> float | None:
     """Return the difference of a run to the reference's run of the same seed."""
     reference = findings.compared_with
-    if reference is None or setting is reference or not findings.counts(run):
+    if reference is None or setting is reference or not findings.scores.counts(run):
         return None
-    base = findings.seeds(reference).get(run.seed)
-    score = findings.score(run)
+    base = findings.scores.seeds(reference).get(run.seed)
+    score = findings.scores.score(run)
     return None if base is None or score is None else score - base
 
 
@@ -275,6 +280,7 @@ def _with_spread(mean: float | None, spread: float | None, text: Text) -> Cell:
 
 
 def with_interval(difference: Difference) -> str:
+    """Format a difference with its confidence interval, if it has one."""
     if difference.low is None or difference.high is None:
         return signed(difference.value)
     low = signed(difference.low, 2)

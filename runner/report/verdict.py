@@ -44,6 +44,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(findings: Findings) -> Verdict:
+    """Return the title of the page, its sentences, and the next command."""
     runs = findings.sweep.runs
     if len(runs) == 1:
         title = _title_of_run(findings, runs[0])
@@ -75,7 +76,8 @@ def _title(findings: Findings) -> str:
     if best is None:
         return _title_without_result(findings)
     if len(findings.settings) == 1:
-        return f"One setting, {plural(len(findings.seeds(best)), 'seed')}: {_score(findings, best)}"
+        seeds = plural(len(findings.scores.seeds(best)), "seed")
+        return f"One setting, {seeds}: {_score(findings, best)}"
     if findings.identical:
         return _title_of_identical(findings)
     return f"{question(findings)} {_answer(findings, best)}"
@@ -84,7 +86,7 @@ def _title(findings: Findings) -> str:
 def _title_without_result(findings: Findings) -> str:
     if findings.metric is None:
         return "No answer yet: no run recorded a metric"
-    if all(findings.diverged(setting) for setting in findings.settings):
+    if all(findings.scores.diverged(setting) for setting in findings.settings):
         return "Every setting diverged: no threshold made this training stable"
     states = {run.state for run in findings.sweep.runs}
     if "running" in states or "waiting" in states:
@@ -95,7 +97,7 @@ def _title_without_result(findings: Findings) -> str:
 def _title_of_identical(findings: Findings) -> str:
     if any(run.branch for run in findings.sweep.runs):
         return "These branches are identical"
-    if all(not findings.ratio(setting) for setting in findings.settings):
+    if all(not findings.scores.ratio(setting) for setting in findings.settings):
         return "No threshold clipped a step: these runs are identical"
     return "All settings gave the same result: these runs are identical"
 
@@ -129,11 +131,11 @@ def _title_of_run(findings: Findings, run: Run) -> str:
     count = plural(max(run.steps - before, 0), "step")
     if run.state in _ENDED:
         return f"This run {_ENDED[run.state]} at step {run.steps:,}"
-    if findings.diverged(setting):
+    if findings.scores.diverged(setting):
         return f"This run diverged at step {findings.measured[run.number][DIVERGED]:,.0f}"
     if not setting.clips:
         return f"{count} without clipping"
-    share = findings.share(setting)
+    share = findings.scores.share(setting)
     if share is None:
         return f"{count} with clip={run.mode} so far"
     has_threshold = run.threshold is not None
@@ -161,19 +163,19 @@ def _sentences(findings: Findings) -> Iterator[str]:
 
 
 def _score(findings: Findings, setting: Setting) -> str:
-    mean, spread = findings.mean(setting)
+    mean, spread = findings.scores.mean(setting)
     score = f"{findings.metric} {rounded(mean)}"
     return score if spread is None else f"{score} ± {rounded(spread, 2)}"
 
 
 def _how_much(findings: Findings, best: Setting) -> str:
     """Compare the best setting with the baseline, no clipping, or the next best."""
-    seeds = plural(len(findings.seeds(best)), "seed")
+    seeds = plural(len(findings.scores.seeds(best)), "seed")
     sentence = f"{best.label}: {_score(findings, best)} over {seeds}"
     if not findings.ranked[1:] or findings.identical:
         return f"{sentence}."
     rival, name, difference = _rival(findings, best)
-    against = f"{sentence}, against {rounded(findings.mean(rival)[0])} {name}"
+    against = f"{sentence}, against {rounded(findings.scores.mean(rival)[0])} {name}"
     if difference is None or difference.low is None or difference.high is None:
         return f"{against}."
     if not difference.seen:
@@ -253,12 +255,12 @@ def _any_seen(findings: Findings, best: Setting, rivals: Sequence[Setting]) -> b
 
 
 def _clipped(findings: Findings, setting: Setting) -> Iterator[str]:
-    share = findings.share(setting)
+    share = findings.scores.share(setting)
     parts = setting.info.parts or "steps"
     if not setting.clips or share is None:
         return
-    median = findings.average(setting, f"{keys.GRAD_NORM}/p50")
-    high = findings.average(setting, f"{keys.GRAD_NORM}/p99")
+    median = findings.scores.average(setting, f"{keys.GRAD_NORM}/p50")
+    high = findings.scores.average(setting, f"{keys.GRAD_NORM}/p99")
     norms = f" (‖G‖: median {rounded(median, 3)}, 99 % below {rounded(high, 3)})" if median else ""
     amount = percent(share) if share else "none"
     yield f"{setting.label} clipped {amount} of its {parts}{norms}."
@@ -267,7 +269,7 @@ def _clipped(findings: Findings, setting: Setting) -> Iterator[str]:
 def _diverged(findings: Findings) -> Iterator[str]:
     texts = []
     for setting in findings.settings:
-        lost = len(findings.diverged(setting))
+        lost = len(findings.scores.diverged(setting))
         if lost:
             texts.append(f"{setting.label} ({lost} of {plural(len(setting.runs), 'seed')})")
     if texts:
@@ -276,7 +278,7 @@ def _diverged(findings: Findings) -> Iterator[str]:
 
 def _facts_of_run(findings: Findings, run: Run) -> Iterator[str]:
     [setting] = findings.settings
-    score = findings.score(run)
+    score = findings.scores.score(run)
     final = findings.measured[run.number].get(f"final/{findings.metric}")
     if run.error:
         yield run.error.strip().rpartition("\n")[2][:300]
@@ -287,9 +289,9 @@ def _facts_of_run(findings: Findings, run: Run) -> Iterator[str]:
         yield from _clipped(findings, setting)
         yield from _left_out(findings, run)
         return
-    median = findings.average(setting, f"{keys.GRAD_NORM}/p50")
-    high = findings.average(setting, f"{keys.GRAD_NORM}/p99")
-    highest = findings.average(setting, f"{keys.GRAD_NORM}/max")
+    median = findings.scores.average(setting, f"{keys.GRAD_NORM}/p50")
+    high = findings.scores.average(setting, f"{keys.GRAD_NORM}/p99")
+    highest = findings.scores.average(setting, f"{keys.GRAD_NORM}/max")
     if median is not None:
         yield (
             f"‖G‖ before clipping: median {rounded(median, 3)}, 99 % of steps below "

@@ -96,8 +96,8 @@ def _drop_arguments(
     owned = owned_keys()
     with open_dict(config):
         for name in values:
-            own = f"{section}.{name}"  # or a section of its own, such as data.collate
-            if own not in owned and f"{own}._target_" not in owned:
+            key = f"{section}.{name}"  # or a section, such as data.collate
+            if key not in owned and f"{key}._target_" not in owned:
                 del config[section][name]
 
 

@@ -37,8 +37,8 @@ def source_of(config: DictConfig) -> str | None:
 def base_of(source: str) -> dict[str, Any]:
     """Return the configuration that a run which continues from ``source`` starts from.
 
-    It is that of the run, or that of the checkpoint if it lies elsewhere; empty if neither says it
-    or there is neither, which is refused where the run would start.
+    The run has recorded it, or a checkpoint that lies elsewhere. It is empty if neither exists or
+    tells it, which is refused where the run would start.
     """
     path = Path(source).expanduser().absolute()
     branch = branching(source)

@@ -37,7 +37,7 @@ from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.trust import Origin
 from runner.request.assignment import Assignment, add_defaults_of_the_mode, assign
 from runner.request.base import base_of, source_of, unrecorded_secrets
-from runner.request.composition import Composition, no_option, reason
+from runner.request.composition import Composition, near_option, no_option, reason
 from runner.request.overrides import key_of, read_overrides, text_of
 from runner.request.recipes import Recipe, files_of, read
 
@@ -175,7 +175,13 @@ class Composer:
         return {*self._names}
 
     def _compose(self, overrides: Sequence[Override], base: Mapping[str, Any]) -> Composition:
-        chosen = {key_of(override): override for override in overrides if self.chooses(override)}
+        chosen: dict[str, Override] = {}  # by group
+        values: list[Override] = []
+        for override in overrides:
+            if self.chooses(override):
+                chosen[key_of(override)] = override
+            else:
+                values.append(override)
         layers, choices, problems = self._layers(chosen)
         composition = self._choose(choices)
         composition.problems += problems
@@ -188,12 +194,12 @@ class Composer:
         assignments = list(_of_layers(layers, chosen))
         # A recipe may have set keys of Hydra: those that are typed are set once more.
         typed = [chosen[key] for key in chosen if layers and key.startswith("hydra.")]
-        values = [override for override in overrides if not self.chooses(override)]
         # Arguments are set after the target that they are for.
         values.sort(key=lambda override: not override.key_or_group.endswith("._target_"))
         for override in (*typed, *values):
-            if key_of(override) not in composition.unsettled:
-                assignments.append(_assignment(override))
+            assignment = _assignment(override)
+            if assignment.key not in composition.unsettled:
+                assignments.append(assignment)
         assign(assignments, composition)
         add_defaults_of_the_mode(composition.config)
         return composition
@@ -213,7 +219,10 @@ class Composer:
             try:
                 layer = self._layer(group, override)
             except Refusal as error:
-                problems.append(Problem(group, override.value(), str(error)))
+                name = str(override.value())
+                options = self.options(group)
+                near = "" if name in options else near_option(group, name, options)
+                problems.append(Problem(group, override.value(), str(error), near))
                 continue
             if layer is not None:
                 layers[text] = layer
@@ -266,9 +275,11 @@ class Composer:
                 group, _, option = choice.partition("=")
                 options = self.options(group)
                 message = reason(error)
+                near = ""
                 if options and re.fullmatch(r"[\w.-]+", option) and option not in options:
                     message = no_option(group, option, options)
-                composition.problems.append(Problem(override, NOTHING, message))
+                    near = near_option(group, option, options)
+                composition.problems.append(Problem(override, NOTHING, message, near))
                 composition.unsettled.add(group.lstrip("+~"))
         return composition
 

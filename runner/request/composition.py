@@ -11,7 +11,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import KeyValidationError
 
-from runner.config.problem import Problem, did_you_mean
+from runner.config.problem import Problem, near_name
 from runner.config.trust import Origin
 from runner.request.overrides import OPEN
 
@@ -37,15 +37,21 @@ def refer_to(config: DictConfig) -> None:
 
 def no_option(group: str, option: str, options: Sequence[str]) -> str:
     """Return the message for an option that does not exist, with the nearest right name."""
-    near = did_you_mean(option, options)
-    if group in _NUMBERS and re.fullmatch(r"[\d.e-]+", option):
-        near = f"; did you mean {_NUMBERS[group]}={option}?"
+    near = near_option(group, option, options)
+    meant = f"; did you mean {near}?" if near else ""
     listed = ", ".join(options)
     if group in OPEN:
         listed += f"; any class or function by its full name: {group}=package.name"
     if group == "tracker":
         listed += "; a sink of your own: see runner/telemetry/README.md"
-    return f"there is no {group}/{option}{near}  (options: {listed})"
+    return f"there is no {group}/{option}{meant}  (options: {listed})"
+
+
+def near_option(group: str, option: str, options: Sequence[str]) -> str:
+    """Return what was probably meant by an option that does not exist; empty if nothing is near."""
+    if group in _NUMBERS and re.fullmatch(r"[\d.e-]+", option):
+        return f"{_NUMBERS[group]}={option}"
+    return near_name(option, options)
 
 
 def reason(error: BaseException) -> str:

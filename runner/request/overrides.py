@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -100,42 +100,58 @@ def _callbacks(text: str) -> str:
     return f"callbacks=[{','.join(targets)}]"
 
 
-def repeated_keys(texts: Sequence[str]) -> Iterator[Problem]:
-    """Yield the keys that are given twice: the last value alone would count.
+def read_typed(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
+    """Return the overrides that a user typed, and a problem for each that is none.
 
+    Keys that are given twice are problems too: the last value alone would count.
     ``~key +key=value`` gives a key once, and so do equal overrides.
     """
-    earlier: dict[str, tuple[str, Override]] = {}
+    overrides: list[Override] = []
+    problems: list[Problem] = []
+    earlier: dict[str, _Typed] = {}
     for text in texts:
-        overrides, problems = read_overrides([text])
-        if problems:
-            continue
-        [override] = overrides
-        for key in sorted(_keys_of(text, override)):
-            before = earlier.get(key)
-            earlier[key] = (text, override)
-            if before is not None and _excludes(before, (text, override)):
-                first, second = masked_words([before[0], text])
-                message = f"is given twice ({first} and {second}): leave one of them out"
-                yield Problem(key, NOTHING, message)
-                break
+        parsed, unreadable = read_overrides([text])
+        overrides += parsed
+        problems += unreadable
+        for override in parsed:
+            problems += _repeated(_Typed(text, override), earlier)
+    return overrides, problems
 
 
-def _excludes(before: tuple[str, Override], after: tuple[str, Override]) -> bool:
+class _Typed(NamedTuple):
+    """An override with its text, as it was typed."""
+
+    text: str
+    override: Override
+
+
+def _repeated(typed: _Typed, earlier: dict[str, _Typed]) -> list[Problem]:
+    """Return a problem if an override gives a key again, and note its keys in ``earlier``."""
+    for key in sorted(_keys_of(typed)):
+        before = earlier.get(key)
+        earlier[key] = typed
+        if before is not None and _excludes(before, typed):
+            first, second = masked_words([before.text, typed.text])
+            message = f"is given twice ({first} and {second}): leave one of them out"
+            return [Problem(key, NOTHING, message)]
+    return []
+
+
+def _excludes(before: _Typed, after: _Typed) -> bool:
     """Return whether the second of two overrides of one key hides the first."""
-    if before[0] == after[0]:
+    if before.text == after.text:
         return False
-    adds = after[1].is_add() or after[1].is_force_add()
-    return not (before[1].is_delete() and adds)
+    adds = after.override.is_add() or after.override.is_force_add()
+    return not (before.override.is_delete() and adds)
 
 
-def _keys_of(text: str, override: Override) -> set[str]:
+def _keys_of(typed: _Typed) -> set[str]:
     """Return the keys that an override sets: as they are typed, and as they are spelled out."""
-    spelled = key_of(override)
-    value = override.value()
+    spelled = key_of(typed.override)
+    value = typed.override.value()
     if isinstance(value, dict):
         return {key for key, _ in leaves(spelled, value)} - {spelled}
-    return {text.partition("=")[0].lstrip("+~"), spelled}
+    return {typed.text.partition("=")[0].lstrip("+~"), spelled}
 
 
 def key_of(override: Override) -> str:

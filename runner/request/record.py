@@ -16,7 +16,7 @@ from runner.config.problem import Problem
 from runner.request.base import configuration
 from runner.request.composer import Composer
 from runner.request.jobs import Job, job_of
-from runner.request.overrides import read_overrides, repeated_keys
+from runner.request.overrides import read_typed
 
 
 def write_composition(folder: Path, config: DictConfig) -> None:
@@ -52,8 +52,7 @@ def recorded_job(file: Path, overrides: Sequence[str], config_dir: Path | None =
     content.pop("trust", None)  # the user trusts a folder, not the folder itself
     composer = Composer(config_dir)
     with composer.active():
-        parsed, problems = read_overrides(overrides)
-        problems += repeated_keys(overrides)
+        parsed, problems = read_typed(overrides)
         fixed = [override for override in parsed if _is_fixed(override)]
         message = "must be one value of this run's configuration: the run is trained already"
         for override in fixed:

@@ -22,7 +22,7 @@ from runner.request.combinations import combinations
 from runner.request.composer import Composer
 from runner.request.composition import Composition
 from runner.request.jobs import Job, job_of
-from runner.request.overrides import read_overrides, repeated_keys, text_of
+from runner.request.overrides import read_overrides, read_typed, text_of
 from runner.request.sweep_settings import (
     Place,
     destination,
@@ -81,8 +81,7 @@ def request(
     """
     composer = Composer(config_dir)
     with composer.active():
-        parsed, problems = read_overrides(overrides)
-        problems += repeated_keys(overrides)
+        parsed, problems = read_typed(overrides)
         single = [override for override in parsed if not override.is_sweep_override()]
         composition = composer.compose(single)
         unresolved = list(unresolved_settings(composition.config))

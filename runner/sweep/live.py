@@ -78,10 +78,10 @@ def answer(findings: Findings) -> str:
     """Return the first sentence of the page, a table of settings, best first, and lost runs."""
     rows = [("setting", findings.metric or "metric", "clipped", "seeds", "state")]
     for setting in findings.listed:
-        mean, spread = findings.mean(setting)
+        mean, spread = findings.scores.mean(setting)
         score = rounded(mean, 4) if math.isfinite(mean) else ""
         score += "" if spread is None else f" ± {rounded(spread, 2)}"
-        share = findings.share(setting)
+        share = findings.scores.share(setting)
         clipped = "" if share is None else percent(share)
         seeds = str(len(setting.runs))
         rows.append((setting.label, score, clipped, seeds, state_of(findings, setting)))

@@ -48,6 +48,8 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Effect:
+    """What an optimizer makes of a gradient that is scaled down."""
+
     name: str = "SGD"
     kind: str = "plain"
     left_out: str = ""  # class name of an optimizer beside it whose gradients are not scaled
@@ -109,6 +111,8 @@ def _constant_in_divisor(optimizer: Optimizer) -> float:
 
 @dataclass(frozen=True)
 class Setting:
+    """What advice depends on: the mode, its threshold, and the optimizer."""
+
     mode: ModeInfo
     threshold: float | None
     nonfinite: str = "skip"

@@ -63,6 +63,23 @@ class Profile:
         (self.folder / files.STEPS).write_text(text + "\n", encoding="utf-8")
 
 
+class NoProfile:
+    """Stands in for a :class:`Profile` where no step is profiled."""
+
+    def region(self, part: str) -> AbstractContextManager[Any]:
+        """Return a context without effect."""
+        return nullcontext()
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def end_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def _activities() -> list[ProfilerActivity]:
     import torch
 

@@ -6,20 +6,16 @@ Arguments that a configuration cannot hold are added: parameters, the optimizer,
 
 from __future__ import annotations
 
-import inspect
 import logging
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,7 +28,6 @@ from runner.clip import build as build_mode
 from runner.config.environment import started_rank
 from runner.config.notation import Duration
 from runner.config.plugin_section import PluginSection, uses
-from runner.config.problem import did_you_mean
 from runner.config.schema import (
     DataSection,
     LossSection,
@@ -50,18 +45,13 @@ from runner.parallel.collectives import is_first
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
+from runner.train.maker import TargetError, maker, required, takes
 from runner.train.model import make_on_first
 from runner.train.options import Evaluate, InBackward, Log, Measurements
 from runner.train.progress import total_steps
 from runner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class TargetError(ValueError):
-    """A ``_target_`` that does not exist, or that rejects its arguments."""
 
 
 def device_of(name: str) -> torch.device:
@@ -71,30 +61,6 @@ def device_of(name: str) -> torch.device:
     started = started_rank()
     local_rank = 0 if started is None else started.local_rank or 0
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def maker(target: Target) -> partial[Any]:
-    """Return the class or function that ``target`` names, with its arguments bound."""
-    arguments = {  # without arguments whose class is null, as ``eval`` of data=own
-        name: value
-        for name, value in target.mapping().items()
-        if not isinstance(value, Mapping) or value.get("_target_", name) is not None
-    }
-    try:
-        make = instantiate(arguments, _partial_=True, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        module, _, name = target.target.rpartition(".")
-        with suppress(ImportError):
-            names = vars(import_module(module))
-            if name not in names:
-                reason = f"{module} has no {name}{did_you_mean(name, names)}"
-                if name == "py":
-                    reason = f"name a class or a function of the file: {module}.NAME"
-        raise TargetError(f"{target.target}: {reason}") from error
-    assert isinstance(make, partial)
-    return make
 
 
 def make_data(config: DataSection) -> Data:
@@ -121,21 +87,14 @@ def _data(section: bytes) -> Data:
     return data
 
 
-def _require(kind: type[T], result: Any, target: Target) -> T:
-    if not isinstance(result, kind):
-        returned = type(result).__name__
-        raise TargetError(f"{target.target} returned {returned}, no {kind.__name__}")
-    return result
-
-
 def make_model(section: ModelSection, from_weights: bool = True) -> nn.Module:
     """Make the model on the host, with the weights that it starts from."""
     make = maker(section)
-    model = _require(nn.Module, make(), section)
+    model = required(nn.Module, make(), section)
     if from_weights and section.file is not None:
-        told = load_weights(model, section.file, section.strict, section.leave_out)
-        if told and is_first():
-            log.warning("model.weights: %s", told)
+        difference = load_weights(model, section.file, section.strict, section.leave_out)
+        if difference and is_first():
+            log.warning("model.weights: %s", difference)
     return model
 
 
@@ -148,6 +107,7 @@ def make_collate(config: DataSection) -> Callable[[Any], Any]:
 
 
 def make_criterion(config: LossSection) -> Criterion | None:
+    """Make the criterion; None if the configuration names none."""
     if config.target is None:
         return None
     make = maker(config)
@@ -181,24 +141,15 @@ def make_optimizers(target: OptimizerSection, model: nn.Module) -> list[Optimize
         optimizers = make()
     if not (takes_model and isinstance(optimizers, list | tuple) and optimizers):
         optimizers = [optimizers]
-    made = [_require(Optimizer, optimizer, target) for optimizer in optimizers]
-    for optimizer in made:
-        require_settings(optimizer, patterns, drops_decay)
-    return made
+    for optimizer in optimizers:
+        require_settings(required(Optimizer, optimizer, target), patterns, drops_decay)
+    return list(optimizers)
 
 
 def _over(make: partial[Any], parameters: Sequence[Any], **arguments: Any) -> Any:
     """Make an optimizer of parameters or groups; it writes its defaults into the groups."""
-    copies = [dict(one) if isinstance(one, dict) else one for one in parameters]
+    copies = [dict(item) if isinstance(item, dict) else item for item in parameters]
     return make(copies, **arguments)
-
-
-def takes(make: partial[Any], argument: str) -> bool:
-    """Return whether ``make`` can be given ``argument``, which the configuration did not."""
-    try:
-        return argument in inspect.signature(make.func).parameters.keys() - make.keywords.keys()
-    except ValueError:  # the signature of a compiled function may be unknown
-        return False
 
 
 def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> Any:
@@ -215,6 +166,7 @@ def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> A
 
 
 def make_callbacks(config: RunConfig) -> list[object]:
+    """Make the callbacks that a configuration asks for."""
     callbacks: list[object] = []
     if config.early_stopping.patience is not None:
         callbacks.append(EarlyStopping(**config.early_stopping.model_dump()))
@@ -227,6 +179,7 @@ def make_callbacks(config: RunConfig) -> list[object]:
 
 
 def make_plugin(config: RunConfig) -> Plugin:
+    """Make the plugin, with the options that it uses."""
     kind, options = plugin_of(config)
     return kind(**options)
 
@@ -258,6 +211,7 @@ def samples_of(config: RunConfig) -> tuple[int | None, int]:
 
 
 def data_parts(config: RunConfig) -> int:
+    """Return the data-parallel size of a run."""
     return data_parallel_size(config.plugin, ranks_of(config))
 
 
@@ -270,6 +224,7 @@ def data_parallel_size(plugin: PluginSection, ranks: int) -> int:
 
 
 def mesh_of(plugin: PluginSection, ranks: int) -> MeshSizes:
+    """Return the sizes of the mesh of a plugin; a SizeError if they do not fit the ranks."""
     dp = 1 if plugin.name == "single" else plugin.dp_size
     return MeshSizes.of(ranks, dp, plugin.tp_size, plugin.pp_size, plugin.ep_size)
 

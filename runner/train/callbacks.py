@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MOST_SAMPLES = 16  # sample indices in a message; the log has all of them
 
@@ -96,6 +97,20 @@ class Callbacks:
         for name, callback in self._named.items():
             if name in states and has_state(callback):
                 callback.load_state_dict(states[name])
+
+
+def first_of(kind: type[T], callbacks: Sequence[object]) -> T | None:
+    """Return the first callback of a kind; None if there is none."""
+    for callback in callbacks:
+        if isinstance(callback, kind):
+            return callback
+    return None
+
+
+def without(callbacks: Sequence[object], *excluded: object) -> list[object]:
+    """Return the callbacks apart from some objects, which are told apart by identity."""
+    excluded_ids = {id(callback) for callback in excluded}
+    return [callback for callback in callbacks if id(callback) not in excluded_ids]
 
 
 def _has(callback: object, hook: str) -> bool:

@@ -75,8 +75,8 @@ class EvalMetrics:
                 continue  # the evaluation counts it
             with _naming(metric):
                 if name not in self._objects:
-                    made = _make(metric, compared.kind, compared.size)
-                    self._objects[name] = made.to(compared.predictions.device)
+                    new_object = _make(metric, compared.kind, compared.size)
+                    self._objects[name] = new_object.to(compared.predictions.device)
                 if not idle:
                     self._objects[name].update(compared.predictions, compared.targets)
 

@@ -1,12 +1,14 @@
-"""Make the model of a rank: where ranks hold parts of it, only the first one makes its values.
+"""Make a model: on the meta device to check it, and on the ranks of a run.
 
-The others make it on the ``meta`` device, and then allocate memory that they never write to, which
-an operating system does not count. ``boost`` gives each rank its parts of the first rank's values.
+Where ranks hold parts of the model, only the first one makes its values. The others make it on the
+``meta`` device, and then allocate memory that they never write to, which an operating system does
+not count. ``boost`` gives each rank its parts of the first rank's values.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runner.config.section import Target
 from runner.parallel.collectives import from_all, is_first
+from runner.train.maker import TargetError, maker
+
+
+def make_on_meta(target: Target) -> nn.Module | None:
+    """Make a model on torch's meta device, where it takes no memory and has no values.
+
+    Returns:
+        The model; None if it needs values while it is made.
+
+    Raises:
+        TargetError: the target makes something else. Other exceptions are the target's own.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            model = maker(target)()
+    except Exception as error:
+        if is_about_meta(error):
+            return None
+        raise
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"makes a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def is_about_meta(error: Exception) -> bool:
+    """Return whether an exception says that a tensor of the meta device has no values."""
+    # item() raises a RuntimeError, numpy() a TypeError.
+    return isinstance(error, NotImplementedError) or bool(re.search(r"\bmeta\b", str(error), re.I))
+
+
+def gradient_bytes_of(target: Target) -> int | None:
+    """Return the bytes of the gradients of a model; None if it needs values while it is made."""
+    model = make_on_meta(target)
+    if model is None:
+        return None
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def make_on_first(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, str]:
@@ -43,13 +82,13 @@ def make_on_first(make: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, 
         return model, _first_reason(reason)
     dist.broadcast_object_list(offer, src=0)
     reason, description = offer[0] or ("the first rank could not make it", [])
-    made = None
+    empty_model = None
     if not reason:
-        made, reason = _without_values(make, description)
-    if made is None:
+        empty_model, reason = _without_values(make, description)
+    if empty_model is None:
         torch.manual_seed(seed)
-        made = make()
-    return made, _first_reason(reason)
+        return make(), _first_reason(reason)
+    return empty_model, _first_reason(reason)
 
 
 def _first_reason(reason: str) -> str:
@@ -67,13 +106,13 @@ def _without_values(
                 model = make()
             same = _description(model) == description
             _allocate(model)
-            left = [tensor for tensor in _tensors(new_objects()) if tensor.is_meta]
+            unallocated = [tensor for tensor in _tensors(new_objects()) if tensor.is_meta]
     except Exception as error:
         text = str(error).partition("\n")[0]
         return None, f"on the meta device it raises {type(error).__name__}: {text}"
     if not same:
         return None, "it is another model on the meta device"
-    if left:
+    if unallocated:
         return None, "on the meta device it keeps tensors that are no parameters or buffers"
     return model, ""
 
@@ -102,9 +141,9 @@ def _why_not_apart(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
             return f"{name} is not a dense tensor on the host"
         if not tensor.numel():
             continue
-        other = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
-        if other != name:
-            return f"{other} and {name} share memory"
+        owner = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
+        if owner != name:
+            return f"{owner} and {name} share memory"
     return ""
 
 

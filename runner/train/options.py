@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runner.booster import OptimizerWrapper
 from runner.clip import ClipMode, build
 from runner.config.notation import Duration, percent, rounded
 from runner.run_folder import keys
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks.destination import To
+
+NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,33 @@ class InBackward:
     step: bool = False
 
 
+Algorithm = GradientClipping | ClipMode | InBackward
+
+
+def bind(
+    algorithms: Sequence[Algorithm] | Algorithm, optimizer: OptimizerWrapper, log: Log
+) -> ClipMode:
+    """Bind the clipping algorithm of a training to its optimizers, and return its mode.
+
+    Raises:
+        ValueError: there are several algorithms, or the update ratio cannot be measured with this.
+    """
+    if isinstance(algorithms, GradientClipping | ClipMode | InBackward):
+        algorithms = [algorithms]
+    if len(algorithms) > 1:
+        raise ValueError(f"one clipping algorithm at most, not {len(algorithms)}")
+    algorithm = algorithms[0] if algorithms else build("none")
+    clipping = algorithm.algorithm if isinstance(algorithm, InBackward) else algorithm
+    mode = clipping.mode() if isinstance(clipping, GradientClipping) else clipping
+    if not isinstance(algorithm, InBackward):
+        optimizer.bind(mode)
+        return mode
+    if algorithm.step and log.measurements.update_ratio:
+        raise ValueError(f"update_ratio {NO_UPDATE_RATIO}")
+    optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer)
+    return mode
+
+
 @dataclass(frozen=True)
 class Evaluate:
     """Held-out data of a :class:`runner.Trainer`, and how it is evaluated.
@@ -109,9 +139,6 @@ class Evaluate:
     dataloader: Iterable[Any] | None
     metrics: Sequence[str | Mapping[str, Any]] = ()
     interval: str | Duration = "1ep"
-
-
-Algorithm = GradientClipping | ClipMode | InBackward
 
 
 class Summary(dict[str, Any]):

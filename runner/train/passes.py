@@ -1,156 +1,38 @@
-"""Passes of a boosted model over windows and held-out data, and their items over all ranks."""
+"""Forward and backward passes of a boosted model over windows, and over held-out data."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data.distributed import DistributedSampler
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
 from runner.booster.batch import mapped
-from runner.booster.loss import Count, WindowLoss
+from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
-from runner.data.order import PartitionedBatches
-from runner.data.stream import StreamLoader, checksum
 from runner.gradients import transfer
 from runner.gradients.norms import powers_of
 from runner.run_folder import keys
+from runner.telemetry.step import FirstMicrobatch
+from runner.train.counts import Counts
 from runner.train.metrics import EvalMetrics
 from runner.train.stop import beat
-from runner.train.windows import Window, Windows, has_no_sample, held_out
+from runner.train.windows import held_out
 
-SAME_SAMPLES = (
-    "all {} data-parallel ranks read the same first batch: use plugin.prepare_dataloader, a "
-    "DistributedSampler, or a stream of this rank's samples alone"
-)
-OTHER_SAMPLES = (
-    "the stream yields other samples on each rank, so that those which a rank does not keep are "
-    "lost: set shards_itself = True in its class if it divides itself over ranks"
-)
+log = logging.getLogger(__name__)
+
 ONE_SAMPLE = (
     "batch norm needs two samples or more, and a microbatch of this rank has one: leave out the "
     "last, short microbatch of an epoch by data.drop_last=true (drop_last=True of the loader), or "
     "choose another data.batch_size"
 )
-NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
-NO_UPDATE_RATIO = "copies the weights before a step: use clip.step_in_backward=false"
-ENDED = (
-    "the data of some of the {} data-parallel ranks has ended before that of the others: use "
-    "plugin.prepare_dataloader, or let an IterableDataset yield equally many batches on each rank"
-)
-
-
-class Asked(NamedTuple):
-    """What a rank asks of all ranks after this step."""
-
-    stop: int = 0  # number of a signal, or 0
-    save: bool = False
-
-
-class Sums(NamedTuple):
-    """What all ranks know of a window."""
-
-    total: Count
-    asked: Asked
-    ends_epoch: bool
-
-
-def count(
-    window: Window, windows: Windows, loss: WindowLoss, plugin: Plugin, first: bool, asked: Asked
-) -> tuple[list[float | None], Callable[[], Sums]]:
-    """Count a window on the host, and start to sum the counts over all data-parallel ranks.
-
-    Returns the items of each microbatch of this rank, None for one that it has no sample of, and
-    what waits for the sums. What ranks ask travels with them, so that it costs no collective.
-    """
-    counts: list[Count | None] = []
-    for number, batch in enumerate(window.batches, window.first):
-        counts.append(None if has_no_sample(windows.loader, number) else loss.counted(batch))
-    items = [None if counted is None else counted.items for counted in counts]
-    local = _sum(counts)
-    if plugin.world_size == 1:
-        return items, lambda: Sums(local, asked, window.last)
-    size = plugin.data_size
-    length = len(window.batches)
-    reads_all = isinstance(windows.loader, StreamLoader) and windows.loader.mark != 0
-    mark = _mark_of(window, windows.loader) if first and size > 1 else 0
-    values = [*local, window.last, length, length**2, mark, mark**2]
-    if not plugin.reports_metrics:
-        values = [0.0] * len(values)  # Another rank counts these samples.
-    # Every rank may ask.
-    summing = plugin.start_sum_over_ranks([*values, asked.stop > 0, asked.save])
-
-    def wait() -> Sums:
-        total_items, *totals = summing()
-        if math.isnan(total_items):
-            loss.raise_refusal()
-        samples, tokens, ended, lengths, squares, marks, squared_marks, stops, saves = map(
-            int, totals
-        )
-        if mark:
-            _require_own_samples(squared_marks * size == marks**2, reads_all, size)
-        # A last window can have fewer batches here than on another rank.
-        some_ended = 0 < ended < size and not windows.uneven
-        if some_ended or squares * size != lengths**2:
-            raise ValueError(ENDED.format(size))
-        stop = _signal_of_any_rank(asked.stop) if stops else asked.stop
-        total = Count(total_items, samples, tokens)
-        return Sums(total, Asked(stop, saves > 0), ended == size)
-
-    return items, cache(wait)
-
-
-def _sum(counts: Sequence[Count | None]) -> Count:
-    items = 0.0
-    samples = 0
-    tokens = 0
-    for counted in counts:
-        if counted is not None:
-            items += counted.items
-            samples += counted.samples
-            tokens += counted.tokens
-    return Count(items, samples, tokens)
-
-
-def _mark_of(window: Window, loader: Any) -> int:
-    """Return a checksum of the samples of a window; 0 if nothing is to compare."""
-    if isinstance(loader, StreamLoader) and loader.mark:
-        return loader.mark
-    return 0 if _is_partitioned(loader) else checksum(window.batches[0])
-
-
-def _require_own_samples(same: bool, reads_all: bool, ranks: int) -> None:
-    """Refuse data of which all ranks train the same part.
-
-    ``same``: all ranks have read the same first samples. ``reads_all``: they should, as each reads
-    the whole stream and keeps a part.
-    """
-    if reads_all and not same:
-        raise ValueError(OTHER_SAMPLES)
-    if same and not reads_all:
-        raise ValueError(SAME_SAMPLES.format(ranks))
-
-
-def _signal_of_any_rank(number: int) -> int:
-    """Return which signal asked some rank to stop; a collective."""
-    signal = torch.tensor(number)
-    dist.all_reduce(signal, dist.ReduceOp.MAX)
-    return int(signal)
-
-
-def _is_partitioned(loader: Any) -> bool:
-    if isinstance(loader, StreamLoader):
-        return loader.dataset.divided_by != "itself"
-    parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
-    return any(isinstance(part, PartitionedBatches | DistributedSampler) for part in parts)
 
 
 class _SummedScores(NamedTuple):
@@ -203,23 +85,50 @@ class _Scores:
 
 
 def _total(values: Sequence[Tensor]) -> float:
-    """Add 0-dimensional tensors; the host waits once for those of an accelerator."""
+    """Add 0-dimensional tensors; the host waits once for an accelerator."""
     if not values:
         return 0.0
     wide = transfer.widest(values[0].device)
     return torch.stack([value.to(wide) for value in values]).sum().item()
 
 
+class Accumulated(NamedTuple):
+    """What the passes of a window leave besides gradients."""
+
+    loss: Tensor
+    """This rank's share of the loss of the window, a 0-dimensional tensor."""
+    first_square: Tensor | None
+    """‖G‖² of the first of several microbatches, if it was measured."""
+
+    def first_microbatch(self, counts: Counts, data_size: int) -> FirstMicrobatch | None:
+        """Return what the noise scale needs of the first microbatch, if it was measured."""
+        total = counts.over_ranks().total
+        share = (counts.items[0] or 0.0) / (total.items or 1.0)
+        if self.first_square is None or not 0 < share < 1:
+            return None
+        # Its gradient was weighted as a part of the mean over all ranks.
+        unweighted = self.first_square / (share * data_size) ** 2
+        return FirstMicrobatch(unweighted, share, total.samples)
+
+
 @dataclass
 class Passes:
+    """Runs the passes of a training on this rank; ``region`` marks their parts in a profile."""
+
     booster: Booster
     model: ModelWrapper
     optimizer: OptimizerWrapper
     loss: WindowLoss
     device: torch.device
+    compares_batches: bool
+    """Whether losses of several batches are added up, so that it matters what a mean divides by."""
     region: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
 
     def __post_init__(self) -> None:
+        if self.model.pipeline is not None and self.loss.takes_batch:
+            raise ValueError("a model that computes its own loss cannot be cut into stages")
+        self.compares_batches |= self.booster.plugin.data_size > 1
+        self.compares_batches |= self.model.pipeline is not None
         # Without autocast the wrapper would only cost a call.
         self._module = self.model if self.model.dtype else self.model.module
         self.loss.alone = self.booster.plugin.world_size == 1
@@ -227,19 +136,29 @@ class Passes:
     def accumulate(
         self,
         batches: Sequence[Any],
-        counts: Sequence[float | None],
-        items: Callable[[], float],
+        counts: Counts,
+        measures_first: bool,
         after_each: Callable[[int, int], None],
-    ) -> Tensor:
-        """Run forward and backward passes of a window; return this rank's share of its loss."""
+    ) -> Accumulated:
+        """Run the forward and backward passes of a window.
+
+        Args:
+            batches: its microbatches on this rank.
+            counts: their items, and what waits for the items of all ranks.
+            measures_first: whether to measure the gradient of the first microbatch.
+            after_each: called with the number of a microbatch and how many there are, after each
+                but the last, which the optimizer step follows.
+        """
 
         def weight() -> float:
             # Ranks average their gradients; the loss is divided by the items of all of them.
-            return self.booster.plugin.data_size / self.loss.divisor(items())
+            items = counts.over_ranks().total.items
+            return self.booster.plugin.data_size / self.loss.divisor(items)
 
         self.loss.begin_window(trains=True)
         total: Tensor | None = None
-        for number, (batch, count) in enumerate(zip(batches, counts, strict=True), 1):
+        first_square: Tensor | None = None
+        for number, (batch, count) in enumerate(zip(batches, counts.items, strict=True), 1):
             beat()
             last = number == len(batches)
             # Ranks synchronise their gradients on the last microbatch only.
@@ -250,14 +169,18 @@ class Passes:
                     if _too_few_for_batch_norm(error):
                         error.add_note(ONE_SAMPLE)
                     raise
-            if not last:  # after that one comes the step
+            if measures_first and number == 1 and not last:
+                first_square = self._square_of_gradients()
+            if not last:
                 after_each(number, len(batches))
             total = loss if total is None else total + loss
         assert total is not None
-        return total.to(transfer.widest(total.device)) * weight()
+        return Accumulated(total.to(transfer.widest(total.device)) * weight(), first_square)
 
     def settle(self, batches: Sequence[Any]) -> None:
-        """Find what the mean of the loss divides by, once; a collective."""
+        """Find what the mean of the loss divides by, once and where it matters; a collective."""
+        if not self.compares_batches:
+            return
         settle(
             self.loss,
             self.model.module,
@@ -267,9 +190,9 @@ class Passes:
             to_device=self.to_device,
         )
 
-    def _settled(self, held: Iterator[tuple[bool, Any]]) -> Iterator[tuple[bool, Any]]:
+    def _settled(self, batches: Iterator[tuple[bool, Any]]) -> Iterator[tuple[bool, Any]]:
         """Measure the loss on batches that may tell more of it; a collective."""
-        for idle, batch in held:
+        for idle, batch in batches:
             if not self.loss.is_settled:
                 self.settle([batch])
             yield idle, batch
@@ -326,7 +249,7 @@ class Passes:
         return self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
 
     @torch.no_grad()
-    def square_of_gradients(self) -> Tensor:
+    def _square_of_gradients(self) -> Tensor:
         """Return ‖G‖² of what backward passes have added up on this rank, unscaled."""
         layout = self.optimizer.layout
         shards = [shard for shard in layout.shards if shard.param.grad is not None]
@@ -335,12 +258,21 @@ class Passes:
         return powers_of(layout, shards, gradients, 2.0)[0] / scale**2
 
     def to_device(self, batch: Any) -> Any:
+        """Return a batch on the device of the training, by its own ``to`` if it has one."""
         if self.device.type == "cpu":
             return batch
         move = getattr(batch, "to", None)
         if not isinstance(batch, Tensor) and callable(move):
             return move(self.device)
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
+
+
+def warn_of_batch_norm(model: nn.Module, accumulation_steps: int) -> None:
+    """Warn that batch norm does not see the whole batch of a step that accumulates."""
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if accumulation_steps > 1 and has_batch_norm:
+        text = "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
+        log.warning(text + "the same as one batch of their size", accumulation_steps)
 
 
 def _too_few_for_batch_norm(error: BaseException | None) -> bool:

@@ -11,6 +11,8 @@ _COUNTS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens"}  # by 
 
 
 class Progress(NamedTuple):
+    """Where a training stands: counts of what is behind it, ``batch`` within its epoch."""
+
     epoch: int = 0
     batch: int = 0
     step: int = 0
@@ -18,6 +20,7 @@ class Progress(NamedTuple):
     tokens: int = 0
 
     def after(self, batches: int, samples: int, tokens: int, end_of_epoch: bool) -> Progress:
+        """Return where the training stands after one more step, of so much data."""
         return Progress(
             self.epoch + end_of_epoch,
             0 if end_of_epoch else self.batch + batches,
@@ -27,9 +30,11 @@ class Progress(NamedTuple):
         )
 
     def of(self, unit: str) -> int:
+        """Return the count in a unit of durations: ``ep``, ``ba``, ``sp`` or ``tok``."""
         return int(getattr(self, _COUNTS[unit]))
 
     def reached(self, duration: Duration) -> bool:
+        """Return whether the training has come as far as a duration from its beginning."""
         return self.of(duration.unit) >= duration.value
 
     def completed(self, interval: Duration, since: Progress) -> bool:
@@ -43,7 +48,8 @@ def total_steps(duration: Duration, epoch: int | None, step: int, tokens: int | 
 
     The last step of an epoch may be short.
     """
-    value, unit = duration.value, duration.unit
+    value = duration.value
+    unit = duration.unit
     if unit == "ba":
         return value
     if unit == "tok":

@@ -168,26 +168,31 @@ def _remarks(trainer: Trainer, config: RunConfig, summary: dict[str, Any]) -> li
     return [asdict(remark) for remark in guidance.remarks(summary, setting)]
 
 
+_OF_GROUPS = ("optimizer.groups", "optimizer.no_decay")
+_OF_SCHEDULE = ("scheduler.", "train.max_duration", "data.", "accumulation.")
+_THRESHOLDS = ("clip.threshold", "clip.links", "clip.groups")
+_MEASURED = ("clip.mode", "clip._target_", "clip.window")
+_OF_NORMS = ("clip.norm_type", "clip.scales")
+
+
 def _settings_to_keep(saved: object, recorded: dict[str, Any] | None) -> set[str]:
     """Return the settings that a checkpoint must not bring, as this run was given others."""
     if not isinstance(saved, dict) or recorded is None:
         return set()
     before = dict(leaves("", saved))
-    now = dict(leaves("", recorded))
-    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    keep = {key.removeprefix("optimizer.") for key in changed if key.startswith("optimizer.")}
-    keep |= {key.removeprefix("adamw_") for key in keep}  # names of AdamW's settings beside Muon
-    if any(key.startswith(("optimizer.groups", "optimizer.no_decay")) for key in changed):
-        keep |= {"groups", "lr"}
-    of_schedule = ("scheduler.", "train.max_duration", "data.", "accumulation.")
-    if any(key.startswith(of_schedule) for key in changed):
-        keep.add("lr")
-    measured = {"clip.mode", "clip._target_", "clip.window"}
-    if now.get("clip.mode") != "schedule":  # its history is a step, which goes on
-        measured |= {"clip.norm_type", "clip.scales"}
-    if measured & changed:
-        keep.add("mode")
-    thresholds = ("clip.threshold", "clip.links", "clip.groups")
-    if any(key.startswith(thresholds) for key in changed):
-        keep.add("threshold")
+    values = dict(leaves("", recorded))
+    changed = [key for key in before | values if before.get(key) != values.get(key)]
+    keep = set()
+    for key in changed:
+        if key.startswith("optimizer."):
+            name = key.removeprefix("optimizer.")
+            keep |= {name, name.removeprefix("adamw_")}  # of AdamW's settings beside Muon
+        if key.startswith(_OF_GROUPS):
+            keep |= {"groups", "lr"}
+        if key.startswith(_OF_SCHEDULE):
+            keep.add("lr")
+        if key.startswith(_THRESHOLDS):
+            keep.add("threshold")
+        if key in _MEASURED or (key in _OF_NORMS and values.get("clip.mode") != "schedule"):
+            keep.add("mode")  # the memory of a schedule is the step, which goes on
     return keep

@@ -1,9 +1,9 @@
-"""Where a training stands: everything besides the weights that it must have to continue exactly."""
+"""The state of a training: all that it needs besides the weights to continue exactly."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from runner.booster import OptimizerWrapper
 from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.notation import Duration, plural
+from runner.config.problem import or_list
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 from runner.train.progress import Progress
@@ -32,9 +33,10 @@ class TrainState:
     rank: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)  # what else has a state_dict
     progress: Progress = field(default_factory=Progress)
-    schedulers_behind: bool = False  # an optimizer step was made that they have not followed
+    schedulers_behind: bool = False  # whether they have still to follow the last optimizer step
 
     def step_schedulers(self) -> None:
+        """Step the schedules after an optimizer step that was taken; a skipped one moves none."""
         if self.schedulers and self.schedulers_behind and self.optimizer.was_taken():
             for scheduler in self.schedulers:
                 if not isinstance(scheduler, ReduceLROnPlateau):
@@ -45,13 +47,7 @@ class TrainState:
         """Step the schedules that follow a metric of evaluations."""
         for scheduler in self.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
-                metric = getattr(scheduler, "metric", keys.EVAL_LOSS)
-                if metric not in evaluation:
-                    raise ValueError(
-                        f"the schedule follows {metric}, but an evaluation has "
-                        f"{', '.join(evaluation)}"
-                    )
-                scheduler.step(evaluation[metric])
+                scheduler.step(evaluation[followed_metric(scheduler, evaluation)])
 
     def read(self, end: Duration) -> Iterator[Window]:
         """Read windows, epoch after epoch, until ``progress`` has reached ``end``."""
@@ -94,7 +90,7 @@ class TrainState:
         schedulers = len(state["schedulers"])
         if schedulers != len(self.schedulers):
             raise ValueError(
-                f"the training state is that of {plural(schedulers, 'scheduler')}, "
+                f"the training state has {plural(schedulers, 'scheduler')}, "
                 f"this run has {len(self.schedulers)}"
             )
         self.windows.require(self._random_of(state), self._progress_of(state))
@@ -111,7 +107,7 @@ class TrainState:
         if "metrics" in keep:
             self.meter.last = {keys.TRAIN_SAMPLES: self.progress.samples}
             if "skips" in self.parts:
-                self.parts["skips"].searches = 0  # the meter counts none of before either
+                self.parts["skips"].searches = 0  # the meter begins anew too
         else:
             self.meter.load_state_dict(state["meter"])
         if "mode" not in keep:
@@ -146,6 +142,42 @@ class TrainState:
                 f"of {size} over all ranks: choose data.batch_size so that it has {saved_size}"
             )
         return progress._replace(batch=samples // size)
+
+
+def all_schedulers(schedulers: Any, held_out: Iterable[Any] | None) -> list[Any]:
+    """Return the schedules of a training as a list.
+
+    Args:
+        schedulers: None, a schedule, or several, of which some may be None.
+        held_out: the held-out data; None if there is none.
+
+    Raises:
+        ValueError: a schedule follows evaluations, and there is no held-out data.
+    """
+    candidates = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+    existing = [scheduler for scheduler in candidates if scheduler is not None]
+    follows = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in existing)
+    if follows and held_out is None:
+        raise ValueError("ReduceLROnPlateau follows evaluations: give an eval_dataloader")
+    return existing
+
+
+def followed_metric(scheduler: ReduceLROnPlateau, evaluated: Collection[str]) -> str:
+    """Return the metric of evaluations that a schedule follows.
+
+    Args:
+        scheduler: the schedule; one without an attribute ``metric`` follows ``eval/loss``.
+        evaluated: metrics that evaluations have.
+
+    Raises:
+        ValueError: evaluations lack the metric.
+    """
+    metric: str = getattr(scheduler, "metric", keys.EVAL_LOSS)
+    if metric not in evaluated:
+        raise ValueError(
+            f"the schedule follows {metric}, and evaluations have {or_list(evaluated)}"
+        )
+    return metric
 
 
 def _step_up_to(scheduler: Any, epoch: int) -> None:

@@ -16,6 +16,7 @@ class Stopped(Exception):
 
 
 def beat() -> None:
+    """Note that a microbatch begins; what watches for ranks that hang counts them."""
     global begun
     begun += 1
 
@@ -38,6 +39,7 @@ def request(number: int) -> None:
 
 
 def is_deferred() -> bool:
+    """Return whether signals are noted only."""
     return _deferred
 
 

@@ -33,33 +33,33 @@ _METHODS = ("from_config", "from_pretrained", "for_model")  # of transformers' c
 
 def problems(recorded: Iterable[Recorded]) -> list[Problem]:
     """Return a problem for each target that may not be called."""
-    return [one.problem for one in recorded if not _may_be_called(one)]
+    return [target.problem for target in recorded if not _may_be_called(target)]
 
 
-def _may_be_called(one: Recorded) -> bool:
-    if _runs_code(one.arguments):
+def _may_be_called(recorded: Recorded) -> bool:
+    if _runs_code(recorded.arguments):
         return False
     try:
-        made = _named(one.target)
+        callee = _named(recorded.target)
     except Exception:  # there is none, which is reported where it would be called
         return True
-    if isinstance(made, type):
-        return _is_known(made)
-    if inspect.ismethod(made):
-        return made.__name__ in _METHODS and _is_of_transformers(made.__self__)
-    return _is_factory(one, made)
+    if isinstance(callee, type):
+        return _is_known(callee)
+    if inspect.ismethod(callee):
+        return callee.__name__ in _METHODS and _is_of_transformers(callee.__self__)
+    return _is_factory(recorded, callee)
 
 
 def _named(target: str) -> Any:
     """Return what a dotted name stands for, found as Hydra finds it."""
     path, *parts = target.split(".")
-    found: Any = import_module(path)
+    callee: Any = import_module(path)
     for part in parts:
         path = f"{path}.{part}"
-        if not hasattr(found, part):
+        if not hasattr(callee, part):
             import_module(path)
-        found = getattr(found, part)
-    return found
+        callee = getattr(callee, part)
+    return callee
 
 
 def _runs_code(arguments: Any) -> bool:
@@ -100,12 +100,12 @@ def _is_known(kind: type) -> bool:
 
 def _bases() -> tuple[type, ...]:
     """Return the classes that parts of a training derive from, of libraries that are imported."""
-    found: list[type] = [*BASES]
+    bases: list[type] = [*BASES]
     if "timm.scheduler.scheduler" in sys.modules:
-        found.append(sys.modules["timm.scheduler.scheduler"].Scheduler)
+        bases.append(sys.modules["timm.scheduler.scheduler"].Scheduler)
     if "transformers" in sys.modules:
-        found.append(sys.modules["transformers"].PretrainedConfig)
-    return tuple(found)
+        bases.append(sys.modules["transformers"].PretrainedConfig)
+    return tuple(bases)
 
 
 def _is_of_transformers(kind: Any) -> bool:
@@ -115,12 +115,13 @@ def _is_of_transformers(kind: Any) -> bool:
     return _is_known(kind) or (chooses and kind.__name__.startswith(("AutoModel", "AutoConfig")))
 
 
-def _is_factory(recorded: Recorded, made: Any) -> bool:
+def _is_factory(recorded: Recorded, function: Any) -> bool:
     """Return whether a function is one that makes a part of a training, by its name."""
     target = recorded.target
     if target in _project_factories() or target == "timm.create_model":
         return True
-    module, name = str(getattr(made, "__module__", "")), target.rpartition(".")[2]
+    module = str(getattr(function, "__module__", ""))
+    name = target.rpartition(".")[2]
     if target.startswith("torchvision.models.") and module.startswith("torchvision.models."):
         from torchvision.models import list_models
 

@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from signal import SIGINT
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from runner.booster import Booster, NonFiniteGradient
 from runner.booster.criterion import Criterion
-from runner.booster.loss import Count, Loss, WindowLoss
+from runner.booster.loss import Loss, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
-from runner.clip import ClipMode, build
+from runner.clip import Decision
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
-from runner.gradients import transfer
 from runner.run_folder import keys
-from runner.run_folder.strict_json import cut
 from runner.telemetry.gauges import Gauges
-from runner.telemetry.meter import Meter
-from runner.telemetry.sinks.console import TerminalSink, is_watched
-from runner.telemetry.sinks.destination import To, file_of, sink_of
-from runner.telemetry.step import FirstMicrobatch, StepMetrics, StepValues
-from runner.train.callbacks import Callbacks, SkippedSteps
+from runner.telemetry.profile import NoProfile
+from runner.telemetry.step import StepMetrics, StepValues
+from runner.train.callbacks import Callbacks, SkippedSteps, first_of, without
+from runner.train.counts import Asked, Counts, count
 from runner.train.metrics import EvalMetrics
-from runner.train.options import Algorithm, Evaluate, GradientClipping, InBackward, Log, Summary
-from runner.train.passes import (
-    NO_NOISE_SCALE,
-    NO_UPDATE_RATIO,
-    Asked,
-    Passes,
-    Sums,
-    count,
+from runner.train.options import Algorithm, Evaluate, Log, Summary, bind
+from runner.train.passes import Accumulated, Passes, warn_of_batch_norm
+from runner.train.progress import Progress
+from runner.train.recording import (
+    Sinks,
+    flushes_each_step,
+    make_bar,
+    make_meter,
+    mean_over_data,
 )
-from runner.train.progress import Progress, total_steps
-from runner.train.state import TrainState
+from runner.train.state import TrainState, all_schedulers
 from runner.train.stop import Stopped, defer, requested
 from runner.train.windows import Window, Windows
-
-_logger = logging.getLogger(__name__)
-T = TypeVar("T")
-_LINES = 10  # of a training, where there is no terminal
 
 
 class Trainer:
@@ -125,93 +113,45 @@ class Trainer:
         self.stop: Callable[[], int] = requested
         if not isinstance(eval_dataloader, Evaluate):
             eval_dataloader = Evaluate(eval_dataloader)
-        follows = [s for s in _listed(schedulers) if isinstance(s, ReduceLROnPlateau)]
-        if follows and eval_dataloader.dataloader is None:
-            raise ValueError("ReduceLROnPlateau follows evaluations: give an eval_dataloader")
         self.eval_dataloader = eval_dataloader.dataloader
         self.eval_interval = Duration.parse(str(eval_dataloader.interval))
-        if accumulation_steps > 1 and any(isinstance(m, _BatchNorm) for m in model.modules()):
-            text = "batch norm sees one microbatch at a time: %d accumulated microbatches are not "
-            _logger.warning(text + "the same as one batch of their size", accumulation_steps)
+        existing_schedulers = all_schedulers(schedulers, self.eval_dataloader)
+        warn_of_batch_norm(model, accumulation_steps)
         self.loss = WindowLoss(model, criterion)
         optimizers = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizers, self.criterion)
-        if self.model.pipeline is not None and self.loss.takes_batch:
-            raise ValueError("a model that computes its own loss cannot be cut into stages")
-        self.passes = Passes(self.booster, self.model, self.optimizer, self.loss, self.device)
-        self._metrics = EvalMetrics(eval_dataloader.metrics, self.loss)
-        self._weighs_batches = (
-            accumulation_steps > 1
-            or self.plugin.data_size > 1
-            or self.eval_dataloader is not None
-            or self.model.pipeline is not None
+        compares = accumulation_steps > 1 or self.eval_dataloader is not None
+        self.passes = Passes(
+            self.booster, self.model, self.optimizer, self.loss, self.device, compares
         )
+        self._metrics = EvalMetrics(eval_dataloader.metrics, self.loss)
         windows = Windows(train_dataloader, accumulation_steps)
-        if windows.shares_position(self.eval_dataloader):
-            raise ValueError(
-                "the training data and the held-out data are one stream, which has one position: "
-                "make it twice, or use num_workers=1"
-            )
-        self.saver = _only(CheckpointSaver, callbacks)
-        self.skipped_steps = _only(SkippedSteps, callbacks) or SkippedSteps()
+        windows.require_other_position(self.eval_dataloader)
+        self.saver = first_of(CheckpointSaver, callbacks)
+        self.skipped_steps = first_of(SkippedSteps, callbacks) or SkippedSteps()
         self.skipped_steps.watch(self.booster, self.optimizer, windows)
-        called = _without(callbacks, self.saver, self.skipped_steps)
-        self.callbacks = Callbacks(called, self.plugin)
+        further = without(callbacks, self.saver, self.skipped_steps)
+        self.callbacks = Callbacks(further, self.plugin)
         self._log = log or Log()
-        self._profile = self._log.profile
-        self._region = _no_region if self._profile is None else self._profile.region
+        self._profile = self._log.profile or NoProfile()
+        self._region = self._profile.region
         self.passes.region = self._region
         self._accumulation_steps = accumulation_steps
-        mode = self._bind(algorithms)
-        schedulers = _listed(schedulers)
+        mode = bind(algorithms, self.optimizer, self._log)
+        layout = self.optimizer.layout
+        meter = make_meter(self._log, mode, layout, self.booster, accumulation_steps)
+        meter.follow = self._follow
+        if self.plugin.data_size > 1 or self.model.pipeline is not None:
+            meter.mean_over_data = mean_over_data(self.plugin)
         self.state = TrainState(
-            meter=self._meter(mode),
+            meter=meter,
             mode=mode,
             optimizer=self.optimizer,
             windows=windows,
-            schedulers=[scheduler for scheduler in schedulers if scheduler is not None],
+            schedulers=existing_schedulers,
             rank=self.plugin.rank,
             parts={"skips": self.skipped_steps, "callbacks": self.callbacks, "loss": self.loss},
         )
-
-    def _bind(self, algorithms: Sequence[Algorithm] | Algorithm) -> ClipMode:
-        """Bind the clipping algorithm to the optimizers, and return its mode."""
-        if isinstance(algorithms, Algorithm):
-            algorithms = [algorithms]
-        if len(algorithms) > 1:
-            raise ValueError(f"one clipping algorithm at most, not {len(algorithms)}")
-        algorithm = algorithms[0] if algorithms else build("none")
-        clipping = algorithm.algorithm if isinstance(algorithm, InBackward) else algorithm
-        mode = clipping.mode() if isinstance(clipping, GradientClipping) else clipping
-        if not isinstance(algorithm, InBackward):
-            self.optimizer.bind(mode)
-        elif algorithm.step and self._log.measurements.update_ratio:
-            raise ValueError(f"update_ratio {NO_UPDATE_RATIO}")
-        else:
-            self.optimizer.clip_in_backward(mode, step=algorithm.step, each=self._log.per_layer)
-        return mode
-
-    def _meter(self, mode: ClipMode) -> Meter:
-        log = self._log
-        ranks = self.plugin.data_size
-        layout = self.optimizer.layout
-        meter = Meter([], log.interval, log.flush, what_if=log.what_if)
-        meter.skips = self.booster.skip is not None
-        meter.follow = self._follow
-        if log.measurements.noise_scale:
-            splits_model = layout.group is not None or ranks < self.plugin.world_size
-            if splits_model or self._accumulation_steps < 2 or mode.norm_type != 2.0:
-                raise ValueError(f"noise_scale {NO_NOISE_SCALE}")
-            meter.noise = deque(maxlen=100)
-        if log.per_layer or log.measurements.update_ratio:
-            updates = log.measurements.update_ratio
-            meter.layers = Gauges(layout, mode.norm_type, log.per_layer, updates)
-        if ranks > 1 or self.model.pipeline is not None:
-            meter.mean_over_data = self._mean_over_data
-        return meter
-
-    def _mean_over_data(self, values: list[float]) -> list[float]:
-        return [total / self.plugin.data_size for total in self.plugin.sum_over_data(values)]
 
     def fit(self) -> Summary:
         """Train until ``max_duration``, from where ``state`` stands.
@@ -226,23 +166,32 @@ class Trainer:
             Stopped: a rank was asked to stop; on every rank, after the checkpoint.
             OSError: a checkpoint cannot be written, on every rank. Earlier ones are unchanged.
         """
-        state = self.state
-        opened = self._open_sinks()
-        state.meter.sinks = [*self._given_sinks(), *opened]
+        meter = self.state.meter
+        sinks = self._open_sinks()
+        meter.sinks = sinks.all
         try:
             summary = self._train()
         except BaseException as error:
             # What led up to the end is wanted most; a full disk must not hide what ended the run.
             with suppress(Exception):
-                state.meter.flush(together=False)
-            signal = SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "signal", 0)
-            for sink in opened:
-                with suppress(Exception):
-                    sink.close(None, 128 + signal if signal else 1)
+                meter.flush(together=False)
+            sinks.close_after(error)
             raise
-        for sink in opened:
-            sink.close(summary, 0)
+        sinks.close(summary)
         return summary
+
+    def _open_sinks(self) -> Sinks:
+        """Open the files of ``Log.sinks``, and show a bar or lines on the terminal."""
+        is_first = self.plugin.rank == 0
+        bar = None
+        if self._log.bar and is_first:
+            if flushes_each_step(self.plugin, self.device):
+                self.state.meter.flush_every = 1
+            bar = make_bar(
+                self._log, self.train_dataloader, self.max_duration, self._accumulation_steps
+            )
+        step = self.state.progress.step
+        return Sinks(self._log.sinks, opens=is_first, step=step, bar=bar)
 
     def _train(self) -> Summary:
         """Train up to the end, and return the summary."""
@@ -255,18 +204,15 @@ class Trainer:
         self._started = time.perf_counter()
         windows = state.read(self.max_duration)
         while not callbacks.ended:
-            if self._profile is not None:
-                self._profile.begin_step(state.progress.step + 1)
+            self._profile.begin_step(state.progress.step + 1)
             with self._region("data"):
                 window = next(windows, None)
             if window is None:
                 break
             defer()  # from here on a signal lets the step end
             self._step(window)
-            if self._profile is not None:
-                self._profile.end_step(state.progress.step)
-        if self._profile is not None:
-            self._profile.close()
+            self._profile.end_step(state.progress.step)
+        self._profile.close()
         state.step_schedulers()
         if self.saver is not None:
             state.meter.flush()
@@ -277,147 +223,92 @@ class Trainer:
         callbacks.call("on_end", self, summary)
         return summary
 
-    def _given_sinks(self) -> list[Any]:
-        """Return the sinks and functions of ``Log.sinks``, which their maker closes."""
-        return [sink_of(to) for to in self._destinations() if not isinstance(to, str | Path)]
-
-    def _open_sinks(self) -> list[Any]:
-        """Return what :meth:`fit` closes: files of ``Log.sinks``, and what the terminal shows."""
-        if self.plugin.rank > 0:
-            return []
-        opened: list[Any] = []
-        for to in self._destinations():
-            if isinstance(to, str | Path):
-                if self.state.progress.step > 0:
-                    cut(file_of(to), self.state.progress.step)
-                opened.append(sink_of(to))
-        if self._log.bar:
-            opened.append(self._terminal())
-        return opened
-
-    def _destinations(self) -> list[To]:
-        sinks = self._log.sinks
-        return list(sinks) if isinstance(sinks, list | tuple) else [sinks]  # type: ignore[list-item]
-
-    def _terminal(self) -> TerminalSink:
-        """Return the bar of this training, or its lines where there is no terminal."""
-        if (
-            is_watched(sys.stderr)
-            and self.plugin.world_size == 1
-            and transfer.can_read(self.device)
-        ):
-            self.state.meter.flush_every = 1  # where a flush is no collective
-        microbatches = None
-        with suppress(TypeError):  # a stream has no length
-            microbatches = len(self.train_dataloader)  # type: ignore[arg-type]
-        steps = None
-        if self.max_duration.unit != "sp":
-            steps = total_steps(self.max_duration, microbatches, self._accumulation_steps, None)
-        interval = max(self._log.interval, (steps or _LINES * 100) // _LINES)
-        return TerminalSink(steps, interval, "training", is_recorded=bool(self._destinations()))
-
     def _step(self, window: Window) -> None:
-        """Take one optimizer step; ``state.progress`` then stands behind it."""
+        """Take one optimizer step, and move ``state.progress`` past it."""
         state = self.state
-        before = state.progress
         optimizer = self.optimizer
-        if self._weighs_batches:
-            self.passes.settle(window.batches)
+        before = state.progress
+        self.passes.settle(window.batches)
 
         # Microbatches. The counts of all ranks travel while the first one is computed.
-        items, sums = self._count(window)
+        counts = self._count(window)
         if optimizer.steps_in_backward:
             state.step_schedulers()  # the backward pass steps with the rate of now
-        loss, first_square = self._run_microbatches(window, items, sums)
-        if self.plugin.world_size > 1 and not self.loss.is_confirmed:
-            self.loss.confirm()
-        total, requests, ends_epoch = sums()
+        accumulated = self._accumulate(window, counts)
+        total, requests, ends_epoch = counts.over_ranks()
         progress = before.after(len(window.batches), total.samples, total.tokens, ends_epoch)
         evaluates = progress.completed(self.eval_interval, before)
         evaluates = evaluates or progress.reached(self.max_duration)
 
-        # Clip
-        state.step_schedulers()  # for the step before: an accelerator tells late if it was taken
-        gauges = self.state.meter.layers
-        if not evaluates and not self.state.meter.row_due(progress.step):
-            gauges = None
-        per_layer = gauges is not None and gauges.per_layer
-        try:
-            with self._region("clipping"):
-                decision = optimizer.clip(state.mode, fold=True, each=per_layer)
-        except NonFiniteGradient as error:
-            self.loss.raise_refusal()
-            raise self.skipped_steps.described(error, before, window, float(loss)) from None
+        # Clip. An accelerator tells late whether the step before was taken.
+        state.step_schedulers()
+        has_row = evaluates or state.meter.row_due(progress.step)
+        gauges = state.meter.layers if has_row else None
+        decision = self._clip(window, accumulated, each=gauges is not None and gauges.per_layer)
+
+        # Finite
         self.skipped_steps.note(decision, before, window)
 
         # Step
-        measure_after = None if gauges is None else gauges.begin(optimizer.norms)
         lr = optimizer.optimizers[0].param_groups[0]["lr"]
-        with self._region("optimizer"):
-            optimizer.step()
-        layers = None if measure_after is None else measure_after()
-        measure_after = None  # it holds a copy of the weights
-        state.schedulers_behind = True
-        optimizer.zero_grad()
-        self.callbacks.call("on_microbatch", self, len(items), len(items))
+        layers = self._take_step(gauges)
+        self.callbacks.call("on_microbatch", self, len(window.batches), len(window.batches))
 
         # Record
         state.progress = progress
         metrics = StepMetrics(
             step=progress.step,
-            local_loss=loss,
+            local_loss=accumulated.loss,
             decision=optimizer.decision or decision,  # the step completes a limit of updates
             lr=lr,
             samples=progress.samples,
             tokens=progress.tokens,
             seconds=time.perf_counter() - self._started,
             layers=layers,
-            first=self._first_microbatch(first_square, items, total),
+            first=accumulated.first_microbatch(counts, self.plugin.data_size),
         )
         with self._region("record"):
             self._record(metrics, evaluates)
         self._save_or_stop(requests, before)
         self._started = time.perf_counter()
 
-    def _count(self, window: Window) -> tuple[list[float | None], Callable[[], Sums]]:
+    def _count(self, window: Window) -> Counts:
         """Count the items of a window, and start to sum them over all ranks."""
-        saves = self.saver is not None and self.saver.due()
-        return count(
-            window,
-            self.state.windows,
-            self.loss,
-            self.plugin,
-            first=self.state.progress.step == 0,
-            asked=Asked(stop=self.stop(), save=saves),
-        )
+        asked = Asked(stop=self.stop(), save=self.saver is not None and self.saver.due())
+        is_first = self.state.progress.step == 0
+        return count(window, self.state.windows, self.loss, self.plugin, is_first, asked)
 
-    def _run_microbatches(
-        self, window: Window, items: Sequence[float | None], sums: Callable[[], Sums]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the passes of a window; return this rank's loss, and ‖G‖² of its first microbatch."""
+    def _accumulate(self, window: Window, counts: Counts) -> Accumulated:
+        """Run the forward and backward passes of a window."""
         meter = self.state.meter
-        first_square: Tensor | None = None
-        measures = meter.noise is not None and meter.row_due(self.state.progress.step + 1)
+        measures_first = meter.noise is not None and meter.row_due(self.state.progress.step + 1)
+        after_each = partial(self.callbacks.call, "on_microbatch", self)
+        accumulated = self.passes.accumulate(window.batches, counts, measures_first, after_each)
+        if self.plugin.world_size > 1 and not self.loss.is_confirmed:
+            self.loss.confirm()
+        return accumulated
 
-        def after_each(number: int, microbatches: int) -> None:
-            nonlocal first_square
-            if measures and number == 1:
-                first_square = self.passes.square_of_gradients()
-            self.callbacks.call("on_microbatch", self, number, microbatches)
+    def _clip(self, window: Window, accumulated: Accumulated, each: bool) -> Decision:
+        """Clip the gradients; with ``each``, the norm of each parameter is measured too."""
+        state = self.state
+        try:
+            with self._region("clipping"):
+                decision: Decision = self.optimizer.clip(state.mode, fold=True, each=each)
+        except NonFiniteGradient as error:
+            self.loss.raise_refusal()
+            loss = float(accumulated.loss)
+            raise self.skipped_steps.described(error, state.progress, window, loss) from None
+        return decision
 
-        loss = self.passes.accumulate(window.batches, items, lambda: sums()[0].items, after_each)
-        return loss, first_square
-
-    def _first_microbatch(
-        self, square: Tensor | None, items: Sequence[float | None], total: Count
-    ) -> FirstMicrobatch | None:
-        """Return what the noise scale needs of the first microbatch, if it was measured."""
-        share = (items[0] or 0.0) / (total.items or 1.0)
-        if square is None or not 0 < share < 1:
-            return None
-        # Its gradient was weighted as a part of the mean over all ranks.
-        unweighted = square / (share * self.plugin.data_size) ** 2
-        return FirstMicrobatch(unweighted, share, total.samples)
+    def _take_step(self, gauges: Gauges | None) -> Tensor | None:
+        """Step the optimizers, and free the gradients; return what ``gauges`` have measured."""
+        measured_before = None if gauges is None else gauges.begin(self.optimizer.norms)
+        with self._region("optimizer"):
+            self.optimizer.step()
+        layers = None if measured_before is None else measured_before()
+        self.state.schedulers_behind = True
+        self.optimizer.zero_grad()
+        return layers
 
     def _follow(self, steps: Sequence[tuple[int, StepValues]]) -> None:
         """Take the values of steps that have left the device; every rank calls this alike."""
@@ -503,31 +394,7 @@ class Trainer:
                 ``metrics`` so far.
 
         Raises:
-            ValueError: the checkpoint is not whole (DamagedCheckpoint), or that of another model or
-                of other optimizers. Nothing was loaded then.
+            ValueError: the checkpoint is damaged (DamagedCheckpoint), or belongs to another model
+                or to other optimizers. Nothing was loaded then.
         """
         checkpoint.load(self, Path(path), verify, keep)
-
-
-def _listed(schedulers: Any) -> list[Any]:
-    return list(schedulers) if isinstance(schedulers, Sequence) else [schedulers]
-
-
-_NO_REGION = nullcontext()
-
-
-def _no_region(part: str) -> AbstractContextManager[Any]:
-    return _NO_REGION
-
-
-def _only(kind: type[T], callbacks: Sequence[object]) -> T | None:
-    """Return the first callback of a kind; None if there is none."""
-    for callback in callbacks:
-        if isinstance(callback, kind):
-            return callback
-    return None
-
-
-def _without(callbacks: Sequence[object], *excluded: object) -> list[object]:
-    numbers = {id(callback) for callback in excluded}
-    return [callback for callback in callbacks if id(callback) not in numbers]

@@ -40,6 +40,8 @@ EXACT = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 class Window(NamedTuple):
+    """The microbatches of one optimizer step on this rank; ``first``: index of the first one."""
+
     first: int
     batches: list[Any]
     last: bool
@@ -79,9 +81,13 @@ class Windows:
         """Whether the data may end earlier on this rank than on others, which it waits for then."""
         return self._stream is not None and self._stream.uneven
 
-    def shares_position(self, held_out: Any) -> bool:
-        """Return True if reading the held-out data would change the position of this data."""
-        return self._stream is not None and self._stream.shares_position(held_out)
+    def require_other_position(self, held_out: Any) -> None:
+        """Refuse held-out data whose reading would change the position of this data."""
+        if self._stream is not None and self._stream.shares_position(held_out):
+            raise ValueError(
+                "the training data and the held-out data are one stream, which has one position: "
+                "make it twice, or use num_workers=1"
+            )
 
     def indices(self, epoch: int, microbatch: int) -> list[list[int]] | None:
         """Return the indices of the samples that each data-parallel rank reads in a microbatch."""

@@ -34,6 +34,7 @@ _COMPARED = {
 
 
 def side_of(decision: Decision) -> dict[str, float]:
+    """Return the metrics of a decision by name, on the host."""
     metrics = zip(_METRICS, decision.metrics, strict=False)
     return {name: float(value) for name, value in metrics}
 
@@ -240,6 +241,7 @@ HEAD = (
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of a comparison, given the content of its file."""
     for mode in found["modes"]:
         limit = "" if mode["threshold"] is None else f" clip.threshold={mode['threshold']:.6g}"
         yield from ("", f"clip={mode['mode']}{limit}", HEAD)

@@ -153,8 +153,8 @@ class Reference:
         """Take one step; return its metrics, its loss and the clipped gradients by name."""
         loss = self.accumulate()
         shards = self.optimizer.layout.shards
-        held = [shard.param.grad for shard in shards if shard.param.grad is not None]
-        norm = total_norm(held, self.mode.norm_type)
+        measured = [shard.param.grad for shard in shards if shard.param.grad is not None]
+        norm = total_norm(measured, self.mode.norm_type)
         metrics = side_of(self.optimizer.clip(self.mode))
         if not relative(metrics["norm"], norm) <= self._bound:
             metrics["norm"] = norm  # by code that clips nothing: the plugin's norm will differ

@@ -33,7 +33,8 @@ def tried(plugins):
         raw = make("gpt")
         before = list(raw.parameters())
         loop = Loop(name, raw, scale=None)
-        optimizer, whole = loop.optimizer, batch_for("gpt")
+        optimizer = loop.optimizer
+        whole = batch_for("gpt")
         loop.backward(*whole)
         if name not in (None, "ddp"):
             if name not in ("zero1", "1f1b", "pipeline_dp"):
@@ -70,7 +71,8 @@ def tried(plugins):
             unstepped(inputs).sum().backward()
             assert inputs.grad.abs().sum() > 0
         if name in ("ddp", "zero1"):  # Quantized weights.
-            codes, raw = torch.ones(2, dtype=torch.uint8), make("conv")
+            raw = make("conv")
+            codes = torch.ones(2, dtype=torch.uint8)
             raw.register_parameter("codes", nn.Parameter(codes, requires_grad=False))
             Booster(plugin=PLUGINS[name]()).boost(raw, SGD(raw[0].parameters()))
 
@@ -91,7 +93,8 @@ def test_wrong_calls_are_refused(ranks, plugins):
 
 
 def test_in_one_process_parts_can_be_clipped():
-    loop, whole = Loop(None, make("conv")), batch_for("conv")
+    loop = Loop(None, make("conv"))
+    whole = batch_for("conv")
     with loop.booster.no_sync(loop.model):
         loop.backward(*whole)
     refused(HELD, apply_gradient_clipping, loop.raw[0], "norm", 1.0)
@@ -101,8 +104,8 @@ def test_in_one_process_parts_can_be_clipped():
     cross_entropy(plain(whole[0]), whole[1]).backward()
     norm = 2 * float(torch.cat([p.grad.flatten() for p in plain[0].parameters()]).norm())
     assert apply_gradient_clipping(loop.raw[0], "norm", 0.1).norm == pytest.approx(norm, rel=1e-9)
-    others = list(loop.raw[2:].parameters())
-    assert apply_gradient_clipping(others, "norm", 0.1).norm > 0.1
+    later_layers = list(loop.raw[2:].parameters())
+    assert apply_gradient_clipping(later_layers, "norm", 0.1).norm > 0.1
     with pytest.raises(ValueError, match="no parameters to clip"):
         apply_gradient_clipping([], "norm", 1.0)
 

@@ -47,14 +47,14 @@ def ratio(shapes, repeats=5):
             norm = clip()
         assert check.report(norm).startswith("check_clipping: right")
 
-    alone = []
+    unchecked = []
     checked = []
     for _ in range(1 + repeats):  # the first one makes memory
-        for function, times in ((clip, alone), (clip_and_check, checked)):
+        for function, times in ((clip, unchecked), (clip_and_check, checked)):
             for parameter, gradient in zip(model, gradients, strict=True):
                 parameter.grad = gradient.clone()
             times.append(processor_seconds(function))
-    return (min(checked[1:]) - min(alone[1:])) / min(alone[1:])
+    return (min(checked[1:]) - min(unchecked[1:])) / min(unchecked[1:])
 
 
 def main():

@@ -198,7 +198,7 @@ def test_another_model_optimizer_or_program_is_refused(checkpoint):
     for options, message in (
         ({"width": 9}, "shape [8, 6] where it is stored, but [9, 6]"),
         ({"kind": torch.optim.SGD}, "the state is that of AdamW, not of SGD"),
-        ({"schedule": half}, "that of 0 schedulers, this run has 1"),
+        ({"schedule": half}, "has 0 schedulers, this run has 1"),
     ):
         require_refusal(checkpoint, message, ValueError, trainer(2, **options))
     [shard] = checkpoint.glob("*.safetensors")

@@ -88,7 +88,10 @@ def saved(request, tmp_path_factory):
 
 def last_losses(losses):
     """The loss of the last evaluation at each step that was saved."""
-    return {step: losses[max(at for at in losses if at <= step)] for step in (5, 10, 15, 20)}
+    last = {}
+    for saved_step in (5, 10, 15, 20):
+        last[saved_step] = losses[max(step for step in losses if step <= saved_step)]
+    return last
 
 
 def test_the_best_is_kept_beside_the_newest(saved):

@@ -12,6 +12,7 @@ from runner.cli.main import main
 from runner.request.record import recorded_job
 from runner.run_folder import files
 from runner.train import build
+from runner.train.maker import maker
 from tests.launch.ends import rows_of
 from tests.process import run_here
 from tests.verify.requests import net
@@ -230,7 +231,7 @@ def test_a_run_of_ones_own_class_is_evaluated_once_it_is_typed_again(single, tmp
 def loss_of(file, run):
     """The held-out loss of an exported file, by a plain model."""
     config = recorded_job(run / files.CONFIG, []).config
-    model = build.maker(config.model)().eval()
+    model = maker(config.model)().eval()
     read = safetensors.torch.load_file if file.suffix == ".safetensors" else torch.load
     model.load_state_dict(read(file), strict=True)
     held_out = build.make_data(config.data).test

@@ -32,12 +32,14 @@ def finished(tmp_path_factory):
 
 
 def test_a_longer_run_is_the_run_that_was_as_long_from_the_start(finished, tmp_path, outputs):
-    whole, longer = tmp_path / "whole", tmp_path / "longer"
+    whole = tmp_path / "whole"
+    longer = tmp_path / "longer"
     assert main([*SHORT, f"hydra.run.dir={whole}", "train.max_duration=9ba"]) == 0
     words = [f"resume={finished}", "train.max_duration=9ba", f"hydra.run.dir={longer}"]
     assert main(words) == 0
     assert_same_checkpoint(longer / "checkpoints" / "final", whole / "checkpoints" / "final")
-    before, after = config_of(finished), config_of(longer)
+    before = config_of(finished)
+    after = config_of(longer)
     assert {key for key in before if before[key] != after[key]} == {"train", "resume"}
     overrides = yaml.safe_load((longer / files.OVERRIDES).read_text())
     assert overrides[:2] == [f"resume.from={finished}", "train.max_duration=9ba"]
@@ -46,14 +48,14 @@ def test_a_longer_run_is_the_run_that_was_as_long_from_the_start(finished, tmp_p
 def test_the_command_of_a_finished_run_with_a_longer_duration_names_what_continues_it(
     finished, outputs, capsys
 ):
-    own = [*SHORT, f"hydra.run.dir={finished}"]
-    assert main([*own, "train.max_duration=7ba"]) == 2
+    same_folder = [*SHORT, f"hydra.run.dir={finished}"]
+    assert main([*same_folder, "train.max_duration=7ba"]) == 2
     printed = capsys.readouterr().err
     assert "holds a run that finished after 6ba; to go on in a new folder: " in printed
     command = shlex.split(printed.partition("python -m runner ")[2])
     assert command == [f"resume={finished}", "train.max_duration=7ba"]
     assert main(command) == 0
-    assert main([*own, "train.max_duration=6ba"]) == 2
+    assert main([*same_folder, "train.max_duration=6ba"]) == 2
     assert "holds the record of an earlier run" in capsys.readouterr().err
 
 
@@ -110,8 +112,9 @@ def test_what_is_typed_changes_the_record_and_nothing_else(tmp_path):
 
 def test_a_run_leaves_its_sweep_and_what_belonged_to_one_command(tmp_path):
     group = ["tracker.group=mine", "tracker.tags=[mine]"]
-    one = ["sweep.name=mine", "sweep.zip=[seed,data.seed]", "report.baseline=0", "trust=true"]
-    run = planted(tmp_path / "mine" / "0", *group, *one, "resume.force=true")
+    of_sweep = ["sweep.name=mine", "sweep.zip=[seed,data.seed]", "report.baseline=0"]
+    of_command = ["trust=true", "resume.force=true"]
+    run = planted(tmp_path / "mine" / "0", *group, *of_sweep, *of_command)
     (tmp_path / "mine" / files.SWEEP).write_text("{}")
     plain = over(run)
     assert (plain["sweep"]["name"], plain["sweep"]["zip"]) == (None, [])

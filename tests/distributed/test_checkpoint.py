@@ -13,9 +13,9 @@ from torch import Tensor
 from runner import CheckpointSaver
 from runner.checkpoint import content, folder
 from runner.checkpoint.content import whole_model
+from runner.checkpoint.shards import Folder
 from runner.config.notation import Duration
 from runner.optim.schedulers import CosineAnnealingLR
-from runner.parallel.full_state_dict import Folder
 from runner.train.stop import Stopped
 from tests.distributed import cases
 from tests.distributed.cases import MODELS, Case, trainer

@@ -18,6 +18,7 @@ from runner.data import Data
 from runner.request.request import request
 from runner.train import build
 from runner.train.build import make_trainer
+from runner.train.maker import maker
 from runner.train.preflight import check
 from tests.process import overriding
 from tests.ranks import run_ranks
@@ -153,7 +154,7 @@ def trained(cases):
         if dist.get_rank():
             continue
         torch.manual_seed(config.seed)
-        model = build.maker(config.model)()
+        model = maker(config.model)()
         start = {key: tensor.clone() for key, tensor in model.named_parameters()}
         plainly(model, data, read[: trainer.plugin.data_size])
         expected = dict(model.named_parameters())

@@ -199,9 +199,9 @@ class Criterion(nn.Module):
 class Optimizer(torch.optim.SGD):
     def __init__(self, parameters, lr):
         super().__init__(parameters, lr)
-        made = Counted("constructor")
-        made.calls = BEFORE
-        if made.fails():
+        constructions = Counted("constructor")
+        constructions.calls = BEFORE
+        if constructions.fails():
             fail()
         self.counted = Counted("step", "step memory")
 

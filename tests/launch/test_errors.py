@@ -154,8 +154,10 @@ def test_an_odd_end_of_a_rank_is_named(outputs, capsys, fault, plugin, where):
     words = [*SHORT, *parts, *MORE_PARTS, *PLUGINS.get(plugin, [])]
     words += [f"+model.fault={fault}", f"+model.ranks={ranks}"]
     assert main(words) == 1
-    folder, printed = only_run(outputs), capsys.readouterr().err
-    status, log = read(folder), (folder / "runner.log").read_text()
+    folder = only_run(outputs)
+    printed = capsys.readouterr().err
+    status = read(folder)
+    log = (folder / "runner.log").read_text()
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     for text in ODD[fault]:
         for record in (printed, status["error"], log):

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from runner.cli.main import main
-from runner.config.masking import hidden, is_secret, masked, masked_words
+from runner.config.masking import hidden, masked, masked_words
 from runner.config.ordinary import show_path
+from runner.config.secret import is_secret
 from runner.models.cnn import DigitsCNN
 from tests.launch.ends import read
 

@@ -122,7 +122,7 @@ def test_a_threshold_axis_has_means_with_the_intervals_of_the_table(seeded):
     }
     assert [trace.x[0] for trace in means.values()] == [0.1, 0.25, 1.0, 2.0]
     for index, trace in means.items():
-        assert trace.y[0] == pytest.approx(findings.mean(findings.settings[index])[0])
+        assert trace.y[0] == pytest.approx(findings.scores.mean(findings.settings[index])[0])
         if index in findings.comparisons:
             difference = findings.comparisons[index]
             assert trace.error_x.array is None
@@ -134,7 +134,7 @@ def test_no_clipping_is_a_line_across_the_thresholds(seeded):
     [unclipped] = [setting for setting in findings.settings if not setting.clips]
     [line] = of_setting(charts["metric-threshold"], unclipped.index)
     assert line.mode == "lines"
-    assert set(line.y) == {findings.mean(unclipped)[0]}
+    assert set(line.y) == {findings.scores.mean(unclipped)[0]}
     assert colors_of(findings)[unclipped.index] == NEUTRAL
 
 

@@ -11,6 +11,7 @@ import pytest
 from runner.report import NoRunError, read, read_run
 from runner.report.findings import find
 from runner.report.run import flat, read_series
+from runner.report.sections.clipping import would_clip
 from tests.report.examples import NO_SUCH_PROCESS, NORM, config, rows, sweep, write_run
 
 
@@ -123,8 +124,8 @@ def test_keys_of_parameters_are_read_without_their_prefix(tmp_path):
     line = '{"train/step": 1, "grad/norm": 2, "grad/norm/a.weight": 4, "clip/what_if/2.0": 0.1, '
     (tmp_path / "metrics.jsonl").write_text(line + '"clip/what_if/0.25": 0.8}')
     run = read_run(tmp_path)
-    assert list(run.layers) == ["a.weight"]
-    assert list(run.what_if.items()) == [(0.25, 0.8), (2.0, 0.1)]
+    assert list(run.by_suffix("grad/norm/")) == ["a.weight"]
+    assert list(would_clip(run).items()) == [(0.25, 0.8), (2.0, 0.1)]
 
 
 def test_metrics_are_the_summarys_or_the_same_from_rows(tmp_path):

@@ -149,14 +149,14 @@ def test_runs_of_few_steps_do_not_tell_where_to_look_next(texts_of_short_runs):
 
 def test_a_run_cut_short_is_not_judged_beside_whole_ones(tmp_path):
     findings = findings_of(tmp_path, {1.0: [0.3], 2.0: [0.4]})
-    before = findings.ratio(findings.settings[0])
+    before = findings.scores.ratio(findings.settings[0])
     ahead = rows("norm", 4.0, 10, evaluations=0)
     ahead[-1]["eval/loss"] = 0.01
     write_run(tmp_path / "2", ahead, config(clip__threshold=4.0), state="running")
     write_run(tmp_path / "3", rows("norm", 1e-9, 5), config(seed=1), state="killed")
     findings = find(read(tmp_path))
     assert findings.best.label == "1.0"
-    assert findings.ratio(findings.settings[0]) == before
+    assert findings.scores.ratio(findings.settings[0]) == before
 
 
 def test_a_threshold_without_a_result_closes_no_range(tmp_path):

@@ -26,7 +26,7 @@ def test_a_sweep_ends_with_a_row_for_each_setting(folder):
     _, _, *table = live.answer(findings).splitlines()
     assert [line.split()[0] for line in table] == [s.label for s in findings.listed]
     for line, setting in zip(table, findings.listed, strict=True):
-        mean, deviation = findings.mean(setting)
+        mean, deviation = findings.scores.mean(setting)
         assert float(line.split()[1]) == round(mean, 4)
         assert f"± {deviation:.2g}"[:7] in line
 

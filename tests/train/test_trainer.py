@@ -80,7 +80,7 @@ class Interrupts:
 @pytest.mark.parametrize(("ranks", "every"), [(1, 1), (2, 50)])
 def test_only_a_single_watched_rank_flushes_each_step(ranks, every, monkeypatch):
     """Ranks flush together, and the first one alone is watched."""
-    monkeypatch.setattr("runner.train.trainer.is_watched", lambda stream: True)
+    monkeypatch.setattr("runner.train.recording.is_watched", lambda stream: True)
     trainer = Trainer(*parts(), callbacks=[Interrupts()])
     count = patch.object(type(trainer.plugin), "world_size", ranks)
     with count, pytest.raises(KeyboardInterrupt):
@@ -90,7 +90,7 @@ def test_only_a_single_watched_rank_flushes_each_step(ranks, every, monkeypatch)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_watched_script_says_that_it_was_interrupted(ranks, capfd, monkeypatch):
-    monkeypatch.setattr("runner.train.trainer.is_watched", lambda stream: True)
+    monkeypatch.setattr("runner.train.recording.is_watched", lambda stream: True)
     trainer = Trainer(*parts(), callbacks=[Interrupts()])
     count = patch.object(type(trainer.plugin), "world_size", ranks)
     with count, pytest.raises(KeyboardInterrupt):
@@ -99,7 +99,7 @@ def test_a_watched_script_says_that_it_was_interrupted(ranks, capfd, monkeypatch
 
 
 def test_a_watched_script_says_after_how_many_steps_it_was_terminated(capfd, monkeypatch):
-    monkeypatch.setattr("runner.train.trainer.is_watched", lambda stream: True)
+    monkeypatch.setattr("runner.train.recording.is_watched", lambda stream: True)
     model, loader = parts()
     trainer = Trainer(model, (batch for batch in loader), "3ba")  # a stream has no length
     trainer.stop = lambda: 15

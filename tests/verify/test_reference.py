@@ -11,6 +11,7 @@ from torch import nn
 from runner.booster.plugin import SinglePlugin
 from runner.config.schema import parse
 from runner.train import build
+from runner.train.maker import maker
 from runner.verify.reference import Reference, make_mode, make_samples, switch_off_dropout
 from tests.verify.requests import IMAGES, net, plain_of
 
@@ -28,7 +29,7 @@ def test_it_is_a_plain_training_of_one_process():
     config = config_of("clip=norm", "clip.threshold=0.5", "verify.lr=0.3")
     reference = reference_of(config, 2)
     torch.manual_seed(config.seed)
-    model = build.maker(config.model)().double()
+    model = maker(config.model)().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     order = SinglePlugin().prepare_dataloader(
         build.make_data(config.data).train, 16, shuffle=True, seed=config.seed

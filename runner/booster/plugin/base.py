@@ -46,7 +46,7 @@ class Plugin(ABC):
         precision: precision of a :class:`~runner.Booster` that is given none.
         initial_scale: initial fp16 loss scale; None for the default one.
         max_norm: if above 0, each step clips the norm of a gradient that was not clipped before.
-        device: device on which this rank trains; None: that of the model.
+        device: device on which this rank trains; None: where the model lies.
         splits_model: True if each rank holds a part of the parameters only. Such a model may lie on
             the host, and only the values of the first rank are read.
     """
@@ -127,14 +127,18 @@ class Plugin(ABC):
         """
         kwargs.setdefault("collate_fn", collate_pairs)
         kwargs.setdefault("pin_memory", torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        own: dict[str, Any] = {"rank": self.data_rank, "world_size": self.data_size}
-        own |= {"drop_last": drop_last, "seed": seed}
+        partition: dict[str, Any] = {
+            "rank": self.data_rank,
+            "world_size": self.data_size,
+            "drop_last": drop_last,
+            "seed": seed,
+        }
         if isinstance(dataset, IterableDataset):
             if shuffle:
                 raise ValueError(f"{type(dataset).__name__} has its own order: shuffle=False")
-            return StreamLoader(dataset, batch_size, num_workers=num_workers, **own, **kwargs)
+            return StreamLoader(dataset, batch_size, num_workers=num_workers, **partition, **kwargs)
         size = len(dataset)  # type: ignore[arg-type]
-        order = PartitionedBatches(size, batch_size, shuffle=shuffle, **own)
+        order = PartitionedBatches(size, batch_size, shuffle=shuffle, **partition)
         kwargs |= {"batch_sampler": order, "num_workers": num_workers}
         if num_workers:
             return WorkerLoader(dataset, seed, **kwargs)

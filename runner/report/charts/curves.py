@@ -66,7 +66,7 @@ def draw(
         smooth: draw means over the steps around, and beside them every step of each seed.
         share: the values are shares: the axis goes from 0 to 1, and has no logarithm.
         log: whether the axis is logarithmic; None: if the values span decades.
-        until: values that the axis encloses, without those of runs that were lost.
+        until: values that the axis encloses; the values of diverged runs may lie outside.
     """
     first = _first(curves)
     last = max(float(curve.series.steps[-1]) for curve in curves)

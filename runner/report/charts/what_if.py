@@ -20,6 +20,7 @@ class Recorded(NamedTuple):
 
 
 def draw(*, name: str, title: str, note: str, recorded: Sequence[Recorded]) -> Chart:
+    """Draw the recorded shares over thresholds, and a mark where a run has clipped."""
     traces: list[Trace] = []
     for run in recorded:
         xs = [*run.shares]

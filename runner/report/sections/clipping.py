@@ -8,6 +8,7 @@ from runner.report.charts import curves, what_if
 from runner.report.charts.curves import Curve
 from runner.report.figure import Chart, Entry
 from runner.report.look import percent
+from runner.report.run import Run
 from runner.report.sections.norms import distribution_chart, limits_shown, moving, norm_chart
 from runner.report.sections.tables import Tables
 from runner.report.settings import MODE, Setting
@@ -121,12 +122,22 @@ def _what_if_charts(tables: Tables, clipping: Sequence[Setting]) -> list[Chart]:
     return charts[:_MODES]
 
 
+def would_clip(run: Run) -> dict[float, float]:
+    """Return the last recorded share of steps that each threshold would have clipped, rising."""
+    shares: dict[float, float] = {}
+    for threshold, series in run.by_suffix(keys.WHAT_IF).items():
+        if len(series.finite):
+            shares[float(threshold)] = float(series.finite[-1])
+    return dict(sorted(shares.items()))
+
+
 def _what_if(tables: Tables, settings: Sequence[Setting]) -> list[what_if.Recorded]:
     """Return what runs recorded of other thresholds, and the share that they clipped."""
     recorded = []
     for setting in settings:
         for run in setting.runs:
-            if not run.what_if:
+            shares = would_clip(run)
+            if not shares:
                 continue
             ratio = tables.findings.measured[run.number][keys.CLIP_RATIO_TOTAL]
             clipped = None
@@ -134,5 +145,5 @@ def _what_if(tables: Tables, settings: Sequence[Setting]) -> list[what_if.Record
                 clipped = (setting.threshold, ratio)
             text = f"{setting.label}, run {run.number}: clipped {percent(ratio)} of its steps"
             entry = tables.entry(setting)
-            recorded.append(what_if.Recorded(entry, run.number, run.what_if, clipped, text))
+            recorded.append(what_if.Recorded(entry, run.number, shares, clipped, text))
     return recorded

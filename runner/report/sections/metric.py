@@ -35,7 +35,7 @@ def metric_charts(tables: Tables) -> list[Chart]:
 
 
 def _has_score(findings: Findings, setting: Setting) -> bool:
-    return any(findings.score(run) is not None for run in setting.runs)
+    return any(findings.scores.score(run) is not None for run in setting.runs)
 
 
 def _by_choice(
@@ -114,27 +114,41 @@ def _slug(suffix: str) -> str:
 def _points(tables: Tables, settings: Sequence[Setting], key: str, suffix: str) -> Chart:
     """Return the chart of the metric against a number."""
     findings = tables.findings
-    placed = [setting for setting in settings if setting.number(key) is not None]
-    unplaced = [setting for setting in settings if setting.number(key) is None]
-    has_seeds = any(len(setting.runs) > 1 for setting in settings)
+    placed: list[Setting] = []
+    unplaced: list[Setting] = []
+    for setting in settings:
+        (unplaced if setting.number(key) is None else placed).append(setting)
     means = [_mean(tables, setting, key) for setting in placed]
-    reference = findings.compared_with if any(mean.half is not None for mean in means) else None
+    has_seeds = any(len(setting.runs) > 1 for setting in settings)
     note = f"One point a run, × diverged; {_better(findings)}."
-    if reference is not None:
+    level_of_reference = None
+    reference = findings.compared_with
+    if reference is not None and any(mean.half is not None for mean in means):
         note += f" Bars that cross the dotted line do not differ clearly from {reference.label}."
-    mode = next((setting.info for setting in placed if setting.clips), None)
+        level_of_reference = findings.scores.mean(reference)[0]
+    all_scores: list[points.Point] = []
+    for setting in placed:
+        all_scores += _scores(tables, setting, key)
     return points.draw(
         name=f"metric-{short(key)}{_slug(suffix)}",
         title=f"Best {findings.metric} against {_name_of(key)}{suffix}",
         note=note,
         axes=(_name_of(key), f"best {findings.metric}"),
-        points=[point for setting in placed for point in _scores(tables, setting, key)],
+        points=all_scores,
         means=means if has_seeds or len(findings.swept) == 1 else [],
         levels=_levels(tables, unplaced),
         names={_place(setting, key): choice(setting.runs[0], key) for setting in placed},
-        published=mode.published if mode and key == THRESHOLD else (),
-        reference=None if reference is None else findings.mean(reference)[0],
+        published=_published(placed) if key == THRESHOLD else (),
+        reference=level_of_reference,
     )
+
+
+def _published(settings: Sequence[Setting]) -> Sequence[tuple[float, str]]:
+    """Return the published thresholds of the first mode that clips."""
+    for setting in settings:
+        if setting.clips:
+            return setting.info.published
+    return ()
 
 
 def _place(setting: Setting, key: str) -> float:
@@ -147,10 +161,10 @@ def _scores(tables: Tables, setting: Setting, key: str) -> list[points.Point]:
     findings = tables.findings
     scores = []
     for run in setting.runs:
-        score = findings.score(run)
+        score = findings.scores.score(run)
         if score is None:
             continue
-        hollow = not findings.counts(run)
+        hollow = not findings.scores.counts(run)
         text = f"{setting.label}, run {run.number}: {findings.metric} {rounded(score)}"
         point = points.Point(
             entry=tables.entry(setting),
@@ -166,7 +180,7 @@ def _scores(tables: Tables, setting: Setting, key: str) -> list[points.Point]:
 
 def _mean(tables: Tables, setting: Setting, key: str) -> points.Mean:
     """Return the mean of a setting with its interval."""
-    mean, _ = tables.findings.mean(setting)
+    mean, _ = tables.findings.scores.mean(setting)
     return points.Mean(
         entry=tables.entry(setting),
         place=_place(setting, key),
@@ -180,7 +194,7 @@ def _levels(tables: Tables, settings: Sequence[Setting]) -> list[points.Level]:
     """Return the means of settings that have no place on the axis."""
     levels = []
     for setting in settings:
-        mean, _ = tables.findings.mean(setting)
+        mean, _ = tables.findings.scores.mean(setting)
         if math.isfinite(mean):
             levels.append(points.Level(tables.entry(setting), mean, tables.text_of(setting)))
     return levels
@@ -205,8 +219,8 @@ def _heat(
                 entry=tables.entry(setting),
                 x=choice(first, across),
                 y=choice(first, up),
-                mean=findings.mean(setting)[0],
-                stable=not findings.diverged(setting),
+                mean=findings.scores.mean(setting)[0],
+                stable=not findings.scores.diverged(setting),
                 text=tables.text_of(setting),
             )
         )
@@ -230,7 +244,7 @@ def _dots(tables: Tables, settings: Sequence[Setting]) -> Chart:
     reference = findings.compared_with
     name = reference.label if reference else "the best"
     note = f"Difference to {name}, seed by seed, with its 95 % interval; {_better(findings)}."
-    if any(findings.diverged(setting) for setting in listed):
+    if any(findings.scores.diverged(setting) for setting in listed):
         note += " × diverged."
     if len(listed) > _ROWS:
         note += f" {len(listed) - _ROWS} more settings stand in the table."
@@ -252,20 +266,20 @@ def _row(tables: Tables, setting: Setting) -> dots.Row:
         half=_half(tables, setting),
         seeds=_paired(findings, setting) if len(setting.runs) > 1 else [],
         text=tables.text_of(setting),
-        diverged=bool(findings.diverged(setting)),
+        diverged=bool(findings.scores.diverged(setting)),
     )
 
 
 def _difference(findings: Findings, setting: Setting) -> float:
     """Return the difference of a mean to the reference, NaN without a mean."""
-    mean, _ = findings.mean(setting)
+    mean, _ = findings.scores.mean(setting)
     reference = findings.compared_with
     if reference is None or not math.isfinite(mean):
         return math.nan
     difference = findings.comparisons.get(setting.index)
     if difference is not None:
         return difference.value
-    return mean - findings.mean(reference)[0]
+    return mean - findings.scores.mean(reference)[0]
 
 
 def _paired(findings: Findings, setting: Setting) -> list[tuple[str, float]]:
@@ -273,10 +287,10 @@ def _paired(findings: Findings, setting: Setting) -> list[tuple[str, float]]:
     reference = findings.compared_with
     if reference is None:
         return []
-    scores = findings.seeds(reference)
+    scores = findings.scores.seeds(reference)
     differences = []
-    for run in findings.judged(setting):
-        score = findings.score(run)
+    for run in findings.scores.judged(setting):
+        score = findings.scores.score(run)
         base = scores.get(run.seed)
         if score is not None and base is not None and math.isfinite(score):
             differences.append((run.number, score - base))

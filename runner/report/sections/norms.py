@@ -76,7 +76,12 @@ def norm(run: Run) -> Series:
     spaced = run.config.get("log.interval", 1) not in (1, None)
     scaled = run.of(keys.GRAD_NORM_SCALED)
     highest = run.of(keys.GRAD_NORM_MAX)
-    return highest if spaced and len(highest) and not len(scaled) else run.limited
+    return highest if spaced and len(highest) and not len(scaled) else limited(run)
+
+
+def limited(run: Run) -> Series:
+    """Return the norm of each row that λ limits: ‖G‖, without gradients that are not scaled."""
+    return run.series.get(keys.GRAD_NORM_SCALED, run.of(keys.GRAD_NORM))
 
 
 def moving(run: Run) -> Series:
@@ -122,8 +127,8 @@ def _skipped(entry: Entry, run: Run, series: Series) -> Iterator[Mark]:
 
 
 def finite_norms(setting: Setting) -> Floats:
-    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping; see :attr:`Run.limited`."""
-    finite = np.concatenate([run.limited.finite for run in setting.runs])
+    """Return all finite ‖G‖ > 0 of a setting's runs, before clipping; see :func:`limited`."""
+    finite = np.concatenate([limited(run).finite for run in setting.runs])
     return np.asarray(finite[finite > 0])
 
 
@@ -134,14 +139,14 @@ def distribution_chart(tables: Tables) -> Chart | None:
     if not measured:
         return None
     # The setting that clipping changed least: without clipping, else fewest steps.
-    reference = min(measured, key=lambda s: (s.clips, findings.ratio(s) or 0.0))
+    reference = min(measured, key=lambda s: (s.clips, findings.scores.ratio(s) or 0.0))
     values = finite_norms(reference)
     thresholds = []
     for setting in findings.settings:
         if setting.info.limits_norm and setting.threshold is not None:
             thresholds.append((tables.entry(setting), setting.threshold))
     note = f"All steps of “{reference.label}”, {len(values):,} norms."
-    ratio = findings.ratio(reference)
+    ratio = findings.scores.ratio(reference)
     if ratio:
         note += f" No run went unclipped; this one was clipped least ({percent(ratio)} of steps)."
     return norms.draw(

@@ -21,6 +21,7 @@ from runner.report.look import percent, plural, rounded
 from runner.report.run import EMPTY, Floats, Run, Series, read_run
 from runner.report.sections.colors import colors_of
 from runner.report.settings import Setting
+from runner.run_folder import keys
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class Tables:
 
     @cached_property
     def entries(self) -> list[Entry]:
+        """Entries of the legend, in the order of the settings."""
         colors = colors_of(self.findings)
         return [Entry(s.index, s.label, colors[s.index]) for s in self.findings.settings]
 
     def entry(self, setting: Setting) -> Entry:
+        """Return the entry of a setting in the legend."""
         return self.entries[setting.index]
 
     @cached_property
@@ -73,25 +76,27 @@ class Tables:
 
     @cached_property
     def layers(self) -> list[layers.Layers]:
+        """Norms of layers of all runs that have recorded them."""
         # The first seed of each setting comes before the second of any, the best setting first.
         turns = zip_longest(*(setting.runs for setting in self.findings.listed))
         recorded = []
         for turn in turns:
             for setting, run in zip(self.findings.listed, turn, strict=True):
-                if run is not None and run.layers:
-                    recorded.append(layers.Layers(self.entry(setting), run.number, run.layers))
+                norms = {} if run is None else run.by_suffix(keys.LAYER_NORM)
+                if run is not None and norms:
+                    recorded.append(layers.Layers(self.entry(setting), run.number, norms))
         return recorded
 
     def text_of(self, setting: Setting) -> str:
         """Return what a chart says of a setting under the pointer."""
         findings = self.findings
-        mean, spread = findings.mean(setting)
-        seeds = plural(len(findings.seeds(setting)), "seed")
+        mean, spread = findings.scores.mean(setting)
+        seeds = plural(len(findings.scores.seeds(setting)), "seed")
         text = f"{setting.label}: {findings.metric} {rounded(mean)}"
         text += f" ± {rounded(spread, 2)} over {seeds}" if spread is not None else ""
-        lost = len(findings.diverged(setting))
+        lost = len(findings.scores.diverged(setting))
         text += f", {lost} of {plural(len(setting.runs), 'seed')} diverged" if lost else ""
-        share = findings.share(setting)
+        share = findings.scores.share(setting)
         if share is None:
             return text
         return f"{text}, {percent(share)} of {setting.info.parts or 'steps'} clipped"

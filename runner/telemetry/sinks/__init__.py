@@ -30,6 +30,7 @@ class Sink(Protocol):
 
 
 def ending(exit_code: int) -> str:
+    """Return how a run has ended, by its exit code."""
     words = {0: "finished", 129: "hung up", 130: "interrupted", 143: "terminated"}
     return words.get(exit_code, "failed")
 

@@ -6,7 +6,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -90,6 +90,7 @@ def leave_unread(stream: TextIO) -> None:
 
 
 def is_watched(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can move its cursor."""
     try:
         return os.environ.get("TERM") != "dumb" and stream.isatty()
     except (AttributeError, ValueError):  # closed
@@ -245,31 +246,27 @@ class TerminalSink:
         self._shown = self._step
 
     def _ending(self, summary: dict[str, Any], exit_code: int) -> Iterator[str]:
-        ended = ending(exit_code)
-        steps = summary.get("steps", self._step or None)
-        if steps is not None:
-            # A summary counts the steps of a branch from its beginning.
-            early = self._total is not None and max(steps, self._step) < self._total
-            ended += f" after {steps} of {self._total} steps" if early else ""
-            ended += "" if early else f" after {plural(steps, 'step')}"
-        if keys.WALL_SECONDS in summary:
-            ended += f" in {summary[keys.WALL_SECONDS]:.1f} s"
-        yield f"{self._title}: {ended}"
+        """Yield the lines at the end of a training."""
+        yield f"{self._title}: {ending(exit_code)}{self._after(summary)}"
         yield from _evaluation(summary.get("final", {}))
-        norm = summary.get(keys.GRAD_NORM, {})
-        shares = ("p50", "p90", "p99")
-        spread = [f"{share} {_number(norm[share])}" for share in shares if share in norm]
-        if keys.CLIP_RATIO_TOTAL in summary:
-            spread.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
-        if spread:
-            yield "  ".join(["gradient norm", *spread])
-        what_if = {key: share for key, share in summary.items() if key.startswith(keys.WHAT_IF)}
-        if what_if:
-            clipped = [f"{_threshold(key)} {percent(share)}" for key, share in what_if.items()]
-            yield "  ".join(["other thresholds would have clipped", *clipped])
+        yield from _clipping(summary)
         yield from summary.get("guidance", ())
         if exit_code == 0 and not self._is_recorded:
             yield 'nothing was recorded: Trainer(log=Log("runs/mine/metrics.jsonl")) keeps the rows'
+
+    def _after(self, summary: dict[str, Any]) -> str:
+        """Return after how many steps a training has ended, and in how many seconds."""
+        text = ""
+        steps = summary.get("steps", self._step or None)
+        if steps is not None:
+            # A summary counts the steps of a branch from its beginning.
+            if self._total is not None and max(steps, self._step) < self._total:
+                text = f" after {steps} of {self._total} steps"
+            else:
+                text = f" after {plural(steps, 'step')}"
+        if keys.WALL_SECONDS in summary:
+            text += f" in {summary[keys.WALL_SECONDS]:.1f} s"
+        return text
 
     def _print(self, line: str) -> None:
         if not self._alone and not line.startswith(self._title):
@@ -293,6 +290,23 @@ def _parts(row: Row, clipped: float) -> list[str]:
     if keys.THROUGHPUT in row:
         parts.append(f"{rounded(row[keys.THROUGHPUT])} samples/s")
     return parts
+
+
+def _clipping(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the norms of a training, and how often this threshold and others clip."""
+    norm = summary.get(keys.GRAD_NORM, {})
+    parts = []
+    for share in ("p50", "p90", "p99"):
+        if share in norm:
+            parts.append(f"{share} {_number(norm[share])}")
+    if keys.CLIP_RATIO_TOTAL in summary:
+        parts.append(f"clipped {percent(summary[keys.CLIP_RATIO_TOTAL])} of the steps")
+    if parts:
+        yield "  ".join(["gradient norm", *parts])
+    what_if = {key: share for key, share in summary.items() if key.startswith(keys.WHAT_IF)}
+    if what_if:
+        clipped = [f"{_threshold(key)} {percent(share)}" for key, share in what_if.items()]
+        yield "  ".join(["other thresholds would have clipped", *clipped])
 
 
 def _evaluation(row: Row) -> list[str]:

@@ -28,10 +28,12 @@ log = logging.getLogger("runner.wandb")
 
 
 def new_run_id() -> str:
+    """Return a new id of a run at wandb: eight hexadecimal digits."""
     return secrets.token_hex(4)  # like wandb's own; no seeded generator repeats it
 
 
 def records(mode: str) -> bool:
+    """Return whether wandb records anything in a mode."""
     return mode != "disabled" and (mode, os.environ.get("WANDB_MODE")) != ("auto", "disabled")
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import safetensors.torch
@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from runner.booster.optimizer import OptimizerWrapper
-from runner.booster.wrapper import ModelWrapper
+from runner.checkpoint.shards import Folder, Stored, write
 from runner.config.notation import first_few
+from runner.gradients import Layout
 from runner.parallel.collectives import from_all, on_first
-from runner.parallel.full_state_dict import Folder, Stored, gathered, load, write
+from runner.parallel.full_state_dict import gathered, load
+from runner.parallel.pipeline import Pipeline
 from runner.parallel.sharding import reshard
 
 OPTIMIZER = "optimizer/"
@@ -38,11 +39,53 @@ _VALUES = "optimizer.pt"
 _SAFETENSORS = ".safetensors"
 
 
-def model_tensors(model: ModelWrapper, with_buffers: bool = True) -> dict[str, Tensor]:
+class BoostedModel(Protocol):
+    """What is saved of a :class:`runner.booster.ModelWrapper`."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages of this rank; None for a model in one piece."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Each name in the whole model, with the first name of its tensor."""
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """Names in the whole model, by the names on this rank."""
+
+    def unwrap(self) -> nn.Module:
+        """Return the module of this rank."""
+
+
+class BoostedOptimizer(Protocol):
+    """What is saved of a :class:`runner.booster.OptimizerWrapper`."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers of torch that step together."""
+
+    @property
+    def layout(self) -> Layout:
+        """Names and placement of the parameters."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+
+    def rest_of_state(self) -> dict[str, Any]:
+        """Return what is saved besides the state of the optimizers."""
+
+    def load_rest(self, values: Mapping[str, Any]) -> None:
+        """Load what :meth:`rest_of_state` returned."""
+
+
+def model_tensors(model: BoostedModel, with_buffers: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of a model on this rank by name, one of each tied one."""
     return {name: copies[0] for name, copies in model_slots(model, with_buffers).items()}
 
 
-def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, list[Tensor]]:
+def model_slots(model: BoostedModel, with_buffers: bool = True) -> dict[str, list[Tensor]]:
     """Return the tensors of a model by name; a rank with two stages may hold a tied one twice."""
     module = model.unwrap()
     stages = () if model.pipeline is None else model.pipeline.stages.values()
@@ -57,11 +100,12 @@ def model_slots(model: ModelWrapper, with_buffers: bool = True) -> dict[str, lis
     return slots
 
 
-def optimizer_tensors(optimizer: OptimizerWrapper) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: BoostedOptimizer) -> dict[str, Tensor]:
+    """Return the tensors in the state of the optimizers of this rank, by name."""
     return {key: value for key, value in _state(optimizer) if isinstance(value, Tensor)}
 
 
-def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
+def optimizer_values(optimizer: BoostedOptimizer) -> dict[str, Any]:
     """Return the values of the optimizers that are no tensors; every rank has to call this."""
     of_ranks = from_all({k: v for k, v in _state(optimizer) if not isinstance(v, Tensor)})
     groups = []
@@ -78,12 +122,12 @@ def optimizer_values(optimizer: OptimizerWrapper) -> dict[str, Any]:
     }
 
 
-def _kinds(optimizer: OptimizerWrapper) -> list[str]:
+def _kinds(optimizer: BoostedOptimizer) -> list[str]:
     return [type(plain).__name__ for plain in optimizer.optimizers]
 
 
 def optimizer_slots(
-    optimizer: OptimizerWrapper,
+    optimizer: BoostedOptimizer,
     stored: Mapping[str, Stored],
     values: Mapping[str, Any],
     keep: Collection[str] = (),
@@ -117,9 +161,9 @@ def optimizer_slots(
 
 
 def _load_settings(
-    optimizer: OptimizerWrapper, values: Mapping[str, Any], keep: Collection[str]
+    optimizer: BoostedOptimizer, values: Mapping[str, Any], keep: Collection[str]
 ) -> None:
-    """Load the settings of the parameter groups, apart from those of ``keep``."""
+    """Load the settings of the parameter groups, except the names in ``keep``."""
     kept = {*keep, *(_RATES if "lr" in keep else ())}
     all_settings = [settings for groups in values["groups"] for settings in groups]
     for group, settings in zip(optimizer.param_groups, all_settings, strict=True):
@@ -127,7 +171,7 @@ def _load_settings(
 
 
 def _require_same_optimizers(
-    optimizer: OptimizerWrapper, values: Mapping[str, Any], same_groups: bool
+    optimizer: BoostedOptimizer, values: Mapping[str, Any], same_groups: bool
 ) -> None:
     saved = values["kinds"]
     kinds = _kinds(optimizer)
@@ -149,7 +193,7 @@ class _StepState(NamedTuple):
     loaded: dict[str, Any]  # the state that is being loaded
 
 
-def _step_states(optimizer: OptimizerWrapper) -> Iterator[_StepState]:
+def _step_states(optimizer: BoostedOptimizer) -> Iterator[_StepState]:
     names = {id(shard.param): shard.name for shard in optimizer.layout.shards}
     for number, plain in enumerate(optimizer.optimizers):
         for group in plain.param_groups:
@@ -158,7 +202,7 @@ def _step_states(optimizer: OptimizerWrapper) -> Iterator[_StepState]:
                 yield _StepState(name, plain, group, parameter, loaded={})
 
 
-def _state(optimizer: OptimizerWrapper) -> Iterator[tuple[str, Any]]:
+def _state(optimizer: BoostedOptimizer) -> Iterator[tuple[str, Any]]:
     for step_state in _step_states(optimizer):
         states = step_state.optimizer.state
         # Reading an absent entry of a defaultdict would make one.
@@ -216,13 +260,13 @@ class CheckpointIO:
     of Colossal-AI has no effect: each rank writes one file.
     """
 
-    def state_dict(self, model: ModelWrapper) -> dict[str, Tensor]:
+    def state_dict(self, model: BoostedModel) -> dict[str, Tensor]:
         """Gather the state dict of the whole model on the host of the first rank."""
         whole = gathered(model.unwrap(), model.renamed)
         return {name: whole[first] for name, first in model.names.items()} if whole else {}
 
     def load_state_dict(
-        self, model: ModelWrapper, state: Mapping[str, Tensor], strict: bool = True
+        self, model: BoostedModel, state: Mapping[str, Tensor], strict: bool = True
     ) -> None:
         """Load a state dict of the whole model, which only the first rank reads.
 
@@ -232,7 +276,7 @@ class CheckpointIO:
 
     def save_model(
         self,
-        model: ModelWrapper,
+        model: BoostedModel,
         checkpoint: str | Path,
         shard: bool = False,
         size_per_shard: int = 1024,
@@ -251,7 +295,7 @@ class CheckpointIO:
             whole = {name: tensor.clone() for name, tensor in whole.items()}
         _write_file(path, lambda part: save(whole, part))
 
-    def load_model(self, model: ModelWrapper, checkpoint: str | Path, strict: bool = True) -> None:
+    def load_model(self, model: BoostedModel, checkpoint: str | Path, strict: bool = True) -> None:
         """Load what :meth:`save_model` saved, or the state dict of a model that was not boosted."""
         path = Path(checkpoint)
         if path.is_dir():
@@ -264,12 +308,12 @@ class CheckpointIO:
             self.load_state_dict(model, state, strict)
 
     def save_optimizer(
-        self, optimizer: OptimizerWrapper, checkpoint: str | Path, shard: bool = False
+        self, optimizer: BoostedOptimizer, checkpoint: str | Path, shard: bool = False
     ) -> None:
         """Save the state of the optimizers and of the fp16 loss scale, always as a folder."""
         _write_folder(Path(checkpoint), optimizer_tensors(optimizer), optimizer_values(optimizer))
 
-    def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str | Path) -> None:
+    def load_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str | Path) -> None:
         """Load what :meth:`save_optimizer` saved."""
         path = Path(checkpoint)
         source = Folder(path)

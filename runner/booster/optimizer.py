@@ -229,7 +229,6 @@ class OptimizerWrapper(StepOrder):
         self.step()
         return self.decision or decision
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> bool:
         """Take the step, unless the gradients are not finite; return whether it was taken.
 

@@ -179,7 +179,9 @@ class Passes:
                 after_each(number, len(batches))
             total = loss if total is None else total + loss
         assert total is not None
-        return Accumulated(total.to(transfer.widest(total.device)) * weight(), first_square)
+        # In the widest type by one operation: both numbers are 0-dimensional.
+        wide = torch.scalar_tensor(weight(), dtype=transfer.widest(total.device))
+        return Accumulated(total * wide, first_square)
 
     def settle(self, batches: Sequence[Any]) -> None:
         """Find what the mean of the loss divides by, once and where it matters; a collective."""

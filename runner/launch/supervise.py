@@ -36,8 +36,10 @@ from runner.run_folder import files, keys
 from runner.run_folder.status import RESUMED, Record, provenance
 from runner.run_folder.strict_json import cut, follow
 from runner.telemetry.guidance import sentences
-from runner.telemetry.sinks import RunLog, Sink, TensorboardSink
+from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
+from runner.telemetry.sinks.run_log import RunLog
+from runner.telemetry.sinks.tensorboard import TensorboardSink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
 

@@ -17,12 +17,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runner.clip import ClipMode, Decision, GradStats, ModeInfo, limit_norm
+from runner.clip import Decision, FactorMode, ModeInfo, Norms, limit_norm
 from runner.gradients import Layout
 
 
 @dataclass
-class RunningMean(ClipMode):
+class RunningMean(FactorMode):
     """Limit the norm to threshold times its running mean, this step included."""
 
     info = ModeInfo(stat="‖G‖ ÷ its running mean", unit="mean", note="The threshold is a factor.")
@@ -31,16 +31,16 @@ class RunningMean(ClipMode):
 
     decay: Annotated[float, Field(ge=0, lt=1, description="weigh the steps before")] = 0.9
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        for name, value in (("total", stats.norm), ("weight", 1.0)):
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        for name, value in (("total", norms.total), ("weight", 1.0)):
             self.memory[name] = self.decay * self.memory[name] + (1 - self.decay) * value
         mean = self.memory["total"] / self.memory["weight"]
         return limit_norm(
-            stats.norm, self.limit * mean, max_stat=stats.norm / mean, threshold=self.limit
+            norms.total, self.limit * mean, max_stat=norms.total / mean, threshold=self.limit
         )
 
 
-class Unfinished(ClipMode):
+class Unfinished(FactorMode):
     pass
 
 
@@ -132,7 +132,7 @@ WRONG = {
     f"{TARGET} +clip.decai=0.5": "clip.decai=0.5|unknown key|clip.decay?",
     "clip._target_=own_cliping.RunningMean": "own_cliping",
     "clip._target_=own_clipping.RuningMean": "AttributeError|RuningMean",
-    "clip._target_=json.JSONDecoder": "is no clipping mode|runner.clip.ClipMode",
+    "clip._target_=json.JSONDecoder": "is no clipping mode|runner.clip.FactorMode",
     "clip._target_=own_clipping.Unfinished": "abstract|decide_finite",
     "clip._target_=own_clipping.Undeclared": "@dataclass|power",
     "clip._target_=own_clipping.Untyped": "types of its options cannot be|Nowhere",

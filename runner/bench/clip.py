@@ -24,7 +24,8 @@ from runner.clip import Decision, build
 from runner.gradients import Layout
 from runner.models.gpt import GPT
 from runner.run_folder.strict_json import JsonlSink
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepMetrics
 
 # Thresholds of ``norm``, as multiples of the norm.
 BINDING = 0.5

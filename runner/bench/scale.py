@@ -25,7 +25,7 @@ from runner.gradients import Layout
 from runner.gradients.account import Described, described_once
 from runner.gradients.shard import Whole
 from runner.parallel.collectives import on_any_rank
-from runner.telemetry.meter import Gauges
+from runner.telemetry.gauges import Gauges
 
 WIDTH = 8  # elements of a row of a matrix
 STAGES = 8  # ranks that hold different layers, under zero 1, pipeline and moe

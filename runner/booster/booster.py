@@ -16,7 +16,13 @@ from runner.booster.batch import mapped
 from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
 from runner.booster.optimizer import OptimizerWrapper
-from runner.booster.optimizers import orthogonalized, require_safe, unknown
+from runner.booster.optimizers import (
+    orthogonalized,
+    own_clips,
+    require_safe,
+    require_same_clips,
+    unknown,
+)
 from runner.booster.plugin.base import Plugin, SinglePlugin, dtype_of
 from runner.booster.replaced import refuse_replaced
 from runner.booster.step_order import LossScale, Nonfinite
@@ -111,7 +117,10 @@ class Booster(CheckpointIO):
         name_of_id = {id(parameter): name for name, parameter in before.items()}
         where = "Give boost (or Trainer) a model that owns it, or leave it out of the optimizer"
         raise_first(unknown(optimizers, name_of_id, where), alone=True)
-        unscaled = {name_of_id[id(parameter)] for parameter in orthogonalized(optimizers)}
+        clips = own_clips(optimizers, name_of_id)
+        if not isinstance(plugin, SinglePlugin):
+            require_same_clips(clips)
+        matrices = {name_of_id[id(parameter)] for parameter in orthogonalized(optimizers)}
 
         parallel_model = plugin.configure(model)
         renamed = parallel_model.renamed
@@ -121,7 +130,8 @@ class Booster(CheckpointIO):
             parallel_model.rebind(optimizers, before, model)
             for plain in optimizers:
                 require_safe(plain, parallel_model, plugin)
-            parallel_model.layout.leave_unscaled(unscaled)
+            parallel_model.layout.own_clips = clips
+            parallel_model.layout.orthogonalized = frozenset(matrices)
             boosted = self._wrapped(optimizers, parallel_model, wrapper)
         elif parallel_model.sync_grads is not nothing:
             wrapper.watch = partial(no_backward, model)
@@ -203,7 +213,7 @@ class Booster(CheckpointIO):
         batch = next(data_iter)
         loss = None
         settle(window, model.unwrap(), [batch], pipeline, together=self.plugin.world_size > 1)
-        window.begin_window(trains=False)
+        window.begin_window()
         if optimizer is not None:
             kept: list[Tensor] | None = [] if return_outputs else None
             weight = 1.0 / window.divisor(window.items(batch).items)

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from runner.booster.optimizers import AT_ONCE, computes_from_all, match_strides
 from runner.booster.step_order import StepOrder, StepOrderError
 from runner.clip import Change, ClipMode, Decision
-from runner.gradients import Layout, transfer
-from runner.gradients.norms import Powers, combine_norms
+from runner.clip.groups import mode_of_parameter
+from runner.gradients import Layout, ParamShard, transfer
+from runner.gradients.norms import FALSE, Norms, combine_norms, is_finite
 
 
 class InBackward:
@@ -42,7 +43,6 @@ class InBackward:
         self._order = ref(order)  # ``order`` owns this object, and both end with it
         self._names = {id(shard.param): shard.name for shard in order.layout.shards}
         self._parts: dict[str, tuple[Layout, ClipMode]] = {}
-        self.powers: Powers | None = None  # of the step that was finished last
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -50,7 +50,7 @@ class InBackward:
         self.began: bool | None = None  # whether gradients of this step are clipped, once asked
         self._broken = False  # whether the host knows of a gradient that is not finite
         self._decisions: dict[str, Decision] = {}
-        self._powers: list[Powers] = []
+        self._shares: list[tuple[Sequence[ParamShard], Tensor]] = []
         self._memory: dict[str, Any] = {}
 
     def callback(self) -> Callable[[Tensor], None]:
@@ -86,15 +86,14 @@ class InBackward:
         """Measure, decide and apply; the step follows while the gradient is in a cache."""
         if name not in self._parts:
             part = self._layout.restricted([name])
-            self._parts[name] = part, self.mode.of_part(part)
+            self._parts[name] = part, mode_of_parameter(self.mode, part)
         layout, mode = self._parts[name]
-        stats = mode.measure(layout, self._each)
-        is_readable = transfer.can_read(stats.finite.device)
-        self._broken = self._broken or (is_readable and not stats.finite)
-        decision = mode.clip(layout, stats)
+        norms = mode.measure(layout, self._each)
+        self._broken = self._broken or norms.finite is FALSE
+        decision = mode.clip(layout, norms)
         self._decisions[name] = decision
-        if stats.powers is not None:
-            self._powers.append(stats.powers)
+        if norms.shares is not None:
+            self._shares.append((norms.shards, norms.shares))
         if not self.steps or self._broken:
             return
         if decision.update is not None:
@@ -107,35 +106,39 @@ class InBackward:
         parameter.grad = None
 
     @torch.no_grad()
-    def finish(self) -> Tensor:
-        """Clip, and step, gradients for which no hook was called; return ‖G‖."""
+    def finish(self) -> Norms:
+        """Clip, and step, gradients for which no hook was called; return the norms of all."""
         for shard in self._layout.shards:
             trained = shard.param.requires_grad and shard.param.grad is not None
             if trained and shard.name not in self._decisions:
                 self._clip(shard.name, shard.param)
-        self.powers = None
-        if self._powers:
-            wide = transfer.widest(self._layout.device)
-            of_shards = [torch.as_tensor(powers.each, dtype=wide) for powers in self._powers]
-            shards = [shard for powers in self._powers for shard in powers.shards]
-            self.powers = Powers(shards, torch.cat(of_shards), self.mode.norm_type)
-        return self._total([decision.norm for decision in self._decisions.values()])
+        total = self._total([decision.norm for decision in self._decisions.values()])
+        norms = Norms(total, is_finite(total), self.mode.norm_type)
+        if self._shares:
+            norms.shards = [shard for shards, _ in self._shares for shard in shards]
+            norms.shares = torch.cat([shares.to(total) for _, shares in self._shares])
+        return norms
 
-    def decide(self, norm: Tensor, finite: Tensor) -> Decision:
+    def decide(self, norms: Norms) -> Decision:
         """Return what the backward pass did to the whole gradient.
 
         Args:
-            norm: ‖G‖ before clipping, a 0-dimensional tensor.
-            finite: whether it is finite, a 0-dimensional tensor.
+            norms: of the gradients before clipping.
         """
+        norm = norms.total
+        finite = norms.finite
         self.mode.end_parts()
         self.mode.undo(self._memory, finite)
         if transfer.can_read(finite.device) and not finite:
             return Decision.skipped(norm, self.mode.threshold)
         p = self.mode.norm_type
         clips = self.mode.info.clips
-        decisions = [*self._decisions.values()]
-        after = self._total([decision.norm_clipped for decision in decisions])
+        after = self._total([decision.norm_clipped for decision in self._decisions.values()])
+        decisions = []
+        for name, decision in self._decisions.items():
+            _, mode = self._parts[name]
+            if mode.info.clips == clips:  # not of a parameter group that is left out
+                decisions.append(decision)
         nothing = torch.zeros_like(norm)
         changed = [decision.fraction * decision.total for decision in decisions]
         totals = [nothing + decision.total for decision in decisions]
@@ -149,12 +152,12 @@ class InBackward:
             max_stat=max_stat,
             power=after if math.isinf(p) else after**p,
         )
-        threshold = decisions[0].threshold if decisions else None
+        threshold = None if clips is None else self.mode.threshold
         whole = Decision.of_change(self._layout, norm, threshold, change, p).if_finite(finite)
         if clips != "updates":
             return whole
         smallest = torch.stack([decision.coef for decision in decisions]).amin()
-        return replace(whole, coef=smallest)
+        return replace(whole, factor=smallest)
 
     def _total(self, norms: Sequence[Tensor]) -> Tensor:
         return combine_norms([self._layout.number(0.0), *norms], self.mode.norm_type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from runner.booster.step_order import (
     StepState,
     finding,
 )
-from runner.clip import ClipMode, Decision, GradStats, build
+from runner.clip import ClipMode, Decision, FactorMode, build
 from runner.clip.call_history import CallHistory
-from runner.clip.decision import is_finite
+from runner.clip.groups import ParameterGroups, by_parameter_groups, require_own_clips
 from runner.clip.skip import SkipRule
 from runner.gradients import total_norm, transfer
-from runner.gradients.norms import Powers
+from runner.gradients.norms import FALSE, Norms
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 
@@ -37,7 +36,7 @@ class OptimizerWrapper(StepOrder):
 
     Attributes:
         decision: what :meth:`clip` decided last, and :meth:`step` completed; None without clipping.
-        powers: share of each gradient in the norm, where it was measured, see :class:`GradStats`.
+        norms: what :meth:`clip` measured last; None without clipping.
     """
 
     _finite: bool | Tensor | None  # whether to take the step; None while unknown
@@ -56,12 +55,16 @@ class OptimizerWrapper(StepOrder):
     ) -> None:
         self.in_backward: InBackward | None = None
         super().__init__(made, loss_scale)
-        self.optimizers, self.nonfinite, self.skip = list(optimizers), nonfinite, skip
-        self._max_norm, self._require_final = plugin.max_norm, require_final
+        self.optimizers = list(optimizers)
+        self.nonfinite = nonfinite
+        self.skip = skip
+        self._max_norm = plugin.max_norm
+        self._require_final = require_final
         self.decision: Decision | None = None
-        self.powers: Powers | None = None
+        self.norms: Norms | None = None
         self.calls = CallHistory()  # of ``apply_gradient_clipping``
         self._mode: ClipMode | None = None  # of the decision
+        self._clipper: ClipMode | ParameterGroups | None = None  # by this mode
         self._taken: bool | Callable[[], float] = False
         self._groups = BoostedGroups(self.optimizers, made.layout, made.steps)
         self._fused = self._all_fused()
@@ -79,14 +82,24 @@ class OptimizerWrapper(StepOrder):
 
     def unwrap(self) -> Optimizer:
         """Return the user's optimizer, if there is one alone."""
-        if (count := len(self.optimizers)) > 1:
+        count = len(self.optimizers)
+        if count > 1:
             raise RuntimeError(f"{count} optimizers were boosted together: use .optimizers")
         return self.optimizers[0]
 
     def bind(self, mode: ClipMode) -> None:
         """Bind a clipping mode to the layout and to the optimizers; every rank calls it."""
+        require_own_clips(mode, self.layout)
         mode.bind(self.layout)
         mode.bind_optimizers(self.optimizers, self.layout)
+        self._clipper_of(mode)
+
+    def _clipper_of(self, mode: ClipMode) -> ClipMode | ParameterGroups:
+        """Return what clips by a mode, if parameter groups say something of clipping."""
+        if mode is not self._mode or self._clipper is None:
+            self._mode = mode
+            self._clipper = by_parameter_groups(mode, self.layout)
+        return self._clipper
 
     def clip_in_backward(self, mode: ClipMode, *, step: bool = False, each: bool = False) -> None:
         """Clip each gradient in the backward pass, when it has become final, from now on.
@@ -94,20 +107,33 @@ class OptimizerWrapper(StepOrder):
         With ``step`` each parameter is stepped beside its gradient, which is then freed. Call
         :meth:`clip` with the same mode, which then returns what was done, and :meth:`step` as ever.
         """
-        asked: dict[str, Any] = {"step": step, "nonfinite": self.nonfinite}
-        asked |= {"fp16": self.loss_scale is not None, "skip": self.skip is not None}
-        refused = [f"{key}: {why}" for key, why in mode.refused_in_backward(**asked)]
-        refused += filter(None, map(why_not_in_parts, self.optimizers if step else ()))
         watch = self._made.watch_final
-        if watch is None:
-            refused = ["works with SinglePlugin: elsewhere gradients become final after it"]
-        if self.in_backward is not None:
-            refused = ["they are clipped there already"]
-        if refused or watch is None:
-            raise ValueError(f"clipping in the backward pass: {refused[0]}")
+        problem = self._why_not_in_backward(mode, step)
+        if problem or watch is None:
+            raise ValueError(f"clipping in the backward pass: {problem}")
         self.bind(mode)
         self.in_backward = InBackward(self, self.optimizers, mode, step, each)
         watch(self.in_backward.callback())
+
+    def _why_not_in_backward(self, mode: ClipMode, step: bool) -> str:
+        if self.in_backward is not None:
+            return "they are clipped there already"
+        if self._made.watch_final is None:
+            return "works with SinglePlugin: elsewhere gradients become final after it"
+        problems = mode.refused_in_backward(
+            step=step,
+            nonfinite=self.nonfinite,
+            fp16=self.loss_scale is not None,
+            skip=self.skip is not None,
+        )
+        for key, reason in problems:
+            return f"{key}: {reason}"
+        if step:
+            for optimizer in self.optimizers:
+                reason = why_not_in_parts(optimizer)
+                if reason:
+                    return reason
+        return ""
 
     @property
     def steps_in_backward(self) -> bool:
@@ -130,32 +156,38 @@ class OptimizerWrapper(StepOrder):
 
         Every rank decides from the same reduced norm. With ``fold``, :meth:`step` may multiply the
         gradients, which costs less where all optimizers are fused ones of torch; each ``.grad`` is
-        clipped after the step then. With ``each``, ``powers`` are measured.
+        clipped after the step then. With ``each``, ``norms`` have the share of each gradient.
         """
         self.begin_clip()
-        early, self._mode = self.in_backward, mode
+        early = self.in_backward
+        clipper = self._clipper_of(mode)
         if early is not None and mode is not early.mode:
             raise ValueError("gradients are clipped in the backward pass: clip by the same mode")
         if early is not None and early.began:
-            norm = early.finish()
-            self.powers, self.stage = early.powers, StepState.CLIPPED
-            self.decision = early.decide(norm, self._judge(norm))
+            norms = early.finish()
+            self.norms = norms
+            self.stage = StepState.CLIPPED
+            norms.finite = self._judge(norms.total, norms.finite)
+            self.decision = early.decide(norms)
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
-        stats = mode.measure(self.layout, each)
-        self.powers, self.stage = stats.powers, StepState.CLIPPED
-        stats = replace(stats, finite=self._judge(stats.norm))
-        if self.skip is None:
-            self.decision = self._apply(mode, stats, fold)
-            return self.decision
-        spike = self.skip.is_spike(stats.norm)
-        # The host waits where it decides whether the step is taken.
-        self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
-        stats = replace(stats, finite=stats.finite & ~self._spike)
-        decision = self._apply(mode, stats, fold)
-        self.decision = replace(decision, spike=spike.to(stats.norm.dtype))
-        return self.decision
+        norms = clipper.measure(self.layout, each)
+        self.norms = norms
+        self.stage = StepState.CLIPPED
+        norms.finite = self._judge(norms.total, norms.finite)
+        spike: Tensor | None = None
+        if self.skip is not None:
+            spike = self.skip.is_spike(norms.total)
+            # The host waits where it decides whether the step is taken.
+            self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
+            norms.finite = norms.finite & ~self._spike
+        decision = self._apply(clipper, norms, fold)
+        norms.work = None  # it may hold gradients
+        if spike is not None:
+            decision.spike = spike.to(norms.total.dtype)
+        self.decision = decision
+        return decision
 
     def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
         """Return ``finite``, or False for a spike."""
@@ -165,9 +197,8 @@ class OptimizerWrapper(StepOrder):
             return finite and not self._spike
         return finite & ~self._spike
 
-    def _judge(self, norm: Tensor) -> Tensor:
+    def _judge(self, norm: Tensor, finite: Tensor) -> Tensor:
         """Return whether the gradient is finite, and note whether the step is taken."""
-        finite = is_finite(norm)
         on_device = self._fused and self.loss_scale is None and self.nonfinite == "skip"
         if on_device and not transfer.can_read(norm.device):
             self._finite = finite  # A fused optimizer can skip the step there.
@@ -176,19 +207,19 @@ class OptimizerWrapper(StepOrder):
         known = bool(finite)
         if not known and self.loss_scale is None and self.nonfinite == "error":
             advice = "clip.nonfinite=skip leaves such steps out"
-            found = finding(self.layout, self.powers, float(norm))
-            raise NonFiniteGradient(found, advice, float(norm))
+            description = finding(self.layout, self.norms, float(norm))
+            raise NonFiniteGradient(description, advice, float(norm))
         self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
         return finite
 
-    def _apply(self, mode: ClipMode, stats: GradStats, fold: bool) -> Decision:
+    def _apply(self, mode: ClipMode | ParameterGroups, norms: Norms, fold: bool) -> Decision:
         """Decide, and apply the decision or leave it to the step where that can."""
-        if not (fold and mode.reads == "norm"):
-            return mode.clip(self.layout, stats)
-        decision = mode.decide(self.layout, stats)
-        skipped = transfer.can_read(decision.finite.device) and not decision.finite
-        if decision.scales is None and not skipped and self._groups.fold(decision.coef):
-            self._coef = decision.coef
+        if not (fold and isinstance(mode, FactorMode) and mode.reads == "norm"):
+            return mode.clip(self.layout, norms)
+        decision = mode.decide(self.layout, norms)
+        factor = decision.factor
+        if factor is not None and decision.finite is not FALSE and self._groups.fold(factor):
+            self._coef = factor
             return decision
         return mode.apply(self.layout, decision)
 
@@ -206,30 +237,41 @@ class OptimizerWrapper(StepOrder):
         """
         if closure is not None:
             raise TypeError("step() takes no closure: run the backward passes before clipping")
-        early, finite = self.in_backward, self._finish_gradients()
+        finite = self._finish_gradients()
+        early = self.in_backward
         stepped = early is not None and early.steps and early.began is True
         if self.stage is not StepState.CLIPPED:
             self.decision = None
-        if finite is not False and any(group.get("fused") for group in self.param_groups):
+        if finite is not False and self._any_fused():
             match_strides(self.layout)
-        coef, decision = self._coef, self.decision
+        coef = self._coef
         self.begin_step()
         self.left = True
         self._taken = transfer.read_later(finite) if isinstance(finite, Tensor) else finite
         if finite is False:
             return False
-        limits = []
-        if decision is not None and decision.update is not None and not stepped and self._mode:
-            limits = [(self._mode, decision)]
-        for mode, made in limits:
-            mode.before_step(self.layout, made)
         if not stepped:
-            step_where(finite, self.optimizers, coef)
-        for mode, made in limits:
-            self.decision = mode.after_step(self.layout, made)
+            self._take_step(finite, coef)
         # Also after a step that only this rank read to be skipped: others decide on the device.
         self._made.broadcast_params()
         return True
+
+    def _take_step(self, finite: bool | Tensor, coef: Tensor | None) -> None:
+        """Step all optimizers; the mode limits their updates where it has decided on these."""
+        decision = self.decision
+        if decision is None or decision.update is None or self._mode is None:
+            step_where(finite, self.optimizers, coef)
+            return
+        self._mode.before_step(self.layout, decision)
+        step_where(finite, self.optimizers, coef)
+        self.decision = self._mode.after_step(self.layout, decision)
+
+    def _any_fused(self) -> bool:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    return True
+        return False
 
     def _finish_gradients(self) -> bool | Tensor:
         """Make the gradients final, within the plugin's limit; return whether to take the step."""
@@ -265,7 +307,9 @@ class OptimizerWrapper(StepOrder):
     def begin_step(self) -> None:
         """Begin the next step."""
         super().begin_step()
-        self._finite, self._spike, self._coef = None, None, None
+        self._finite = None
+        self._spike = None
+        self._coef = None
         if self.in_backward is not None:
             self.in_backward.begin_step()
 
@@ -289,17 +333,22 @@ class OptimizerWrapper(StepOrder):
 
     def rest_of_state(self) -> dict[str, Any]:
         """Return the state beside that of the optimizers."""
-        held = {"loss_scale": self.loss_scale, "skip": self.skip}
-        state = {key: one.state_dict() for key, one in held.items() if one is not None}
-        if calls := self.calls.state_dict():
+        state: dict[str, Any] = {}
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        if self.skip is not None:
+            state["skip"] = self.skip.state_dict()
+        calls = self.calls.state_dict()
+        if calls:
             state["calls"] = calls
         return state
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`rest_of_state` returned."""
-        for key, one in (("loss_scale", self.loss_scale), ("skip", self.skip)):
-            if one is not None and state.get(key) is not None:
-                one.load_state_dict(state[key])
+        if self.loss_scale is not None and state.get("loss_scale") is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.skip is not None and state.get("skip") is not None:
+            self.skip.load_state_dict(state["skip"])
         self.calls.load_state_dict(state.get("calls", {}))
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,8 +358,13 @@ class OptimizerWrapper(StepOrder):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        if (given := len(state["optimizer"])) != (here := len(self.optimizers)):
-            raise ValueError(f"the state is that of {given} optimizers, but {here} were boosted")
-        for optimizer, own in zip(self.optimizers, state["optimizer"], strict=True):
-            optimizer.load_state_dict(own)
+        states = state["optimizer"]
+        boosted = len(self.optimizers)
+        if len(states) != boosted:
+            raise ValueError(
+                f"the state is that of {len(states)} optimizers, but {boosted} were boosted"
+            )
+        for optimizer, of_optimizer in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(of_optimizer)
+        self._groups.restore_clips()
         self.load_rest(state)

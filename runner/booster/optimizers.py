@@ -11,7 +11,7 @@ where a rank steps only some parameters (``zero`` 1, ``pipeline``, ``moe``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from runner.booster.plugin import Plugin
 from runner.gradients import Layout, transfer
+from runner.gradients.layout import OwnClip
 from runner.gradients.shard import is_sharded
-from runner.parallel.collectives import raise_first
+from runner.parallel.collectives import from_all, raise_first
 from runner.parallel.distribution import ParallelModel
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,44 @@ def orthogonalized(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     ]
 
 
+def own_clips(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tuple[OwnClip, ...]:
+    """Return what parameter groups say of clipping, ``"clip": False`` or a threshold.
+
+    Args:
+        names: name of each parameter by its id.
+
+    Raises:
+        ValueError: a group says something else.
+    """
+    clips = []
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
+        clip = group.get("clip")
+        if clip is None or clip is True:
+            continue
+        is_number = isinstance(clip, int | float) and not isinstance(clip, bool)
+        if clip is not False and not (is_number and clip > 0):
+            raise ValueError(
+                f"clip of parameter group {number} is {clip!r}: give False to leave its gradients "
+                "as they are, or a threshold above 0"
+            )
+        of_group = frozenset(names[id(parameter)] for parameter in group["params"])
+        threshold = None if clip is False else float(clip)
+        clips.append(OwnClip(f"param_groups.{number}", of_group, threshold))
+    return tuple(clips)
+
+
+def require_same_clips(clips: Sequence[OwnClip]) -> None:
+    """Refuse parameter groups that say other things of clipping on another rank; a collective."""
+    described = [(own.group, sorted(own.names), own.threshold) for own in clips]
+    of_ranks = from_all(described)
+    if any(of_rank != described for of_rank in of_ranks):
+        raise ValueError(
+            "parameter groups say other things of clipping on another rank: give each rank the "
+            'same groups, with the same "clip"'
+        )
+
+
 def _names(optimizer: Optimizer) -> set[str]:
     kinds = type(optimizer).mro()
     torchs = {f"torch.{k.__name__}" for k in kinds if k.__module__.startswith("torch.")}
@@ -130,14 +169,23 @@ class BoostedGroups:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
-    def _ids(self) -> tuple[int, list[int]]:
-        """Return the number of groups, and the ids of their parameters, in each step."""
+    def _ids(self) -> tuple[list[Any], list[int]]:
+        """Return what groups say of clipping, and the ids of their parameters, in each step."""
         groups = self._groups()
-        return len(groups), [id(parameter) for group in groups for parameter in group["params"]]
+        clips = [group.get("clip") for group in groups]
+        return clips, [id(parameter) for group in groups for parameter in group["params"]]
+
+    def restore_clips(self) -> None:
+        """Let groups say of clipping what they said at boost, after a state was loaded."""
+        for group, clip in zip(self._groups(), self._clips, strict=True):
+            if clip is not None:
+                group["clip"] = clip
+            else:
+                group.pop("clip", None)
 
     def _record(self) -> None:
         self._seen = self._ids()
-        _, ids = self._seen
+        self._clips, ids = self._seen
         # With ZeRO stage 1 other ranks step some of them.
         trained = [shard.param for shard in self._layout.shards if shard.param.requires_grad]
         float32 = {parameter.dtype for parameter in trained} == {torch.float32}
@@ -145,8 +193,10 @@ class BoostedGroups:
 
     def have_changed(self) -> bool:
         """Return whether groups changed since the last call; keep what this rank steps of them."""
-        if self._ids() == self._seen:
+        clips, ids = self._ids()
+        if (clips, ids) == self._seen:
             return False
+        self._require_same_clips(clips)
         shards = {id(shard.param): shard for shard in self._layout.shards}
         instead = (
             "Boost the model that owns it, and add parameters that the boosted model has now: "
@@ -159,7 +209,7 @@ class BoostedGroups:
                 group["params"] = [p for p in group["params"] if id(p) in self._steps]
         for parameter in orthogonalized(self._optimizers):
             shard = shards[id(parameter)]
-            if shard.scaled:
+            if shard.name not in self._layout.orthogonalized:
                 raise ValueError(
                     f"{shard.name} was given to Muon after boost, and clipping would scale it: "
                     "give Muon all of its matrices before booster.boost"
@@ -167,20 +217,28 @@ class BoostedGroups:
         self._record()
         return True
 
+    def _require_same_clips(self, clips: Sequence[Any]) -> None:
+        for number, clip in enumerate(clips):
+            before = self._clips[number] if number < len(self._clips) else None
+            if clip != before:
+                raise ValueError(
+                    f"clip of parameter group {number} is {clip!r}, but was {before!r} at boost, "
+                    "which tells it all ranks: set it before booster.boost"
+                )
+
     def fold(self, coef: Tensor) -> bool:
         """Return whether fused kernels multiply all gradients by ``coef``, seen by no hook."""
-        fits = not transfer.can_read(coef.device) or bool(coef * LARGEST_SCALE >= 1.0)
-        return (
-            fits
-            and self._steps_all
-            and not _global_optimizer_pre_hooks
-            and all(
-                type(optimizer) in SCALING
-                and not optimizer._optimizer_step_pre_hooks
-                and all(group.get("fused") for group in optimizer.param_groups)
-                for optimizer in self._optimizers
-            )
-        )
+        if not self._steps_all or _global_optimizer_pre_hooks:
+            return False
+        if transfer.can_read(coef.device) and coef.item() * LARGEST_SCALE < 1.0:
+            return False
+        for optimizer in self._optimizers:
+            if type(optimizer) not in SCALING or optimizer._optimizer_step_pre_hooks:
+                return False
+            for group in optimizer.param_groups:
+                if not group.get("fused"):
+                    return False
+        return True
 
 
 def match_strides(layout: Layout) -> None:
@@ -211,8 +269,8 @@ def step_where(
     if finite is False:
         return
     read: dict[str, Any] = {} if finite is True else {"found_inf": (~finite).float()}
-    if coef is not None and not (transfer.can_read(coef.device) and coef == 1.0):
-        read["grad_scale"] = (1.0 / coef).float()
+    if coef is not None and not (transfer.can_read(coef.device) and coef.item() == 1.0):
+        read["grad_scale"] = coef.reciprocal().float()
     for optimizer in optimizers:
         vars(optimizer).update(read)
         try:

@@ -19,7 +19,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from runner.config.notation import first_few, ranks_as_text
 from runner.gradients import Layout
-from runner.gradients.norms import Powers
+from runner.gradients.norms import Norms
 from runner.parallel.collectives import from_all
 from runner.parallel.distribution import ParallelModel
 
@@ -45,10 +45,10 @@ class NonFiniteGradient(FloatingPointError):
         return f"{self.finding} ({self.advice})" if self.advice else self.finding
 
 
-def finding(layout: Layout, powers: Powers | None, norm: float) -> str:
+def finding(layout: Layout, norms: Norms | None, norm: float) -> str:
     """Name the parameters whose gradient is not finite, and their ranks; a collective."""
     group = layout.group
-    on_this_rank = [] if powers is None else powers.not_finite()
+    on_this_rank = [] if norms is None else norms.not_finite()
     on_ranks = [on_this_rank] if group is None else from_all(on_this_rank, group)
     bad = {name for names in on_ranks for name in names}
     text = f"the gradient's norm is {norm}: {first_few([n for n in layout.names if n in bad])}"

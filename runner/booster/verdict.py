@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from runner.booster.batch import batch_size
-from runner.booster.candidates import Candidate, Candidates, is_silent, near, tolerance_of
+from runner.booster.candidates import Candidate, Candidates, near, tolerance_of
 from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
 from runner.booster.loss import WindowLoss
-from runner.booster.loss_graph import GraphError, NotLinear, Term
+from runner.booster.loss_graph import NotLinear
+from runner.booster.sample_weights import weights_vary
+from runner.booster.shown import Shown
+from runner.booster.terms import Term
 
 _RANDOM = "it is random"
 _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
@@ -41,38 +43,6 @@ _NO_MEAN = (
     "Set loss.items=none (the plain mean over microbatches, as in other trainers), which is "
     'Trainer(criterion=Loss(items="none")) in a script'
 )
-
-
-class Shown(NamedTuple):
-    """What a forward pass has shown of the loss of a batch, or of a part of it."""
-
-    batch: Any
-    loss: Tensor
-    terms: Sequence[Term] = ()
-    error: GraphError | None = None
-
-    @property
-    def value(self) -> float:
-        return float(self.loss)
-
-    @property
-    def tells_nothing(self) -> bool:
-        """Whether it is infinite, is multiplied by NaN, or is 0 and divides by nothing."""
-        is_finite = all(math.isfinite(term.factor) for term in self.terms)
-        is_finite = is_finite and not math.isinf(self.value)
-        return not is_finite or is_silent(self.loss, self.terms)
-
-    @property
-    def divides_by_none(self) -> bool:
-        """Whether it is a mean over nothing, such as over pairs of one sample."""
-        return any(not term.divisor for term in self.terms)
-
-    @property
-    def divisors(self) -> str:
-        """What the parts of the loss divide by, for a message."""
-        numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in self.terms)
-        listed = ", ".join(list(numbers)[:4])
-        return f"({listed})" if len(numbers) > 1 else listed
 
 
 class Finding(NamedTuple):
@@ -115,7 +85,10 @@ def verdict(
         return Finding(candidates, reason=_RANDOM)
     if not parts and _may_vary(candidates, whole):
         return Finding(candidates, reason=reason or _ONE_SAMPLE)
-    return _by_sums(loss, candidates, whole, parts)
+    finding = _by_sums(loss, candidates, whole, parts)
+    if not finding.problem and weights_vary(whole, parts):
+        return Finding(problem=_WEIGHTS.format(loss.name))
+    return finding
 
 
 def _by_sums(
@@ -201,12 +174,12 @@ def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
         return found.after(whole.batch, whole.loss, whole.terms)
     shown = _telling(whole, parts)
     outer = len({len(each.terms) for each in shown}) > 1
-    factors = [[term.factor for term in each.terms] for each in shown]
-    varies = not outer and any(numbers != factors[0] for numbers in factors)
+    varies = not outer and _factors_vary(shown)
     candidates = Candidates(
         [Candidate(divisor) for divisor in _possible(whole, parts, varies)],
         outer=outer,
         factors=varies,
+        weighted=any(term.is_weighted for term in whole.terms),
     )
     candidates = _after_silent(candidates, parts)
     for each in shown:
@@ -220,6 +193,15 @@ def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
     return replace(candidates, candidates=exact)
 
 
+def _factors_vary(shown: Sequence[Shown]) -> bool:
+    """Return whether numbers that the parts of a loss are multiplied with depend on the batch."""
+    for several in zip(*(each.terms for each in shown), strict=True):
+        factors = {term.factor for term in several if term.factor}
+        if len(factors) > 1:
+            return True
+    return False
+
+
 def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Divisor]:
     """Return all ways to count a batch, the likeliest first."""
     possible = list(divisors_of(whole.batch))
@@ -231,7 +213,10 @@ def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Diviso
         compared = None if term.call is None else compared_by(term.call, whole.batch)
         if compared is not None:
             possible.insert(0, compared.divisor)
-    return possible
+    distinct: dict[Any, Divisor] = {}
+    for divisor in possible:
+        distinct.setdefault((*divisor[:-1], id(divisor.weight)), divisor)
+    return list(distinct.values())
 
 
 def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
@@ -243,8 +228,19 @@ def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
 
 def _telling(whole: Shown, parts: Sequence[Shown]) -> list[Shown]:
     """Return the parts and the whole, without parts whose losses tell nothing."""
-    telling = [part for part in parts if part.error is None and not part.tells_nothing]
+    telling = []
+    for part in parts:
+        if part.error is None and not part.tells_nothing and not _lacks_parts(part, whole):
+            telling.append(part)
     return [*telling, whole]
+
+
+def _lacks_parts(part: Shown, whole: Shown) -> bool:
+    """Return whether a part of a batch multiplies a part of its loss with 0, and the batch not."""
+    if len(part.terms) != len(whole.terms):
+        return False
+    pairs = zip(part.terms, whole.terms, strict=True)
+    return any(not of_part.factor and of_whole.factor for of_part, of_whole in pairs)
 
 
 def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> Candidates:
@@ -338,25 +334,43 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
     def items(batch: Any) -> float:
         return loss.items(batch).items
 
-    losses = [part.value for part in parts]
-    if not all(abs(value) < float("inf") for value in (whole.value, *losses)):
-        return Finding(reason="it is not finite", retry=True)
-    if abs(losses[0] - losses[1]) <= 10 * _size(whole, parts):
-        return Finding(reason="parts of a batch have the same loss", retry=True)
-    if _near(_weighted(parts, items), whole, parts):
-        return Finding(reason=f"{whole.error}, and a batch in two parts shows what it holds alone")
-    if not _is_between(whole, parts):
+    reason = _of_values(whole, parts)
+    if reason:
+        return Finding(reason=reason, retry=True)
+    is_likely = _near(_weighted(parts, items), whole, parts)
+    if not is_likely and not _is_between(whole, parts):
         return Finding(reason=_OF_THE_BATCH)
-    matching = []
-    shares = set()
+    matching: dict[float, list[Candidate]] = {}
     for divisor in divisors_of(whole.batch):
-        counts = [divisor.items(part.batch) for part in parts]
-        if sum(counts) and _near(_weighted(parts, divisor.items), whole, parts):
-            matching.append(Candidate(divisor))
-            shares.add(counts[0] / sum(counts))
-    if len(shares) != 1:
+        share = _share(parts, divisor.items)
+        if share is not None and _near(_weighted(parts, divisor.items), whole, parts):
+            matching.setdefault(share, []).append(Candidate(divisor))
+    likely = _share(parts, items) if is_likely else None
+    if likely in matching:
+        # Those that give the parts other shares agree within the precision of the losses alone.
+        matching = {likely: matching[likely]}
+    elif is_likely:
+        return Finding(reason=f"{whole.error}, and a batch in two parts shows what it holds alone")
+    if len(matching) != 1:
         return _refused(loss, whole, parts)
-    return Finding(Candidates(matching, by_values=True), reason=str(whole.error))
+    (candidates,) = matching.values()
+    return Finding(Candidates(candidates, by_values=True), reason=str(whole.error))
+
+
+def _of_values(whole: Shown, parts: Sequence[Shown]) -> str:
+    """Return why the losses of a batch and its parts do not tell what it divides by."""
+    losses = [part.value for part in parts]
+    if not all(math.isfinite(value) for value in (whole.value, *losses)):
+        return "it is not finite"
+    if abs(losses[0] - losses[1]) <= 10 * _size(whole, parts):
+        return "parts of a batch have the same loss"
+    return ""
+
+
+def _share(parts: Sequence[Shown], items: Callable[[Any], float]) -> float | None:
+    """Return the share of the first part in the items of a batch; None if it has none."""
+    counts = [items(part.batch) for part in parts]
+    return counts[0] / sum(counts) if sum(counts) else None
 
 
 def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:

@@ -32,7 +32,8 @@ from runner.parallel.sharding import reshard
 OPTIMIZER = "optimizer/"
 """Prefix of the names of an optimizer's tensors."""
 
-_OF_LAYOUT = ("params", "param_names", "fused", "foreach")  # depend on where parameters lie
+# What depends on where parameters lie, and what a program says of clipping
+_OF_LAYOUT = ("params", "param_names", "fused", "foreach", "clip")
 _RATES = ("initial_lr", "max_lr", "min_lr")  # of torch's schedulers
 _VALUES = "optimizer.pt"
 _SAFETENSORS = ".safetensors"

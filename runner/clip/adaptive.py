@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.clip import Change, ChangeMode, GradStats
+from runner.clip import Change, ChangeMode, Norms
 from runner.config.modes import Adaptive
 from runner.config.notation import first_few
 from runner.gradients import Layout, ParamShard, transfer
 from runner.gradients.host import OVERFLOWS, SMALL, VANISHES, gathered
 from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import OptionError
-from runner.gradients.norms import norm_of_ranks, powers_of
+from runner.gradients.norms import is_finite, norm_of_ranks, powers_of
 from runner.gradients.shard import local
 
 # A message about one model is logged once, however often a mode is bound to it.
@@ -300,7 +300,7 @@ class AdaptiveClip(Adaptive, ChangeMode):
         return part
 
     @torch.no_grad()
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         """Measure the norm of each unit and, from these, ‖G‖ by one read on a CPU."""
         if self.norm_type != 2.0:
             return super().measure(layout, each)
@@ -308,11 +308,14 @@ class AdaptiveClip(Adaptive, ChangeMode):
         ordinary = kernels.unit_dtype(layout.number(1.0), 1.0)
         units = self._unit_norms(layout, ordinary)
         power = units.index.power(units.norms)
-        powers = None
         outside = ~((power > VANISHES) & (power < OVERFLOWS))
+        shards: Sequence[ParamShard] = ()
+        shares: Tensor | None = None
         if each or any(kernels.may_hold(outside.view(1))):
-            power, powers = powers_of(layout, *layout.gradients(), 2.0, each=True)
-        return GradStats.measured(norm_of_ranks(layout, power, 2.0), powers, units)
+            shards, gradients = layout.gradients()
+            power, shares = powers_of(layout, shards, gradients, 2.0, each=True)
+        norm = norm_of_ranks(layout, power, 2.0)
+        return Norms(norm, is_finite(norm), 2.0, shards, shares, units)
 
     def _unit_norms(self, layout: Layout, dtype: torch.dtype) -> UnitNorms:
         """Measure the gradients' units, with sums of squares in ``dtype`` at least."""
@@ -332,13 +335,13 @@ class AdaptiveClip(Adaptive, ChangeMode):
         norms = self._index.norms(gradients, self._index.places, dtype)
         return UnitNorms(self._index, gradients, dtype, norms)
 
-    def change(self, layout: Layout, stats: GradStats) -> Change:
+    def change(self, layout: Layout, norms: Norms) -> Change:
         """Scale each unit by its coefficient; units that ranks share take a collective."""
-        norm = stats.norm
+        norm = norms.total
         limit = self.limit
         kernels = kernels_of(layout.device)
         dtype = kernels.unit_dtype(norm, limit * self.eps)
-        units: UnitNorms | None = stats.work
+        units: UnitNorms | None = norms.work
         if units is None or units.dtype != dtype:
             units = self._unit_norms(layout, dtype)
         index = units.index

@@ -1,8 +1,9 @@
-"""What is measured before a clipping mode decides, and what it decides."""
+"""What a clipping mode decides, and the numbers that describe it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,80 +12,12 @@ from torch import Tensor
 
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
-from runner.gradients.norms import Powers, combine_norms, norm_of_ranks, powers_of, root
+from runner.gradients.norms import FALSE, TRUE, powers_of, root
 
-_IF_SKIPPED: dict[str, float] = {
-    "norm_clipped": math.nan,
-    "coef": math.nan,
-    "max_stat": math.nan,
-    "clipped": 0.0,
-    "fraction": 0.0,
-}
-_TRUE = torch.tensor(True)
 _ONE = torch.ones((), dtype=torch.float64)
 
 
-class Split(NamedTuple):
-    """Norms of what a coefficient multiplies and leaves out, see :meth:`Layout.leave_unscaled`."""
-
-    scaled: Tensor
-    unscaled: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class GradStats:
-    """Measurements of a final gradient, the same on every rank.
-
-    Attributes:
-        norm: ‖G‖ of the gradient.
-        finite: whether ``norm`` is finite, a 0-dimensional boolean tensor. It is on the host where
-            the host has read it. Cleared for a step that a skip rule leaves out.
-        powers: share of each gradient of this rank; None where it was not measured.
-        work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
-        split: norms of what a coefficient multiplies and of what it leaves out, where it does.
-        part: True if ``norm`` counts only the gradients that a coefficient multiplies.
-    """
-
-    norm: Tensor
-    finite: Tensor
-    powers: Powers | None = None
-    work: Any = None
-    split: Split | None = None
-    part: bool = False
-
-    @classmethod
-    def of(
-        cls, layout: Layout, norm_type: float = 2.0, each: bool = False, split: bool = False
-    ) -> GradStats:
-        """Measure the gradients of ``layout``: one small collective if it spans ranks.
-
-        With ``each`` there are ``powers``; as on an accelerator, and where ‖G‖ is not finite.
-        """
-        power, powers = powers_of(layout, *layout.gradients(), norm_type, each or split)
-        if not split:
-            return cls.measured(norm_of_ranks(layout, power, norm_type), powers)
-        assert powers is not None
-        nothing = layout.number(0.0).view(1)  # where there is no gradient
-        shares = torch.cat([powers.each.to(nothing), nothing])
-        scales = layout.constant("scaled", powers.shards, lambda shard: shard.scaled)
-        scaled = torch.cat([scales, nothing]) > 0
-        parts = torch.stack([shares.where(scaled, 0.0), shares.where(~scaled, 0.0)])
-        if math.isinf(norm_type):
-            norms = layout.totals(maxima=parts.amax(1).unbind())
-        else:
-            norms = [root(power, norm_type) for power in layout.totals(parts.sum(1).unbind())]
-        norm_scaled, norm_unscaled = norms
-        norm = combine_norms(norms, norm_type)
-        split_norms = Split(scaled=norm_scaled, unscaled=norm_unscaled)
-        return replace(cls.measured(norm, powers), split=split_norms)
-
-    @classmethod
-    def measured(cls, norm: Tensor, powers: Powers | None, work: Any = None) -> GradStats:
-        """Return the measurements that a mode has made itself."""
-        return cls(norm, is_finite(norm), powers, work)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Change:
     """What this rank has changed, in a mode that changes elements, units or tensors."""
 
@@ -94,30 +27,32 @@ class Change:
     power: Tensor | None = None  # share of ‖G‖^p after clipping; None: read the gradients again
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Decision:
-    """What a mode does to the gradient of one step, and what it measured to decide that.
+    """What a mode does to the gradient of one step, and the numbers that describe it.
 
-    All numbers are 0-dimensional tensors on the device of the gradients. Applying it multiplies
-    every gradient by ``coef``, or each gradient by its own factor of ``scales``; a fused optimizer
-    step may multiply by ``coef`` instead. A mode that changes gradients itself has done so.
+    All numbers are 0-dimensional tensors on the device of the gradients. A mode that changes
+    gradients itself has done so; another one decides on ``factor`` or ``scales``, by which
+    gradients are then multiplied. What follows from these is computed when it is read: a step
+    itself needs no more.
 
     Attributes:
         norm: ‖G‖ before clipping.
-        norm_clipped: ‖G‖ after clipping.
-        coef: norm_clipped ÷ norm, 1 where nothing was clipped.
-        clipped: 1 if anything was changed, else 0.
-        fraction: share clipped of what the mode clips: the step, the elements, or the units.
-        max_stat: largest value that the mode compares with λ: ‖G‖, |g| of an element, or
-            ‖G_u‖/max(‖W_u‖, ε) of a unit. A threshold below it would have clipped this step.
         threshold: λ in force, NaN where the mode has none.
-        finite: see :class:`GradStats`. Where it is False, the step is skipped.
-        norm_scaled: norm before clipping of the gradients that are multiplied, where
-            :meth:`Layout.leave_unscaled` names others, which is compared with λ; else None.
+        factor: what every gradient is multiplied by, which a fused optimizer step may do; None
+            where gradients were changed in another way.
         scales: factor of each of ``layout.names``, [parameters], on the device of the layout and
             the same on every rank; None where all have the same one.
+        after: ‖G‖ after clipping; None for ``norm`` times ``factor``.
+        share: share clipped of what the mode clips: the elements, or the units; None for a mode
+            that clips steps.
+        largest: largest value that the mode compares with λ: |g| of an element, or
+            ‖G_u‖/max(‖W_u‖, ε) of a unit; None for ‖G‖.
+        finite: see :class:`Norms`. Where it is False, the step is skipped.
+        norm_scaled: norm before clipping of the gradients that are multiplied, which is compared
+            with λ, where others are left out; else None.
         inner: decisions of the modes inside of this one, where it has any.
-        total: number of parts that ``fraction`` is a share of; 1 for a mode that clips steps.
+        total: number of parts that ``share`` is a share of; 1 for a mode that clips steps.
         update: what the mode does to the optimizer's update in :meth:`ClipMode.after_step`, if
             anything.
         spike: 1 if a :class:`SkipRule` skips the step, which clears ``finite`` too, else 0; None
@@ -125,24 +60,62 @@ class Decision:
     """
 
     norm: Tensor
-    norm_clipped: Tensor
-    coef: Tensor
-    clipped: Tensor
-    fraction: Tensor
-    max_stat: Tensor
     threshold: Tensor
     _: KW_ONLY
-    finite: Tensor = _TRUE
-    norm_scaled: Tensor | None = None
+    factor: Tensor | None = None
     scales: Tensor | None = None
+    after: Tensor | None = None
+    share: Tensor | None = None
+    largest: Tensor | None = None
+    finite: Tensor = TRUE
+    norm_scaled: Tensor | None = None
     inner: tuple[Inner, ...] = ()
     total: Tensor = _ONE
     update: Any = None
     spike: Tensor | None = None
 
     @property
+    def norm_clipped(self) -> Tensor:
+        """‖G‖ after clipping; NaN for a step that is skipped."""
+        after = self.after
+        if after is None:
+            assert self.factor is not None
+            after = self.norm * self.factor
+        return self._if_finite(after, math.nan)
+
+    @property
+    def coef(self) -> Tensor:
+        """norm_clipped ÷ norm, 1 where nothing was clipped; NaN for a step that is skipped."""
+        if self.factor is not None:
+            return self._if_finite(self.factor, math.nan)
+        assert self.after is not None
+        return self._if_finite(ratio(self.after, self.norm), math.nan)
+
+    @property
+    def fraction(self) -> Tensor:
+        """Share clipped of what the mode clips: the step, the elements, or the units."""
+        share = self.share
+        if share is None:
+            assert self.factor is not None
+            share = (self.factor != 1.0).to(self.norm.dtype)
+        return self._if_finite(share, 0.0)
+
+    @property
+    def clipped(self) -> Tensor:
+        """1 if anything was changed, else 0."""
+        return (self.fraction > 0).to(self.norm.dtype)
+
+    @property
+    def max_stat(self) -> Tensor:
+        """Largest value that the mode compares with λ; NaN for a step that is skipped.
+
+        A threshold below it would have clipped this step.
+        """
+        return self._if_finite(self.norm if self.largest is None else self.largest, math.nan)
+
+    @property
     def metrics(self) -> tuple[Tensor, ...]:
-        """The seven numbers, in the order of the attributes."""
+        """The seven numbers of a record."""
         return (
             self.norm,
             self.norm_clipped,
@@ -153,35 +126,47 @@ class Decision:
             self.threshold,
         )
 
+    def _if_finite(self, value: Tensor, if_skipped: float) -> Tensor:
+        if self.finite is TRUE:
+            return value
+        return torch.where(self.finite.to(value.device), value, if_skipped)
+
     @classmethod
-    def untouched(
-        cls,
-        norm: Tensor,
-        threshold: Tensor | float | None,
-        max_stat: Tensor,
-        total: Tensor = _ONE,
-    ) -> Decision:
-        """Decide to leave a finite gradient as it is."""
-        zero = torch.zeros_like(norm)
+    def stacked(cls, decisions: Sequence[Decision]) -> Decision:
+        """Return the decisions of several steps as one, whose numbers are vectors, [steps]."""
+
+        def column(name: str, if_absent: str) -> Tensor | None:
+            stored = [getattr(decision, name) for decision in decisions]
+            if all(value is None for value in stored):
+                return None
+            if any(value is None for value in stored):
+                stored = [getattr(decision, if_absent) for decision in decisions]
+            return torch.stack(stored)
+
+        finite = TRUE
+        if any(decision.finite is not TRUE for decision in decisions):
+            device = decisions[0].norm.device
+            finite = torch.stack([decision.finite.to(device) for decision in decisions])
         return cls(
-            norm=norm,
-            norm_clipped=norm,
-            coef=torch.ones_like(norm),
-            clipped=zero,
-            fraction=zero,
-            max_stat=max_stat,
-            threshold=limit_in_force(norm, threshold),
-            total=total,
+            norm=torch.stack([decision.norm for decision in decisions]),
+            threshold=torch.stack([decision.threshold for decision in decisions]),
+            factor=column("factor", "coef"),
+            after=column("after", "norm_clipped"),
+            share=column("share", "fraction"),
+            largest=column("largest", "max_stat"),
+            finite=finite,
         )
+
+    @classmethod
+    def untouched(cls, norm: Tensor, threshold: Tensor | float | None) -> Decision:
+        """Decide to leave a finite gradient as it is."""
+        return cls(norm, limit_in_force(norm, threshold), factor=torch.ones_like(norm))
 
     @classmethod
     def skipped(cls, norm: Tensor, threshold: float | None) -> Decision:
         """Describe a step that is not taken because its gradient is not finite."""
-        numbers: dict[str, Any] = {}
-        for name, value in _IF_SKIPPED.items():
-            numbers[name] = torch.full_like(norm, value)
-        in_force = limit_in_force(norm, threshold)
-        return cls(norm, **numbers, threshold=in_force, finite=torch.tensor(False))
+        missing = torch.full_like(norm, math.nan)
+        return cls(norm, limit_in_force(norm, threshold), factor=missing, finite=FALSE)
 
     @classmethod
     def of_change(
@@ -201,9 +186,9 @@ class Decision:
             power, _ = powers_of(layout, *layout.gradients(), norm_type)
         counts = [change.changed, change.total]
         if math.isinf(norm_type):
-            changed, total, after, max_stat = layout.totals(counts, [power, change.max_stat])
+            changed, total, after, largest = layout.totals(counts, [power, change.max_stat])
         else:
-            changed, total, summed, max_stat = layout.totals([*counts, power], [change.max_stat])
+            changed, total, summed, largest = layout.totals([*counts, power], [change.max_stat])
             after = root(summed, norm_type)
         # The shares of all ranks add up to a whole number, apart from rounding.
         total = total.round()
@@ -211,7 +196,7 @@ class Decision:
             norm=norm,
             after=after,
             share=changed.round() / total.clamp(min=1.0),
-            max_stat=max_stat,
+            largest=largest,
             limit=threshold,
             total=total,
         )
@@ -222,39 +207,21 @@ class Decision:
         norm: Tensor,
         after: Tensor,
         share: Tensor,
-        max_stat: Tensor,
+        largest: Tensor,
         limit: Tensor | float | None,
         total: Tensor,
         **more: Any,
     ) -> Decision:
         """Decide to clip a ``share`` of ``total`` parts, which every rank knows."""
-        clipped = share > 0
-        # The same number twice, not a quotient of two that were rounded differently.
-        after = torch.where(clipped, after, norm)
-        coef = more.pop("coef") if "coef" in more else ratio(after, norm)
         return cls(
             norm=norm,
-            norm_clipped=after,
-            coef=coef,
-            clipped=clipped.to(norm.dtype),
-            fraction=share,
-            max_stat=max_stat,
+            # The same number twice, not a quotient of two that were rounded differently.
+            after=torch.where(share > 0, after, norm),
+            share=share,
+            largest=largest,
             threshold=limit_in_force(norm, limit),
             total=total,
             **more,
-        )
-
-    def of_whole(self, layout: Layout, norm: Tensor, split: Split, norm_type: float) -> Decision:
-        """Return a decision on the gradients of ``split.scaled`` as one on the whole gradient."""
-        after = combine_norms([self.coef * split.scaled, split.unscaled], norm_type)
-        after = torch.where(self.coef != 1.0, after, norm)
-        return replace(
-            self,
-            norm=norm,
-            norm_clipped=after,
-            norm_scaled=split.scaled,
-            coef=ratio(after, norm),
-            scales=torch.where(layout.scaled, self.coef, 1.0),
         )
 
     def if_finite(self, finite: Tensor, threshold_moves: bool = False) -> Decision:
@@ -265,18 +232,10 @@ class Decision:
         """
         if transfer.can_read(finite.device):
             return self
-        skipped = dict(_IF_SKIPPED)
+        threshold = self.threshold
         if threshold_moves:
-            skipped["threshold"] = math.nan
-        numbers: dict[str, Any] = {}
-        for name, if_skipped in skipped.items():
-            numbers[name] = torch.where(finite, getattr(self, name), if_skipped)
-        return replace(self, finite=finite, **numbers)
-
-
-def is_finite(norm: Tensor) -> Tensor:
-    """Return whether a norm is finite, by one operation: no norm is negative, and NaN not less."""
-    return norm < math.inf
+            threshold = torch.where(finite, threshold, math.nan)
+        return replace(self, finite=finite, threshold=threshold)
 
 
 def limit_in_force(norm: Tensor, limit: Tensor | float | None) -> Tensor:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.clip.decision import Change, Decision, GradStats
+from runner.clip.decision import Change, Decision, limit_in_force
 from runner.config import modes
 from runner.config.modes import MODES, NAMES, Mode, checked
 from runner.config.problem import or_list
 from runner.gradients import transfer
 from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import Layout
+from runner.gradients.norms import FALSE, TRUE, Norms
 
 NEVER = 1e30  # A finite float32 threshold that no gradient reaches
 _CLASSES: Mapping[type[Mode], str] = {
@@ -41,30 +42,27 @@ _CLASSES: Mapping[type[Mode], str] = {
 
 @dataclass(eq=False)
 class ClipMode(Mode, ABC):
-    """A rule of clipping.
+    """A rule of clipping: from norms and what it remembers to clipped gradients.
 
-    A mode is of one of two kinds. One decides on factors, a coefficient or one for each tensor, by
-    :meth:`decide_finite`: they can be folded into a step, and multiplied in chains and groups. The
-    other changes elements or units itself: it derives from :class:`ChangeMode`. Options and
-    ``info`` are described in :class:`runner.config.mode.Mode`.
+    It is of one of two kinds: a :class:`FactorMode` decides on factors of the gradients, and a
+    :class:`ChangeMode` changes elements or units itself. Options and ``info`` are described in
+    :class:`runner.config.mode.Mode`.
 
     Attributes:
-        by_norm_alone: whether :meth:`decide_finite` reads ``stats.norm`` and nothing else of the
-            gradient, and decides on one coefficient. An optimizer's step may then multiply by it
-            instead of :meth:`apply`, and in a chain the norm of the link before is enough.
         memory: what the mode remembers of earlier steps, by name: tensors on the device. It
-            starts as ``initial_memory``, and holds finite steps only:
-            :meth:`decide_finite` replaces values, and what it derives from a gradient that is not
-            finite is dropped. Never write into a tensor of it in place.
+            starts as ``initial_memory``, and holds finite steps only: a mode replaces values, and
+            what it derives from a gradient that is not finite is dropped. Never write into a
+            tensor of it in place.
         tally: counts the elements or units that the mode compares with λ, where it is set: a
             :class:`runner.calibrate.calibrate.Tally`.
     """
 
-    by_norm_alone: ClassVar[bool] = False
     initial_memory: ClassVar[Mapping[str, float]] = {}
 
     memory: dict[str, Any] = field(init=False, repr=False)
     tally: Any = field(default=None, init=False, repr=False)
+    _limit: Tensor | None = field(default=None, init=False, repr=False)
+    _limit_of: float | None = field(default=None, init=False, repr=False)
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "initial_history"):
@@ -75,15 +73,8 @@ class ClipMode(Mode, ABC):
             raise TypeError(
                 f"{cls.__name__}: apply_parts has become change: derive the class from ChangeMode"
             )
-        for kind in cls.__mro__:
-            if "by_norm_alone" in vars(kind):
-                return
-            for name in ("measure", "clip", "apply"):
-                if cls.by_norm_alone and name in vars(kind):
-                    raise TypeError(
-                        f"{kind.__name__} has {name} of its own: add by_norm_alone = False, so "
-                        "that it is always called"
-                    )
+        if hasattr(cls, "decide_finite") and not hasattr(cls, "decide"):
+            raise TypeError(f"{cls.__name__} decides on factors: derive the class from FactorMode")
 
     def __post_init__(self) -> None:
         # A class that is called directly has options that nothing has validated.
@@ -100,6 +91,18 @@ class ClipMode(Mode, ABC):
         if self.threshold is None:
             raise ValueError("this clipping mode needs a threshold")
         return self.threshold
+
+    def limit_on(self, norm: Tensor) -> Tensor:
+        """Return λ as a number like ``norm``, which is made again only when λ or the device moves.
+
+        It is shared: never write into it.
+        """
+        limit = self._limit
+        if limit is None or self._limit_of != self.threshold or limit.device != norm.device:
+            limit = limit_in_force(norm, self.limit)
+            self._limit = limit
+            self._limit_of = self.threshold
+        return limit
 
     @property
     def limit_moves(self) -> bool:
@@ -119,24 +122,20 @@ class ClipMode(Mode, ABC):
         """
         self.require_optimizers(optimizers)
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         """Measure the final gradients of ``layout``; the host does not wait for an accelerator.
 
         A mode may measure what it decides by in the same read, and leave it in ``work``. With
-        ``each`` the share of each gradient in the norm is wanted too.
+        ``each`` the share of each gradient in the norm is measured too.
         """
-        return GradStats.of(layout, self.norm_type, each, self.scales_some(layout))
+        return Norms.of(layout, self.norm_type, each)
 
-    def scales_some(self, layout: Layout) -> bool:
-        """Return whether a coefficient of this mode multiplies some gradients of ``layout`` only.
+    @property
+    def scales_whole(self) -> bool:
+        """Whether the mode multiplies the whole gradient by one coefficient."""
+        return self.info.parts is None
 
-        It leaves out those of :meth:`Layout.leave_unscaled`, unless option ``scales`` is ``all``.
-        They count in ‖G‖, but not in the norm that is compared with λ: no coefficient would bring a
-        norm that contains them to λ, and their size would decide how far others are scaled down.
-        """
-        return layout.partly_scaled and self.scales == "auto" and self.info.parts is None
-
-    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
+    def clip(self, layout: Layout, norms: Norms | None = None) -> Decision:
         """Clip the gradients in place, and return what was done.
 
         The host does not wait for an accelerator. A step that is not finite is skipped, and leaves
@@ -145,68 +144,44 @@ class ClipMode(Mode, ABC):
         Args:
             layout: the layout this mode was bound to. Gradients are final: synchronised, unscaled,
                 divided by the items of the window.
-            stats: what was measured of them; they are measured here by default.
+            norms: what was measured of them; they are measured here by default.
         """
-        measured = self.measure(layout) if stats is None else stats
-        if self.changes:
-            return self._unless_skipped(layout, measured, self.change_finite)
-        return self.apply(layout, self.decide(layout, measured))
+        measured = self.measure(layout) if norms is None else norms
+        return self._unless_skipped(layout, measured, self.clip_finite)
 
-    def decide(self, layout: Layout, stats: GradStats) -> Decision:
-        """Decide how far to scale the gradients, without changing them.
-
-        Where only some gradients are multiplied (:meth:`scales_some`), :meth:`decide_finite`
-        decides by their norm, as if there were no others.
-        """
-        if self.changes:
-            raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
-        return self._unless_skipped(layout, stats, self._decide_on_scaled)
+    @abstractmethod
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Clip a gradient that is finite, in place; on an accelerator it may turn out not to be."""
 
     def _unless_skipped(
         self,
         layout: Layout,
-        stats: GradStats,
-        rule: Callable[[Layout, GradStats], Decision],
+        norms: Norms,
+        rule: Callable[[Layout, Norms], Decision],
     ) -> Decision:
-        if transfer.can_read(stats.finite.device) and not stats.finite:
+        finite = norms.finite
+        if finite is not TRUE and transfer.can_read(finite.device) and not finite:
             # A limit that follows from earlier steps is that of no step but its own.
-            return Decision.skipped(stats.norm, None if self.limit_moves else self.threshold)
-        self._move_memory(layout.device)
-        before = dict(self.memory)
-        decision = rule(layout, stats)
+            return Decision.skipped(norms.total, None if self.limit_moves else self.threshold)
+        before = self._begin_memory(layout.device)
+        decision = rule(layout, norms)
         if self.tally is not None:
-            self.tally.end_step(stats.norm)
-        self.undo(before, stats.finite)
-        return decision.if_finite(stats.finite, threshold_moves=self.limit_moves)
+            self.tally.end_step(norms.total)
+        if finite is TRUE:
+            return decision
+        self.undo(before, finite)
+        return decision.if_finite(finite, threshold_moves=self.limit_moves)
 
-    def _decide_on_scaled(self, layout: Layout, stats: GradStats) -> Decision:
-        if stats.part or not self.scales_some(layout):
-            return self.decide_finite(layout, stats)
-        split = stats.split or GradStats.of(layout, self.norm_type, split=True).split
-        assert split is not None
-        of_scaled = replace(stats, norm=split.scaled, split=None, part=True)
-        decision = self.decide_finite(layout, of_scaled)
-        return decision.of_whole(layout, stats.norm, split, self.norm_type)
-
-    def _move_memory(self, device: torch.device) -> None:
-        """Move the memory to ``device``, also one that was loaded, or of numbers of the host."""
+    def _begin_memory(self, device: torch.device) -> dict[str, Any]:
+        """Move the memory to ``device``, also one that was loaded; return it as it is then."""
+        if not self.memory:
+            return {}
         for name, value in self.memory.items():
             if isinstance(value, Tensor):
                 self.memory[name] = value.to(device)
             else:
                 self.memory[name] = transfer.number(value, device)
-
-    @abstractmethod
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Decide on factors of a gradient that is finite.
-
-        On an accelerator it may turn out not to be: decision and memory are then dropped. Ranks
-        hold the same ``stats``, and have to make the same decision.
-        """
-
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Change a gradient that is finite, for a mode whose ``changes`` is true."""
-        raise TypeError(f"{type(self).__name__} decides on factors: it changes no gradient itself")
+        return dict(self.memory)
 
     def undo(self, before: Mapping[str, Any], finite: Tensor) -> None:
         """Make ``before`` the memory again, unless the gradient turns out to be ``finite``."""
@@ -218,23 +193,9 @@ class ClipMode(Mode, ABC):
             if value is not before[name]:
                 self.memory[name] = torch.where(finite, value, before[name])
 
-    def apply(self, layout: Layout, decision: Decision) -> Decision:
-        """Multiply the gradients in place, as decided."""
-        if transfer.can_read(decision.finite.device) and not decision.finite:
-            return decision
-        if decision.scales is not None:
-            if decision.norm_scaled is None or decision.inner:
-                scale_each(layout, decision.scales)
-            # All others have one coefficient, and the gradients that are left out none.
-            else:
-                scale_some(layout, decision.scales)
-            return replace(decision, scales=None)
-        scale(layout, decision.coef)
-        return decision
-
     @property
-    def changes(self) -> bool:
-        """Whether the mode changes gradients itself, instead of deciding on factors of them."""
+    def by_factors(self) -> bool:
+        """Whether the mode decides on factors, by :meth:`FactorMode.decide`."""
         return False
 
     @property
@@ -243,7 +204,7 @@ class ClipMode(Mode, ABC):
 
         A mode that reads ‖G‖ decides on one coefficient, which an optimizer's step may multiply by.
         """
-        return "norm" if self.by_norm_alone else "gradient"
+        return "gradient"
 
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Prepare to limit the update of a step, where ``decision.update`` is not None.
@@ -312,30 +273,84 @@ class ClipMode(Mode, ABC):
         self.memory.update(memory_of(state))
 
 
-class ChangeMode(ClipMode):
-    """A mode that changes elements, units or tensors of the gradients, and counts them."""
+class FactorMode(ClipMode):
+    """A mode that decides on factors: a coefficient of all gradients, or one for each tensor.
+
+    They can be folded into a step of the optimizer, and multiplied in a chain.
+
+    Attributes:
+        by_norm_alone: whether :meth:`decide_finite` reads ``norms.total`` and nothing else of the
+            gradient, and decides on one coefficient. An optimizer's step may then multiply by it
+            instead of :meth:`apply`, and in a chain the norm of the link before is enough.
+    """
+
+    by_norm_alone: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for kind in cls.__mro__:
+            if "by_norm_alone" in vars(kind):
+                return
+            for name in ("measure", "clip", "apply"):
+                if cls.by_norm_alone and name in vars(kind):
+                    raise TypeError(
+                        f"{kind.__name__} has {name} of its own: add by_norm_alone = False, so "
+                        "that it is always called"
+                    )
 
     @property
-    def changes(self) -> bool:
-        """Whether the mode changes gradients itself: it does."""
+    def by_factors(self) -> bool:
+        """Whether the mode decides on factors: it does."""
         return True
 
+    @property
+    def reads(self) -> Literal["norm", "tensors", "gradient"]:
+        """What the mode decides by, see :attr:`ClipMode.reads`."""
+        return "norm" if self.by_norm_alone else "gradient"
+
+    def decide(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide how far to scale the gradients, without changing them."""
+        return self._unless_skipped(layout, norms, self.decide_finite)
+
     @abstractmethod
-    def change(self, layout: Layout, stats: GradStats) -> Change:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide on the factors of a gradient that is finite.
+
+        On an accelerator it may turn out not to be: decision and memory are then dropped. Ranks
+        hold the same ``norms``, and have to make the same decision.
+        """
+
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide, and multiply the gradients in place."""
+        return self.apply(layout, self.decide_finite(layout, norms))
+
+    def apply(self, layout: Layout, decision: Decision) -> Decision:
+        """Multiply the gradients in place, as decided."""
+        if decision.finite is FALSE:
+            return decision
+        if decision.scales is not None:
+            scale_each(layout, decision.scales)
+            return replace(decision, scales=None)
+        assert decision.factor is not None
+        scale(layout, decision.factor)
+        return decision
+
+
+class ChangeMode(ClipMode):
+    """A mode that changes elements or units of the gradients, and counts them."""
+
+    @abstractmethod
+    def change(self, layout: Layout, norms: Norms) -> Change:
         """Change the gradients of this rank in place; return what was changed of a finite one.
 
         On an accelerator a gradient may turn out not to be finite: its step is then skipped.
         """
 
     @torch.no_grad()
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Change a gradient that is finite; one collective tells what all ranks changed."""
-        change = self.change(layout, stats)
-        return Decision.of_change(layout, stats.norm, self.limit, change, self.norm_type)
-
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Raise a TypeError: there are no factors."""
-        raise TypeError(f"{type(self).__name__} changes gradients itself: call clip")
+        change = self.change(layout, norms)
+        return Decision.of_change(layout, norms.total, self.limit, change, self.norm_type)
 
 
 def memory_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,19 +400,9 @@ def class_of(kind: type[Mode]) -> type[ClipMode]:
 
 def scale(layout: Layout, coef: Tensor) -> None:
     """Multiply all gradients by ``coef``."""
-    if transfer.can_read(coef.device) and coef == 1.0:
+    if transfer.can_read(coef.device) and coef.item() == 1.0:
         return
     kernels_of(coef.device).multiply(layout.gradients()[1], coef)
-
-
-def scale_some(layout: Layout, scales: Tensor) -> None:
-    """Multiply the gradients that are not left out by the coefficient that they have in common."""
-    pairs = zip(*layout.gradients(), strict=True)
-    scaled = [(shard, gradient) for shard, gradient in pairs if shard.scaled]
-    if scaled:
-        coef = scales[layout.positions[scaled[0][0].name]]
-        gradients = [gradient for _, gradient in scaled]
-        kernels_of(scales.device).multiply(gradients, coef)
 
 
 def scale_each(layout: Layout, scales: Tensor) -> None:

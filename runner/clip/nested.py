@@ -16,19 +16,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats, build
-from runner.clip.decision import Inner, ratio
+from runner.clip import ClipMode, Decision, FactorMode, Norms, build
+from runner.clip.decision import Inner
+from runner.clip.groups import Group, Groups, ParameterGroups, leaves_out
 from runner.clip.per_parameter import TensorNorms
 from runner.config.modes import ByGroups, Chain, Mode, Schedule, inner_mode
 from runner.config.problem import NOTHING
-from runner.gradients import Layout, ParamShard, transfer
+from runner.gradients import Layout
 from runner.gradients.layout import OptionError
-from runner.gradients.norms import Powers, combine_norms, powers_of
 
 REST = "rest"  # name of the parameters that no pattern matches
 
@@ -81,18 +81,16 @@ class NestedMode(ClipMode):
             return replace(*decisions.values(), inner=inner)
         scales = by if by is not None and by.ndim else None
         clipped = torch.stack([decision.clipped for decision in decisions.values()]).amax()
-        # The same number twice, not a quotient of two that were rounded differently.
-        after = torch.where(clipped > 0, after, norm)
         none = torch.full_like(norm, math.nan)
         return Decision(
             norm=norm,
-            norm_clipped=after,
-            coef=ratio(after, norm) if by is None or by.ndim else by,
-            clipped=clipped,
-            fraction=clipped if fraction is None else fraction,
-            max_stat=none,
             threshold=none,
+            factor=None if by is None or by.ndim else by,
             scales=scales,
+            # The same number twice, not a quotient of two that were rounded differently.
+            after=torch.where(clipped > 0, after, norm),
+            share=clipped if fraction is None else fraction,
+            largest=none,
             inner=inner,
         )
 
@@ -113,7 +111,7 @@ class NestedMode(ClipMode):
 
 
 @dataclass(eq=False)
-class ChainClip(Chain, NestedMode):
+class ChainClip(Chain, NestedMode, FactorMode):
     """Clip by one mode after the other."""
 
     kind = "link"
@@ -125,7 +123,7 @@ class ChainClip(Chain, NestedMode):
 
     def bind(self, layout: Layout) -> None:
         kinds = {mode.info.parts is None for mode in self._links}
-        if layout.partly_scaled and self.scales == "auto" and len(kinds) > 1:
+        if layout.orthogonalized and self.scales == "auto" and len(kinds) > 1:
             raise OptionError(
                 "scales",
                 "clip.scales=auto leaves out gradients of this optimizer where one coefficient "
@@ -136,52 +134,56 @@ class ChainClip(Chain, NestedMode):
 
     @property
     def reads(self) -> Literal["norm", "tensors", "gradient"]:
-        if self.changes or not self.by_norm_alone:
-            return "gradient"
-        return self._links[0].reads
+        if self.by_factors and self.by_norm_alone:
+            return self._links[0].reads
+        return "gradient"
 
-    def scales_some(self, layout: Layout) -> bool:
-        scale_whole_gradients = all(mode.info.parts is None for mode in self._links)
-        return scale_whole_gradients and super().scales_some(layout)
+    @property
+    def scales_whole(self) -> bool:
+        return all(mode.scales_whole for mode in self._links)
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         return self._links[0].measure(layout, each)
 
     @property
-    def changes(self) -> bool:
-        """Whether gradients have to be changed before the last link can decide."""
-        if any(link.changes for link in self._links):
-            return True
+    def by_factors(self) -> bool:
+        """Whether each link can decide before the gradients are changed by those before it."""
+        if not all(link.by_factors for link in self._links):
+            return False
         first, *others = [link.reads for link in self._links]
         measured = {"norm", "tensors"} if first == "tensors" else {"norm"}
-        return not measured.issuperset(others)
+        return measured.issuperset(others)
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Let each link decide by norms that the links before it have scaled."""
         decisions = []
         factor = layout.number(1.0)
         for link in self._links:
-            decision = link.decide(layout, stats)
+            assert isinstance(link, FactorMode)
+            decision = link.decide(layout, norms)
             decisions.append(decision)
-            by = decision.coef if decision.scales is None else decision.scales
+            by = decision.factor if decision.scales is None else decision.scales
+            assert by is not None
             factor = factor * by
-            tensors = stats.work.scaled(by) if isinstance(stats.work, TensorNorms) else None
-            stats = replace(stats, norm=decision.norm_clipped, powers=None, work=tensors)
+            tensors = norms.work.scaled(by) if isinstance(norms.work, TensorNorms) else None
+            norms = Norms(decision.norm_clipped, norms.finite, work=tensors)
         return self._whole(decisions, factor)
 
     @torch.no_grad()
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
         """Let each link clip what the links before it have left."""
+        if self.by_factors:
+            return super().clip_finite(layout, norms)
         decisions: list[Decision] = []
-        finite = stats.finite
+        finite = norms.finite
         for link in self._links:
             if decisions and link.reads != "norm":
-                stats = link.measure(layout)
+                norms = link.measure(layout)
             # Clamping makes an infinite gradient finite, but its step is skipped all the same.
-            decision = link.clip(layout, replace(stats, finite=finite))
+            decision = link.clip(layout, replace(norms, finite=finite))
             decisions.append(decision)
-            stats = GradStats(decision.norm_clipped, finite)
+            norms = Norms(decision.norm_clipped, finite)
         return self._whole(decisions, None)
 
     def _whole(self, decisions: Sequence[Decision], factor: Any) -> Decision:
@@ -189,125 +191,61 @@ class ChainClip(Chain, NestedMode):
         return self.together(decisions[0].norm, decisions[-1].norm_clipped, named, factor)
 
 
-class _Group(NamedTuple):
-    """Parameters that are clipped together, and their positions in the whole layout."""
-
-    name: str
-    mode: ClipMode
-    layout: Layout
-    positions: Tensor
-
-
 @dataclass(eq=False)
 class GroupsClip(ByGroups, NestedMode):
     """Clip each group of parameters by a mode of its own."""
 
     kind = "group"
-    _layout: Layout | None = field(default=None, init=False, repr=False)
-    _bound: list[_Group] = field(default_factory=list, init=False, repr=False)
+    _groups: Groups | None = field(default=None, init=False, repr=False)
 
     def bind(self, layout: Layout) -> None:
-        self._layout = layout
-        self._bound = []
+        self._groups = Groups(layout, self.norm_type)
         remaining = dict.fromkeys(layout.names)
         for pattern, mode in self.modes.items():
             names = [name for name in layout.matching(pattern, "groups") if name in remaining]
             if not names and pattern != "*":
                 text = f"clip.groups: {pattern} matches only parameters that patterns before it do"
                 raise OptionError("groups", f"{text}; put it before them, or leave it out")
-            self._add(layout, pattern, mode, names)
+            self._add(self._groups, pattern, mode, names)
             for name in names:
                 del remaining[name]
-        self._add(layout, REST, build("none", norm_type=self.norm_type), [*remaining])
+        self._add(self._groups, REST, build("none", norm_type=self.norm_type), [*remaining])
 
-    def _add(self, layout: Layout, name: str, mode: ClipMode, names: Sequence[str]) -> None:
+    def _add(self, groups: Groups, name: str, mode: ClipMode, names: Sequence[str]) -> None:
         if names:
+            layout = groups.layout
             part = layout if len(names) == len(layout.names) else layout.restricted(names)
             bind(mode, part, f"groups.{name}")
-            numbers = [layout.positions[parameter] for parameter in part.names]
-            positions = transfer.on_device(numbers, layout.device).long()
-            self._bound.append(_Group(name, mode, part, positions))
+            clipper = ParameterGroups(mode, part) if leaves_out(mode, part) else mode
+            groups.groups.append(Group(name, clipper, part))
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
-        if self._layout is not layout:
+    def _bound_to(self, layout: Layout) -> Groups:
+        if self._groups is None or self._groups.layout is not layout:
             self.bind(layout)
-        measured = [group.mode.measure(group.layout, each) for group in self._bound]
-        norms = [stats.norm for stats in measured]
-        norm = combine_norms(norms, self.norm_type) if len(norms) > 1 else norms[0]
-        powers = None
-        if each or any(stats.powers is not None for stats in measured):
-            powers = self._powers(measured)
-        return GradStats.measured(norm, powers, measured)
+        assert self._groups is not None
+        return self._groups
 
-    def _powers(self, measured: Sequence[GradStats]) -> Powers:
-        """Return the powers of all groups; groups that have none are measured here."""
-        p = self.norm_type
-        shards: list[ParamShard] = []
-        powers: list[Tensor] = []
-        for group, stats in zip(self._bound, measured, strict=True):
-            part = stats.powers
-            if part is None:
-                _, part = powers_of(group.layout, *group.layout.gradients(), p, each=True)
-            if part is not None and part.shards:
-                shards += part.shards
-                powers.append(part.each)
-        return Powers(shards, torch.cat(powers) if powers else torch.empty(0), p)
-
-    @property
-    def changes(self) -> bool:
-        return any(mode.changes for mode in self.modes.values())
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
+        return self._bound_to(layout).measure(each)
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        decisions = []
-        for group, of_group in self._measured(layout, stats):
-            decisions.append(group.mode.decide(group.layout, of_group))
-        return self._whole(stats.norm, decisions, self._scales(layout, decisions))
-
-    @torch.no_grad()
-    def change_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        """Clip each group, on all ranks in the same order."""
-        decisions = []
-        for group, of_group in self._measured(layout, stats):
-            decisions.append(group.mode.clip(group.layout, of_group))
-        return self._whole(stats.norm, decisions)
-
-    def _measured(self, layout: Layout, stats: GradStats) -> list[tuple[_Group, GradStats]]:
-        """Return each group with what was measured of it."""
-        work = stats.work if self._layout is layout else None
-        if not (isinstance(work, list) and len(work) == len(self._bound)):
-            work = self.measure(layout).work
-        of_groups = [replace(of_group, finite=stats.finite) for of_group in work]
-        return list(zip(self._bound, of_groups, strict=True))
-
-    def _scales(self, layout: Layout, decisions: Sequence[Decision]) -> Tensor:
-        """Return the factor of each parameter, [parameters]."""
-        wide = transfer.widest(layout.device)
-        scales = torch.ones(len(layout.names), dtype=wide, device=layout.device)
-        for group, decision in zip(self._bound, decisions, strict=True):
-            if decision.scales is not None:
-                scales.index_copy_(0, group.positions, decision.scales)
-            else:
-                scales.index_fill_(0, group.positions, decision.coef)
-        return scales
-
-    def _whole(
-        self, norm: Tensor, decisions: Sequence[Decision], scales: Tensor | None = None
-    ) -> Decision:
-        """Return the decision of all groups, with the share of clipping groups that clipped."""
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Clip each group; ``fraction`` is the share of clipping groups that clipped."""
+        groups = self._bound_to(layout)
+        decisions = groups.clip(norms)
         by_name = {}
         clipped = []
-        for group, decision in zip(self._bound, decisions, strict=True):
+        for group, decision in zip(groups.groups, decisions, strict=True):
             by_name[group.name] = decision
-            if group.mode.info.clips is not None:
+            if group.clips:
                 clipped.append(decision.clipped)
-        after = combine_norms([decision.norm_clipped for decision in decisions], self.norm_type)
-        share = torch.stack(clipped).mean() if clipped else torch.zeros_like(norm)
-        return self.together(norm, after, by_name, scales, share)
+        share = torch.stack(clipped).mean() if clipped else torch.zeros_like(norms.total)
+        after = groups.norm_clipped(decisions)
+        return self.together(norms.total, after, by_name, fraction=share)
 
 
 @dataclass(eq=False)
-class ScheduleClip(Schedule, ClipMode):
+class ScheduleClip(Schedule, FactorMode):
     """Set λ of another mode, ``inner``, for each step, and let it measure, decide and apply.
 
     ``λ_t = threshold · warm-up factor(t) · decay(t)``, where t counts the steps that were decided,
@@ -332,30 +270,29 @@ class ScheduleClip(Schedule, ClipMode):
     def reads(self) -> Literal["norm", "tensors", "gradient"]:
         return self.inner.reads if self.by_norm_alone else "gradient"
 
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         self._set_limit()  # the mode may look for what is above λ
         return self.inner.measure(layout, each)
 
-    def decide(self, layout: Layout, stats: GradStats) -> Decision:
-        self._set_limit()
-        self.memory["step"] = self._step + 1
-        return self.inner.decide(layout, stats)
+    def decide(self, layout: Layout, norms: Norms) -> Decision:
+        assert isinstance(self.inner, FactorMode)
+        self._begin_step()
+        return self.inner.decide(layout, norms)
 
     @property
-    def changes(self) -> bool:
-        return self.inner.changes
+    def by_factors(self) -> bool:
+        return self.inner.by_factors
 
-    def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
-        if not self.changes:
-            return super().clip(layout, stats)
-        self._set_limit()
-        self.memory["step"] = self._step + 1
-        return self.inner.clip(layout, stats)
+    def clip(self, layout: Layout, norms: Norms | None = None) -> Decision:
+        self._begin_step()
+        return self.inner.clip(layout, norms)
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        return self.inner.decide_finite(layout, stats)
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        assert isinstance(self.inner, FactorMode)
+        return self.inner.decide_finite(layout, norms)
 
     def apply(self, layout: Layout, decision: Decision) -> Decision:
+        assert isinstance(self.inner, FactorMode)
         return self.inner.apply(layout, decision)
 
     def state_dict(self) -> dict[str, Any]:
@@ -364,6 +301,10 @@ class ScheduleClip(Schedule, ClipMode):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
+
+    def _begin_step(self) -> None:
+        self._set_limit()
+        self.memory["step"] = self._step + 1
 
     def _set_limit(self) -> None:
         """Give the mode that clips λ of this step, and the tally that counts for this one."""

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from runner.clip.decision import Decision, GradStats, limit_in_force
-from runner.clip.mode import ClipMode
+from runner.clip.decision import Decision, limit_in_force
+from runner.clip.mode import FactorMode
 from runner.config.modes import Norm, Percentile, Unclipped, ZScore
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
+from runner.gradients.norms import Norms
 
 
 def limit_norm(
@@ -34,44 +35,37 @@ def limit_norm(
     is exactly ``limit`` is not touched.
     """
     bound = limit_in_force(norm, limit)
-    clipped = (norm > bound).to(norm.dtype)
     if to is None:
-        coef = (bound / norm).clamp(max=1.0)  # 1 for a norm of 0
+        factor = (bound / norm).clamp_(max=1.0)  # 1 for a norm of 0
     else:
-        coef = torch.where(norm > bound, to / norm, 1.0)
-    return Decision(
-        norm=norm,
-        norm_clipped=norm * coef,
-        coef=coef,
-        clipped=clipped,
-        fraction=clipped,
-        max_stat=norm if max_stat is None else max_stat,
-        threshold=bound if threshold is None else limit_in_force(norm, threshold),
-    )
+        factor = torch.where(norm > bound, to / norm, 1.0)
+    in_force = bound if threshold is None else limit_in_force(norm, threshold)
+    return Decision(norm, in_force, factor=factor, largest=max_stat)
 
 
 @dataclass(eq=False)
-class NormClip(Norm, ClipMode):
+class NormClip(Norm, FactorMode):
     """Scale the whole gradient so that its norm is at most λ."""
 
     by_norm_alone = True
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        return limit_norm(stats.norm, self.limit)  # no collective: every rank has the same ‖G‖
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        # No collective: every rank has the same ‖G‖.
+        return limit_norm(norms.total, self.limit_on(norms.total))
 
 
 @dataclass(eq=False)
-class NoClip(Unclipped, ClipMode):
+class NoClip(Unclipped, FactorMode):
     """Leave the gradients alone; everything is still measured."""
 
     by_norm_alone = True
 
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        return Decision.untouched(stats.norm, None, stats.norm)
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        return Decision.untouched(norms.total, None)
 
 
 @dataclass(eq=False)
-class PercentileClip(Percentile, ClipMode):
+class PercentileClip(Percentile, FactorMode):
     """Scale the whole gradient so that its norm is at most a percentile of the norms so far.
 
     ``λ_t = percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated. AutoClip (Seetharaman et al.
@@ -82,18 +76,18 @@ class PercentileClip(Percentile, ClipMode):
 
     by_norm_alone = True
 
-    def decide(self, layout: Layout, stats: GradStats) -> Decision:
-        """Make room for one more norm, and decide."""
-        norms = self.memory.get("norms", torch.empty(0))
-        norms = norms.to(layout.device, transfer.widest(layout.device))
+    def _begin_memory(self, device: torch.device) -> dict[str, Any]:
+        """Make room for one more norm."""
+        earlier = self.memory.get("norms", torch.empty(0))
+        earlier = earlier.to(device, transfer.widest(device))
         # Only the device may know whether the step is finite: an inf that stays is no norm.
-        room = 1 if self.window is None else self.window - len(norms)
-        self.memory["norms"] = torch.cat([norms.new_full((room,), math.inf), norms])
-        return super().decide(layout, stats)
+        room = 1 if self.window is None else self.window - len(earlier)
+        self.memory["norms"] = torch.cat([earlier.new_full((room,), math.inf), earlier])
+        return super()._begin_memory(device)
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
-        norm = stats.norm.view(1)
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
+        norm = norms.total.view(1)
         before = self.memory["norms"][1:]
         rising = torch.cat([before, norm]).sort().values
         count = (rising < math.inf).sum(dtype=norm.dtype).view(1)
@@ -106,7 +100,7 @@ class PercentileClip(Percentile, ClipMode):
         kept = torch.minimum(norm, limit) if self.history == "clipped" else norm
         self.memory["norms"] = torch.cat([before, kept])
         in_force = torch.where(clips, limit, math.nan)[0]
-        return limit_norm(stats.norm, limit[0], threshold=in_force)
+        return limit_norm(norms.total, limit[0], threshold=in_force)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -123,7 +117,7 @@ class PercentileClip(Percentile, ClipMode):
 
 
 @dataclass(eq=False)
-class ZScoreClip(ZScore, ClipMode):
+class ZScoreClip(ZScore, FactorMode):
     """Scale down a gradient whose norm lies far above a running mean.
 
     ZClip (Kumar, Owen, Chowdhury and Güra 2025, arXiv 2504.02507). With μ and σ of the steps
@@ -143,12 +137,12 @@ class ZScoreClip(ZScore, ClipMode):
     initial_memory: ClassVar = {"count": 0.0, "mean": 0.0, "variance": 0.0}
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         past = self.memory
         count = past["count"]
         mean = past["mean"]
         variance = past["variance"]
-        norm = stats.norm
+        norm = norms.total
         z = self.limit
         begins = count < self.warmup_steps
         deviation = variance.sqrt()

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runner.clip import ClipMode, Decision, GradStats
+from runner.clip import ClipMode, Decision, FactorMode, Norms
 from runner.config.modes import AdaGC, PerParameter
 from runner.gradients import Layout, transfer
-from runner.gradients.norms import norms_over_ranks, powers_of
+from runner.gradients.norms import by_parameter, is_finite, norms_over_ranks, powers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,28 @@ class TensorNorms:
         return replace(self, norms=self.norms * scales)
 
 
-class TensorMode(ClipMode):
+class TensorMode(FactorMode):
     """A mode that decides by the norms of tensors, from which the norm after clipping follows."""
 
     @torch.no_grad()
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         p = self.norm_type
-        _, powers = powers_of(layout, *layout.gradients(), p, each=True)
-        assert powers is not None
-        presence = powers._replace(each=torch.ones_like(powers.each))
-        on_this_rank = torch.stack([powers.of_parameters(layout), presence.of_parameters(layout)])
-        norms, present = norms_over_ranks(layout, on_this_rank, p)
-        tensors = TensorNorms(norms, present > 0, p)
-        return GradStats.measured(tensors.total, powers, tensors)
+        shards, gradients = layout.gradients()
+        _, shares = powers_of(layout, shards, gradients, p, each=True)
+        assert shares is not None
+        of_parameters = by_parameter(layout, shards, shares, p)
+        presence = by_parameter(layout, shards, torch.ones_like(shares), p)
+        sizes, present = norms_over_ranks(layout, torch.stack([of_parameters, presence]), p)
+        tensors = TensorNorms(sizes, present > 0, p)
+        return Norms(tensors.total, is_finite(tensors.total), p, shards, shares, tensors)
 
     @property
     def reads(self) -> Literal["tensors"]:
         return "tensors"
 
-    def tensors(self, layout: Layout, stats: GradStats) -> TensorNorms:
-        """Return the norms that ``stats`` have; measure them if another mode made ``stats``."""
-        work = stats.work
+    def tensors(self, layout: Layout, norms: Norms) -> TensorNorms:
+        """Return the norms that ``norms`` have; measure them if another mode made ``norms``."""
+        work = norms.work
         if isinstance(work, TensorNorms) and work.norm_type == self.norm_type:
             return work
         tensors: TensorNorms = self.measure(layout).work
@@ -87,7 +88,7 @@ def decide_on_tensors(
         norm=norm,
         after=norm_clipped,
         share=over.sum() / total.clamp(min=1.0),
-        max_stat=values.amax() if values.numel() else layout.number(0.0),
+        largest=values.amax() if values.numel() else layout.number(0.0),
         limit=threshold,
         total=total,
         **more,
@@ -117,21 +118,21 @@ class PerParameterClip(PerParameter, TensorMode):
             self._blocks = len(numbers)
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         if self._layout is not layout:
             self.bind(layout)
         limit = self.limit
-        tensors = self.tensors(layout, stats)
-        norms, present = self._parts(tensors)
-        over = norms > limit
-        scales = torch.where(over, limit / norms, 1.0)
+        tensors = self.tensors(layout, norms)
+        sizes, present = self._parts(tensors)
+        over = sizes > limit
+        scales = torch.where(over, limit / sizes, 1.0)
         if self._block is not None:
             scales = scales[self._block]
         return decide_on_tensors(
             self,
             layout,
-            norms=(stats.norm, tensors.scaled(scales).total),
-            compared=(norms, over, present),
+            norms=(norms.total, tensors.scaled(scales).total),
+            compared=(sizes, over, present),
             threshold=limit,
             scales=scales,
         )
@@ -197,25 +198,25 @@ class AdaGCClip(AdaGC, TensorMode):
         return transfer.on_device(positions, layout.device).long()
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
         if self._layout is not layout:
             self.bind(layout)
-        tensors = self.tensors(layout, stats)
-        norms = tensors.norms
+        tensors = self.tensors(layout, norms)
+        sizes = tensors.norms
         present = tensors.present
         memory = self.memory
         gamma = memory["gamma"] if self._positions is None else memory["gamma"][self._positions]
         warm = memory["step"] < self.warmup_steps
         begun = gamma.isfinite()
         bound = self.limit * gamma
-        whole = stats.norm
-        over = torch.where(warm, whole > self.absolute, norms > bound) & present
-        scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / norms), 1.0)
+        whole = norms.total
+        over = torch.where(warm, whole > self.absolute, sizes > bound) & present
+        scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / sizes), 1.0)
         after = tensors.scaled(scales)
-        entering = after.norms if self.history == "clipped" else norms
+        entering = after.norms if self.history == "clipped" else sizes
         mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
         updated = torch.where(warm, gamma.minimum(entering), mean)
-        updated = torch.where(norms > 0, updated, gamma)
+        updated = torch.where(sizes > 0, updated, gamma)
         if self._positions is None:
             memory["gamma"] = updated
             self.end_parts()
@@ -224,8 +225,8 @@ class AdaGCClip(AdaGC, TensorMode):
         return decide_on_tensors(
             self,
             layout,
-            norms=(stats.norm, after.total),
-            compared=(torch.where(warm, math.nan, norms / gamma), over, present),
+            norms=(norms.total, after.total),
+            compared=(torch.where(warm, math.nan, sizes / gamma), over, present),
             threshold=torch.where(warm, math.nan, layout.number(self.limit)),
             scales=scales,
         )

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from runner.clip import Change, ChangeMode, ClipMode, Decision, GradStats
+from runner.clip import Change, ChangeMode, ClipMode, Decision, Norms
 from runner.clip.per_parameter import decide_on_tensors
 from runner.config.modes import Spike, Update
 from runner.gradients import Layout, ParamShard, transfer
 from runner.gradients.kernels import kernels_of
-from runner.gradients.norms import norm_of_ranks, powers_of, root
+from runner.gradients.norms import is_finite, norm_of_ranks, powers_of, root
 from runner.gradients.shard import local
 
 # Name of the second moment in the state of an optimizer. A subclass may change its value.
@@ -163,7 +163,7 @@ class SpikeClip(Spike, OptimizerMode, ChangeMode):
 
     name = "spike"
 
-    def change(self, layout: Layout, stats: GradStats) -> Change:
+    def change(self, layout: Layout, norms: Norms) -> Change:
         """Clamp elements above θ·v; the norm after clipping counts each where it is stepped."""
         self.require_bound()
         p = self.norm_type
@@ -245,19 +245,20 @@ class UpdateClip(Update, OptimizerMode):
     )
 
     @torch.no_grad()
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         """Measure ‖G‖ and the RMS of each tensor, with one collective for both (two for p = inf).
 
         ``work`` is the RMS of each of ``layout.names``, and whether an optimizer steps it with a
         gradient.
         """
         self.require_bound()
-        power, powers = powers_of(layout, *layout.gradients(), self.norm_type, each)
+        shards, gradients = layout.gradients()
+        power, shares = powers_of(layout, shards, gradients, self.norm_type, each)
         device = layout.device
         sums = torch.zeros(2, len(layout.names), dtype=transfer.widest(device), device=device)
         stepped = []
         ratios = []
-        for shard, gradient in zip(*layout.gradients(), strict=True):
+        for shard, gradient in zip(shards, gradients, strict=True):
             moment = self.moment(shard)
             if moment is not None:
                 stepped.append(shard)
@@ -276,7 +277,7 @@ class UpdateClip(Update, OptimizerMode):
             totals = of_all_ranks[1:]
         ratio, elements = totals.view(2, -1)
         work = ((ratio / elements.clamp(min=1.0)).sqrt(), elements > 0)
-        return GradStats.measured(norm, powers, work)
+        return Norms(norm, is_finite(norm), self.norm_type, shards, shares, work)
 
     def _ratio(self, shard: ParamShard, gradient: Tensor, moment: Moment) -> Tensor:
         """Return Σg²/max(v, ε²) of a gradient, with v after the step."""
@@ -298,23 +299,21 @@ class UpdateClip(Update, OptimizerMode):
         return torch.stack(sums).sum()
 
     @torch.no_grad()
-    def decide_finite(self, layout: Layout, stats: GradStats) -> Decision:
+    def clip_finite(self, layout: Layout, norms: Norms) -> Decision:
+        """Decide on the updates of tensors; no gradient is changed."""
         limit = self.limit
-        rms, present = stats.work or self.measure(layout).work
+        rms, present = norms.work or self.measure(layout).work
         over = rms > limit * (1.0 + TIE)
         factors = torch.where(over, limit / rms, 1.0)
-        limits = {"coef": factors.amin(), "update": factors} if factors.numel() else {}
+        limits = {"factor": factors.amin(), "update": factors} if factors.numel() else {}
         return decide_on_tensors(
             self,
             layout,
-            norms=(stats.norm, stats.norm),
+            norms=(norms.total, norms.total),
             compared=(rms, over, present),
             threshold=limit,
             **limits,
         )
-
-    def apply(self, layout: Layout, decision: Decision) -> Decision:
-        return decision
 
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Copy the tensors whose update is limited; all of them where the host does not know."""

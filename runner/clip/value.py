@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from runner.clip import Change, ChangeMode, GradStats
-from runner.clip.decision import is_finite
+from runner.clip import Change, ChangeMode
 from runner.config.modes import Value
 from runner.gradients import Layout
 from runner.gradients.kernels import kernels_of
-from runner.gradients.norms import norm_of_ranks, powers_of
+from runner.gradients.norms import TRUE, Norms, norm_of_ranks, powers_of
 from runner.gradients.plain import Elements
 
 
@@ -24,20 +23,21 @@ class ValueClip(Value, ChangeMode):
     """Clamp elements."""
 
     @torch.no_grad()
-    def measure(self, layout: Layout, each: bool = False) -> GradStats:
+    def measure(self, layout: Layout, each: bool = False) -> Norms:
         if self.norm_type != 2.0:
             return super().measure(layout, each)
         kernels = kernels_of(layout.device)
         elements = kernels.compare_elements(layout, self.limit)
         norm = norm_of_ranks(layout, elements.power, 2.0)
-        powers = None
-        if each or any(kernels.may_hold(~is_finite(norm).view(1))):
-            _, powers = powers_of(layout, *layout.gradients(), 2.0, each=True)
-        return GradStats.measured(norm, powers, elements)
+        norms = Norms.measured(norm, elements)
+        if each or norms.finite is not TRUE:
+            norms.shards, gradients = layout.gradients()
+            _, norms.shares = powers_of(layout, norms.shards, gradients, 2.0, each=True)
+        return norms
 
-    def change(self, layout: Layout, stats: GradStats) -> Change:
+    def change(self, layout: Layout, norms: Norms) -> Change:
         kernels = kernels_of(layout.device)
-        elements: Elements = stats.work or kernels.compare_elements(layout, self.limit)
+        elements: Elements = norms.work or kernels.compare_elements(layout, self.limit)
         total = 0.0
         for shard, gradient in zip(*layout.gradients(), strict=True):
             total += gradient.numel() / shard.num_replicas

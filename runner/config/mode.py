@@ -169,8 +169,8 @@ def load(target: str) -> type[Mode]:
     except Exception as error:
         text = str(error).partition("\n")[0]
         raise ValueError(f"importing it raised {type(error).__name__}: {text}") from error
-    if not (isinstance(kind, type) and issubclass(kind, Mode) and hasattr(kind, "decide")):
-        raise ValueError("is no clipping mode: derive the class from runner.clip.ClipMode")
+    if not (isinstance(kind, type) and issubclass(kind, Mode) and hasattr(kind, "clip")):
+        raise ValueError("is no clipping mode: derive the class from runner.clip.FactorMode")
     if isabstract(kind):
         missing = ", ".join(sorted(getattr(kind, "__abstractmethods__", ())))
         raise ValueError(f"is abstract: it needs {missing}")

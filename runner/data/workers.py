@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.notation import in_one_line
 from runner.data.samples import SeededSamples, place_of
@@ -141,7 +143,25 @@ class WorkerLoader(DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             return arrived(super().__iter__(), dataset, self.timeout)
         reads = shielded(super().__iter__)
+        if isinstance(reads, _MultiProcessingDataLoaderIter):
+            finalizer = weakref.finalize(
+                reads, end_workers, reads._workers_done_event, reads._index_queues
+            )
+            finalizer.atexit = False
         return arrived(reads, dataset, self.timeout)
+
+
+def end_workers(done: Any, queues: Sequence[Any]) -> None:
+    """Tell the workers of an iterator to end, if torch has not told them.
+
+    An iterator that is found in a cycle of garbage loses its queues before torch can put the end
+    into them, and torch then waits five seconds for each.
+    """
+    if done.is_set():
+        return
+    done.set()
+    for queue in queues:
+        queue.put(None)
 
 
 def arrived(reads: Iterator[Any], dataset: Any, timeout: float) -> Iterator[Any]:

@@ -51,32 +51,40 @@ def powers(
     each: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return Σ|g|^p of all gradients; that of each if ``each``, or if one is not finite."""
-    if not each and not math.isinf(norm_type):
-        power = 0.0
-        for replicas in sorted({shard.num_replicas for shard in shards}):
-            pairs = zip(shards, gradients, strict=True)
-            alike = [gradient for shard, gradient in pairs if shard.num_replicas == replicas]
-            power += power_sum(alike, norm_type) / replicas
-        if math.isfinite(power):
-            return layout.number(power), None
     if math.isinf(norm_type):
-        shares = [largest(gradient) for gradient in gradients]
-    else:
-        shares = [
-            power_sum([gradient], norm_type) / shard.num_replicas
-            for shard, gradient in zip(shards, gradients, strict=True)
-        ]
-    values = torch.tensor(shares, dtype=torch.float64)
-    return values.amax() if math.isinf(norm_type) else values.sum(), values
+        values = torch.tensor([largest(gradient) for gradient in gradients], dtype=torch.float64)
+        return values.amax(), values
+    if not each:
+        power = _power_of_all(layout, shards, gradients, norm_type)
+        if math.isfinite(power.item()):
+            return power, None
+    powers = torch.stack([power_sum([gradient], norm_type) for gradient in gradients])
+    values = powers / layout.replicas_of(shards)
+    return values.sum(), values
 
 
-def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
-    """Return Σ|g|^p of all elements of gradients; NaN or inf where any element is."""
-    elements = sum(gradient.numel() for gradient in gradients)
+def _power_of_all(
+    layout: Layout, shards: Sequence[ParamShard], gradients: Sequence[Tensor], norm_type: float
+) -> Tensor:
+    """Return Σ|g|^p of all gradients, each divided by the ranks that hold it."""
+    replicas = layout.common_replicas(shards)
+    if replicas is not None:
+        power = power_sum(gradients, norm_type)
+        return power if replicas == 1 else power / replicas
+    alike: dict[int, list[Tensor]] = {}
+    for shard, gradient in zip(shards, gradients, strict=True):
+        alike.setdefault(shard.num_replicas, []).append(gradient)
+    powers = [power_sum(alike[replicas], norm_type) / replicas for replicas in sorted(alike)]
+    return torch.stack(powers).sum()
+
+
+def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return Σ|g|^p of all elements of gradients in float64; NaN or inf where any element is."""
+    elements = sum([gradient.numel() for gradient in gradients])
     if norm_type == 2.0 and 0 < elements <= EXACT:
         together = flatten(gradients[0]) if len(gradients) == 1 else gathered(gradients)
         wide = together.double()
-        return torch.dot(wide, wide).item()
+        return torch.dot(wide, wide)
     blocks = [flatten(gradient) for gradient in gradients if gradient.numel() > SMALL]
     small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
     if small:
@@ -90,13 +98,13 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> float:
         if remaining:
             tail = block[rows * ROW :].view(1, -1)
             norms.append(torch.linalg.vector_norm(tail, norm_type, 1, dtype=torch.float64))
-    power = float((torch.cat(norms).double() ** norm_type).sum())
-    if VANISHES < power < OVERFLOWS or not any(largest(block) for block in blocks):
+    power = (torch.cat(norms).double() ** norm_type).sum()
+    if VANISHES < power.item() < OVERFLOWS or not any(largest(block) for block in blocks):
         return power
-    power = 0.0
+    power = torch.zeros((), dtype=torch.float64)
     for block in blocks:
         for part in torch.split(block, BLOCK):
-            power += float((part.double().abs() ** norm_type).sum())
+            power += (part.double().abs() ** norm_type).sum()
     return power
 
 
@@ -165,8 +173,8 @@ def _compare(flat: Tensor, wide: Tensor, buffer: Tensor, limit: float) -> Block:
     if not in_range:
         largest = flat.abs().amax()
         above = int((flat.abs() > bound).sum())
-        power = power_sum([flat])
-        clamped = power_sum([flat.clamp(-bound, bound)]) if above else power
+        power = power_sum([flat]).item()
+        clamped = power_sum([flat.clamp(-bound, bound)]).item() if above else power
         return Block(power, clamped, above, largest.item())
     largest = squares.amax().sqrt()
     if largest <= bound:

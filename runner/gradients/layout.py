@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,14 @@ class OptionError(ValueError):
         self.value = value
 
 
+class OwnClip(NamedTuple):
+    """What a parameter group of an optimizer says of clipping: ``"clip": False`` or a threshold."""
+
+    group: str  # such as ``param_groups.1``
+    names: frozenset[str]
+    threshold: float | None  # None: the parameters are not clipped
+
+
 class Layout:
     """All shards on this rank, and the ranks that together hold the whole model.
 
@@ -55,7 +62,9 @@ class Layout:
 
     Attributes:
         names: names of all parameters of the model, in one order for all ranks.
-        partly_scaled: whether :meth:`leave_unscaled` named parameters, of any rank.
+        own_clips: what parameter groups of optimizers say of clipping, the same on every rank.
+        orthogonalized: names of the matrices of Muon, the same on every rank. Muon divides by the
+            norm of a whole matrix: a small coefficient pushes it below the constant in the divisor.
         heads_known: whether ``heads`` are those of the whole model. They are not where ranks hold
             different models.
 
@@ -81,11 +90,12 @@ class Layout:
         self.heads = tuple(heads)
         self.parameters = parameters or {shard.name: Whole.of(shard) for shard in self.shards}
         self.names = list(self.parameters)
-        self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
+        self.own_clips: tuple[OwnClip, ...] = ()
+        self.orthogonalized: frozenset[str] = frozenset()
         self.heads_known = True
         self._elsewhere = elsewhere
         self._constants: dict[str, tuple[list[int], Tensor]] = {}
-        self._scaled: Tensor | None = None
+        self._common_replicas: int | None = None  # once asked, where all shards have the same
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
@@ -96,17 +106,21 @@ class Layout:
         """Return the position in ``names`` of each of these shards, on the device."""
         return self.constant("positions", shards, lambda shard: self.positions[shard.name]).long()
 
-    @property
-    def scaled(self) -> Tensor:
-        """Whether a coefficient multiplies each of ``names``, see :meth:`leave_unscaled`."""
-        if self._scaled is None or not self._holds(self._scaled):
-            scaled = [parameter.scaled for parameter in self.parameters.values()]
-            self._scaled = transfer.on_device(scaled, self.device) > 0
-        return self._scaled
-
     def replicas_of(self, shards: Sequence[ParamShard]) -> Tensor:
         """Return ``num_replicas`` of each of these shards, on the device."""
         return self.constant("replicas", shards, lambda shard: shard.num_replicas)
+
+    def common_replicas(self, shards: Sequence[ParamShard]) -> int | None:
+        """Return ``num_replicas`` of these shards; None if they do not all have the same."""
+        if shards is self.shards and self._common_replicas is not None:
+            return self._common_replicas
+        numbers = {shard.num_replicas for shard in shards}
+        if len(numbers) != 1:
+            return None
+        replicas = numbers.pop()
+        if shards is self.shards:
+            self._common_replicas = replicas
+        return replicas
 
     def constant(
         self, name: str, shards: Sequence[ParamShard], value: Callable[[ParamShard], float]
@@ -182,21 +196,6 @@ class Layout:
                 raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
         return cls(ParamShard(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(parameters))
 
-    def leave_unscaled(self, names: Collection[str]) -> None:
-        """Leave gradients out when a mode multiplies all others by one coefficient.
-
-        Muon divides by the norm of a whole matrix: a small coefficient pushes it below the constant
-        in the divisor. They still count in ‖G‖. ``names`` are the same on every rank.
-        """
-        self.shards = [replace(s, scaled=s.scaled and s.name not in names) for s in self.shards]
-        self.parameters = {
-            name: whole._replace(scaled=whole.scaled and name not in names)
-            for name, whole in self.parameters.items()
-        }
-        self.partly_scaled = not all(whole.scaled for whole in self.parameters.values())
-        self._constants = {}
-        self._scaled = None
-
     def restricted(self, names: Iterable[str]) -> Layout:
         """Return the layout of some parameters, over the same ranks, which all know ``names``."""
         kept = {*names}
@@ -208,6 +207,11 @@ class Layout:
             self.device.type,
         )
         restricted.heads_known = self.heads_known
+        restricted.orthogonalized = self.orthogonalized & kept
+        for own in self.own_clips:
+            names = own.names & kept
+            if names:
+                restricted.own_clips += (own._replace(names=names),)
         return restricted
 
     @property

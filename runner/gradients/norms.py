@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +24,53 @@ from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import Layout
 from runner.gradients.shard import ParamShard
 
+TRUE = torch.tensor(True)
+FALSE = torch.tensor(False)
 
-class Powers(NamedTuple):
-    """Share of each gradient of one rank in ‖G‖^p: Σ|g|^p ÷ num_replicas (max|g| for p = inf)."""
 
-    shards: Sequence[ParamShard]  # those that have a gradient
-    each: Tensor  # [shards]
-    norm_type: float
+@dataclass(slots=True, eq=False)
+class Norms:
+    """What was measured of final gradients.
+
+    Attributes:
+        total: ‖G‖, the same on every rank.
+        finite: whether ``total`` is finite, a 0-dimensional boolean tensor: ``TRUE`` or ``FALSE``
+            where the host has read it. Cleared for a step that a skip rule leaves out.
+        norm_type: p of the norms.
+        shards: those of this rank that have a gradient, where ``shares`` were measured.
+        shares: share of each of these gradients in ‖G‖^p, [shards]: Σ|g|^p ÷ num_replicas (max|g|
+            for p = inf). None where they were not measured.
+        work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
+    """
+
+    total: Tensor
+    finite: Tensor
+    norm_type: float = 2.0
+    shards: Sequence[ParamShard] = ()
+    shares: Tensor | None = None
+    work: Any = None
+
+    @classmethod
+    def of(cls, layout: Layout, norm_type: float = 2.0, each: bool = False) -> Norms:
+        """Measure the gradients of ``layout``: one small collective if it spans ranks.
+
+        With ``each`` there are ``shares``; as on an accelerator, and where ‖G‖ is not finite.
+        """
+        shards, gradients = layout.gradients()
+        power, shares = powers_of(layout, shards, gradients, norm_type, each)
+        total = norm_of_ranks(layout, power, norm_type)
+        return cls(total, is_finite(total), norm_type, shards, shares)
+
+    @classmethod
+    def measured(cls, total: Tensor, work: Any = None) -> Norms:
+        """Return what a mode has measured itself."""
+        return cls(total, is_finite(total), work=work)
 
     def not_finite(self) -> list[str]:
         """Return the names of the shards whose gradient is not finite; waits for an accelerator."""
-        finite = self.each.isfinite().tolist()
+        if self.shares is None:
+            return []
+        finite = self.shares.isfinite().tolist()
         return [
             shard.name
             for shard, is_finite in zip(self.shards, finite, strict=True)
@@ -42,13 +79,28 @@ class Powers(NamedTuple):
 
     def of_parameters(self, layout: Layout) -> Tensor:
         """Return the share of each parameter, [parameters], on the device of ``layout``."""
-        positions = layout.positions_of(self.shards)
-        each = self.each.to(layout.device, transfer.widest(layout.device))
-        shares = each.new_zeros(len(layout.names))
-        # A tied parameter may lie on this rank twice.
-        if math.isinf(self.norm_type):
-            return shares.scatter_reduce_(0, positions, each, "amax")
-        return shares.index_add_(0, positions, each)
+        assert self.shares is not None
+        return by_parameter(layout, self.shards, self.shares, self.norm_type)
+
+
+def by_parameter(
+    layout: Layout, shards: Sequence[ParamShard], shares: Tensor, norm_type: float
+) -> Tensor:
+    """Return the share of each parameter, [parameters], given that of shards of this rank."""
+    positions = layout.positions_of(shards)
+    shares = shares.to(layout.device, transfer.widest(layout.device))
+    of_parameters = shares.new_zeros(len(layout.names))
+    # A tied parameter may lie on this rank twice.
+    if math.isinf(norm_type):
+        return of_parameters.scatter_reduce_(0, positions, shares, "amax")
+    return of_parameters.index_add_(0, positions, shares)
+
+
+def is_finite(norm: Tensor) -> Tensor:
+    """Return whether a norm is finite; one that a host may read gives ``TRUE`` or ``FALSE``."""
+    if transfer.can_read(norm.device):
+        return TRUE if norm.item() < math.inf else FALSE
+    return norm < math.inf  # no norm is negative, and NaN is not less
 
 
 def total_norm(layout: Layout, norm_type: float = 2.0) -> Tensor:
@@ -94,14 +146,13 @@ def powers_of(
     gradients: Sequence[Tensor],
     norm_type: float,
     each: bool = False,
-) -> tuple[Tensor, Powers | None]:
-    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each gradient.
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each shard.
 
     On a CPU the shares of finite gradients are None unless ``each`` asks for them.
     """
     if not gradients:
         nothing = layout.number(0.0)
-        return nothing, Powers(shards, nothing.new_empty(0), norm_type) if each else None
+        return nothing, nothing.new_empty(0) if each else None
     kernels = kernels_of(gradients[0].device)
-    whole, shares = kernels.powers(layout, shards, gradients, norm_type, each)
-    return whole, None if shares is None else Powers(shards, shares, norm_type)
+    return kernels.powers(layout, shards, gradients, norm_type, each)

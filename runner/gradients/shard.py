@@ -33,7 +33,6 @@ class ParamShard:
         num_replicas: ranks of the layout's group that hold these same elements (replicas).
         shard_groups: groups of ranks over which each unit is split, one for each mesh axis that
             splits units. All ranks of these groups see the same number of units.
-        scaled: whether a coefficient multiplies this gradient, see :meth:`Layout.leave_unscaled`.
         base: the qualified name in the user's model, where ``name`` is another one.
     """
 
@@ -42,7 +41,6 @@ class ParamShard:
     units: Units
     num_replicas: int = 1
     shard_groups: tuple[dist.ProcessGroup, ...] = ()
-    scaled: bool = True
     base: str = ""
 
     @property
@@ -100,13 +98,12 @@ class Whole(NamedTuple):
 
     shape: tuple[int, ...]
     known: bool
-    scaled: bool = True
     base: str = ""
 
     @classmethod
     def of(cls, shard: ParamShard) -> Whole:
         shape = tuple(shard.param.shape)
-        return cls(shape, shard.units.known, shard.scaled, shard.base)
+        return cls(shape, shard.units.known, shard.base)
 
 
 def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> ParamShard:

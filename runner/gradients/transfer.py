@@ -43,6 +43,18 @@ def read_later(value: Tensor) -> Callable[[], float]:
     return wait
 
 
+def to_host(vectors: Sequence[Tensor]) -> list[list[float]]:
+    """Return the numbers of vectors of one type, in one transfer; it waits for an accelerator."""
+    if all(can_read(vector.device) for vector in vectors):
+        return [vector.tolist() for vector in vectors]
+    values = torch.cat(list(vectors)).tolist()
+    lists = []
+    for vector in vectors:
+        lists.append(values[: len(vector)])
+        values = values[len(vector) :]
+    return lists
+
+
 def number(value: float, device: torch.device) -> Tensor:
     """Return a 0-dimensional tensor, in the widest type of ``device``; the host does not wait."""
     return torch.full((), value, dtype=widest(device), device=device)

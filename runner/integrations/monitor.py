@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.clip import Decision, GradStats
+from runner.clip import Decision, Norms
 from runner.gradients import transfer
 from runner.gradients.over_ranks import ProcessGroups, process_groups_of
 from runner.gradients.shard import is_dtensor
 from runner.integrations.clipping import plain_clipper, warn_without_gradients
 from runner.run_folder import keys
 from runner.run_folder.strict_json import cut
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.destination import To, file_of, sink_of
+from runner.telemetry.step import StepMetrics
 
 
 class GradientMonitor:
@@ -179,21 +180,11 @@ class GradientMonitor:
                 raise ValueError("give the threshold too: monitor.step(norm, threshold=max_norm)")
             before = _number(clipped)
             coef = threshold / (before + 1e-6)  # as ``torch.nn.utils.clip_grad_norm_`` computes it
-            changed = (coef < 1).to(before.dtype)
-            coef = coef.clamp(max=1.0)
-            return Decision(
-                norm=before,
-                norm_clipped=before * coef,
-                coef=coef,
-                clipped=changed,
-                fraction=changed,
-                max_stat=before,
-                threshold=torch.full_like(before, threshold),
-            )
+            return Decision(before, torch.full_like(before, threshold), factor=coef.clamp(max=1.0))
         layout = plain_clipper(self._model, self._process_groups).layout
-        norm = GradStats.of(layout).norm
+        norm = Norms.of(layout).total
         warn_without_gradients(self._model, layout, norm, stacklevel=5)
-        return Decision.untouched(norm, threshold, norm)
+        return Decision.untouched(norm, threshold)
 
     def _mean(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=transfer.widest(self._device), device=self._device)

@@ -17,11 +17,12 @@ from runner.config.notation import first_few, higher_is_better, plural, ranks_as
 from runner.config.problem import or_list
 from runner.data.stream import has_state
 from runner.gradients import transfer
-from runner.gradients.norms import Powers
+from runner.gradients.norms import Norms
 from runner.gradients.shard import local
 from runner.run_folder import keys
-from runner.telemetry.meter import Meter, StepValues
+from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.console import print_line
+from runner.telemetry.step import StepValues
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 
@@ -36,7 +37,7 @@ HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 
 * ``on_start(trainer)`` runs before the first step, also of a run that continues;
 * ``on_microbatch(trainer, number, of)`` after a microbatch; for the last one after the step;
-* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.meter.StepMetrics`,
+* ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.step.StepMetrics`,
   whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step;
 * ``on_evaluate(trainer, metrics)`` after an evaluation; its metrics are the same on every rank;
 * ``on_end(trainer, summary)`` after the last step and the final weights, not if a training fails.
@@ -191,7 +192,7 @@ class _Step(NamedTuple):
     epoch: int
     microbatches: range  # indices in the epoch
     scale: float | None
-    powers: Powers | None
+    norms: Norms | None
 
 
 class SkippedSteps:
@@ -254,7 +255,7 @@ class SkippedSteps:
             epoch=before.epoch,
             microbatches=range(window.first, window.first + len(window.batches)),
             scale=None if loss_scale is None else loss_scale.scale,
-            powers=self._optimizer.powers,
+            norms=self._optimizer.norms,
         )
 
     def check(self, meter: Meter) -> None:
@@ -342,7 +343,7 @@ class SkippedSteps:
             rank=plugin.rank,
             data_rank=plugin.data_rank,
             at_fault=not math.isfinite(loss),
-            description=description or finding(self._optimizer.layout, step.powers, norm),
+            description=description or finding(self._optimizer.layout, step.norms, norm),
         )
         reports = [report] * plugin.world_size
         if plugin.world_size > 1:

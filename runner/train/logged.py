@@ -11,14 +11,15 @@ from runner.config.problem import Problem, did_you_mean, near_name, or_list
 from runner.config.schema import RunConfig
 from runner.data import Data
 from runner.run_folder import keys
-from runner.telemetry.meter import Meter, StepMetrics
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import StepMetrics
 from runner.train.metrics import name_of
 
 
 def logged(config: RunConfig, data: Data) -> list[str]:
     """Return the metrics that a run logs, apart from norms of layers."""
     meter = Meter(what_if=config.clip.what_if)
-    decision = Decision.untouched(torch.zeros(()), config.clip.threshold, torch.zeros(()))
+    decision = Decision.untouched(torch.zeros(()), config.clip.threshold)
     meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
     names = [*meter.summary()["final"]]
     if config.telemetry.update_ratio:

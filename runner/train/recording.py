@@ -17,7 +17,8 @@ from runner.clip import ClipMode
 from runner.config.notation import Duration
 from runner.gradients import Layout, transfer
 from runner.run_folder.strict_json import cut
-from runner.telemetry.meter import Gauges, Meter
+from runner.telemetry.gauges import Gauges
+from runner.telemetry.meter import Meter
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.telemetry.sinks.destination import To, file_of, sink_of

@@ -16,6 +16,7 @@ import yaml
 
 from runner.checkpoint.content import CheckpointSaver, load_weights
 from runner.checkpoint.folder import manifest_of
+from runner.clip.groups import leaves_out
 from runner.config.identity import branching
 from runner.config.modes import MODES
 from runner.config.notation import plural
@@ -151,14 +152,16 @@ def _remarks(trainer: Trainer, config: RunConfig, summary: dict[str, Any]) -> li
     """Return advice on the threshold, by what the optimizers make of a smaller gradient."""
     clip = config.clip
     layout = trainer.optimizer.layout
-    scales_some = trainer.state.mode.scales_some(layout)
-    parameters = layout.parameters.values()
-    scaled = [parameter for parameter in parameters if parameter.scaled or not scales_some]
+    leaves_some_out = leaves_out(trainer.state.mode, layout)
+    scaled = []
+    for name, parameter in layout.parameters.items():
+        if not leaves_some_out or name not in layout.orthogonalized:
+            scaled.append(parameter)
     effect = guidance.effect_of(
         trainer.optimizer.optimizers,
         clip.threshold,
         sum(math.prod(parameter.shape) for parameter in scaled),
-        scales_some,
+        leaves_some_out,
     )
     searches = trainer.skipped_steps.searches
     setting = guidance.Setting(clip.info, clip.threshold, clip.nonfinite, effect, searches)

@@ -23,8 +23,9 @@ from runner.clip import Decision
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
-from runner.telemetry.meter import Gauges, StepMetrics, StepValues
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.profile import NoProfile
+from runner.telemetry.step import StepMetrics, StepValues
 from runner.train.callbacks import Callbacks, SkippedSteps, first_of, without
 from runner.train.counts import Asked, Counts, count
 from runner.train.metrics import EvalMetrics
@@ -283,8 +284,7 @@ class Trainer:
         measures_first = meter.noise is not None and meter.row_due(self.state.progress.step + 1)
         after_each = partial(self.callbacks.call, "on_microbatch", self)
         accumulated = self.passes.accumulate(window.batches, counts, measures_first, after_each)
-        if self.plugin.world_size > 1 and not self.loss.is_confirmed:
-            self.loss.confirm()
+        self.loss.confirm()
         return accumulated
 
     def _clip(self, window: Window, accumulated: Accumulated, each: bool) -> Decision:
@@ -301,7 +301,7 @@ class Trainer:
 
     def _take_step(self, gauges: Gauges | None) -> Tensor | None:
         """Step the optimizers, and free the gradients; return what ``gauges`` have measured."""
-        measured_before = None if gauges is None else gauges.begin(self.optimizer.powers)
+        measured_before = None if gauges is None else gauges.begin(self.optimizer.norms)
         with self._region("optimizer"):
             self.optimizer.step()
         layers = None if measured_before is None else measured_before()

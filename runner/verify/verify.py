@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.booster import Booster, NonFiniteGradient
 from runner.booster.loss import Loss
-from runner.clip import ClipMode, Decision, GradStats
+from runner.clip import ClipMode, Decision
 from runner.config.notation import Duration
 from runner.config.schema import RunConfig
 from runner.gradients import Layout
@@ -130,7 +130,7 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
         step["loss"] = {"reference": loss}
         steps.append(step)
 
-    _watch(mode, trainer, seen)
+    _watch(trainer, seen)
     trainer.fit()
     drifted = _drifted(trainer.optimizer.layout)
     weights = _whole(trainer, lambda p: p)
@@ -152,27 +152,27 @@ def _remembers(state: Mapping[str, Any]) -> bool:
     return any(_remembers(inner) for inner in state.values() if isinstance(inner, Mapping))
 
 
-def _watch(mode: ClipMode, trainer: Trainer, seen: Callable[..., None]) -> None:
+def _watch(trainer: Trainer, seen: Callable[..., None]) -> None:
     """Call ``seen`` on the first rank with each step's metrics, gradients and naive norms."""
 
-    class Watched(type(mode)):  # type: ignore[misc]
-        by_norm_alone = False
+    optimizer = trainer.optimizer
+    clip = optimizer.clip
 
-        def clip(self, layout: Layout, stats: GradStats | None = None) -> Decision:
-            naive = naive_norm(layout, self.norm_type)
-            decision: Decision = super().clip(layout, stats)
-            gradients = _whole(trainer, lambda p: p.grad)
-            if self.info.needs_optimizer:
-                # With ZeRO stage 1 a mode may change a gradient on the rank alone that steps it.
-                for stepped in from_all(_stepped_on_rank(trainer)):
-                    gradients |= {name: stepped[name] for name in stepped.keys() & gradients.keys()}
-            ranks = from_all((side_of(decision), naive))
-            if trainer.plugin.rank == 0:
-                seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
-            return decision
+    def watched(mode: ClipMode, fold: bool = False, each: bool = False) -> Decision:
+        optimizer.begin_clip()  # gradients are final from here on
+        naive = naive_norm(optimizer.layout, mode.norm_type)
+        decision: Decision = clip(mode, fold=False, each=each)
+        gradients = _whole(trainer, lambda p: p.grad)
+        if mode.info.needs_optimizer:
+            # With ZeRO stage 1 a mode may change a gradient on the rank alone that steps it.
+            for stepped in from_all(_stepped_on_rank(trainer)):
+                gradients |= {name: stepped[name] for name in stepped.keys() & gradients.keys()}
+        ranks = from_all((side_of(decision), naive))
+        if trainer.plugin.rank == 0:
+            seen([rank[0] for rank in ranks], gradients, [rank[1] for rank in ranks])
+        return decision
 
-    # A mode with a ``clip`` of its own is never folded into the optimizer's step.
-    mode.__class__ = Watched
+    optimizer.clip = watched
 
 
 def _stepped_on_rank(trainer: Trainer) -> dict[str, Tensor]:

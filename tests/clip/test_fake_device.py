@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.clip import build
+from runner.clip.groups import by_parameter_groups
 from runner.config.modes import MODES, NAMES
 from runner.gradients import Layout
 
@@ -39,11 +40,14 @@ def test_a_mode_copies_no_numbers_to_a_gpu_after_its_first_step(name):
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         layout = Layout.of_model(model)
-        layout.leave_unscaled(["1.weight"])
+        layout.orthogonalized = frozenset(["1.weight"])
         mode = build(name, **OPTIONS.get(name, {"threshold": 2.0}))
+        if name == "chain":
+            mode.scales = "all"
         mode.bind(layout)
-        mode.clip(layout)
+        clipper = by_parameter_groups(mode, layout)
+        clipper.clip(layout)
         with Copies() as copies:
-            decision = mode.clip(layout)
+            decision = clipper.clip(layout)
     assert decision.norm.device.type == "cuda"
     assert copies.made == []

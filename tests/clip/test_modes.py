@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from runner import apply_gradient_clipping
-from runner.clip import GradStats, build
+from runner.clip import build
+from runner.clip.groups import by_parameter_groups
 from runner.config.modes import NAMES
 from runner.gradients import Layout, ParamShard, total_norm
 from runner.gradients.units import units_of
@@ -285,8 +286,12 @@ def laid_out(scale=1.0, dtype=torch.float64):
         parameter.grad = (scale * torch.randn(shape, generator=generator)).to(dtype)
         shards.append(ParamShard(name, parameter, units_of(parameter)))
     layout = Layout(shards)
-    layout.leave_unscaled(MATRICES)
+    layout.orthogonalized = frozenset(MATRICES)
     return layout
+
+
+def clipped_beside_muon(mode, layout):
+    return by_parameter_groups(mode, layout).clip(layout)
 
 
 def gradients_of(layout, names=SHAPES):
@@ -311,7 +316,7 @@ def test_the_norm_of_scaled_gradients_is_limited(scales, share, p, kept):
         mode = build("norm", threshold=threshold, norm_type=p, scales=scales)
         mode.bind(layout)
         with on(kept), unwaited(kept):
-            decision = mode.clip(layout)
+            decision = clipped_beside_muon(mode, layout)
         factor = min(1.0, share) if part else 1.0
         for name, gradient in before.items():
             wanted = gradient * (factor if name in multiplied else 1.0)
@@ -335,7 +340,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, kept):
     layout = laid_out()
     gradients_of(layout)[bad].view(-1)[1] = math.nan
     with on(kept):
-        decision = build("norm", threshold=0.01).clip(layout)
+        decision = clipped_beside_muon(build("norm", threshold=0.01), layout)
     assert not bool(decision.finite)
     assert math.isnan(float(decision.norm))
     assert float(decision.clipped) == 0.0
@@ -343,16 +348,15 @@ def test_a_step_that_is_not_finite_changes_nothing(bad, kept):
 
 @KEPT
 def test_a_mode_with_a_history_decides_by_the_scaled_gradients(kept):
-    """As if there were no others, whether or not it measures which part they are of ‖G‖."""
+    """As if there were no others."""
     mode, alone = (build("percentile", threshold=50.0, min_steps=1) for _ in range(2))
-    for number, scale in enumerate((1.0, 5.0, 0.2, 3.0)):
+    for scale in (1.0, 5.0, 0.2, 3.0):
         layout = laid_out(scale)
         layout.shards[0].param.grad.mul_(1e3)  # the size of a matrix plays no part
-        others = Layout(shard for shard in laid_out(scale).shards if shard.scaled)
+        others = Layout(s for s in laid_out(scale).shards if s.name not in MATRICES)
         whole, vector = (norm_of(gradients_of(layout, n).values()) for n in (SHAPES, {"vector"}))
         with on(kept):
-            stats = GradStats.measured(total_norm(layout), None) if number > 1 else None
-            decision, wanted = mode.clip(layout, stats), alone.clip(others)
+            decision, wanted = clipped_beside_muon(mode, layout), alone.clip(others)
         assert float(decision.norm) == pytest.approx(whole, rel=1e-12)
         ratio = norm_of(gradients_of(layout, {"vector"}).values()) / vector
         assert ratio == pytest.approx(float(wanted.coef), rel=1e-12)
@@ -361,19 +365,17 @@ def test_a_mode_with_a_history_decides_by_the_scaled_gradients(kept):
 
 def test_a_chain_with_a_schedule_leaves_matrices_out():
     layout, other = laid_out(), laid_out()
-    build("chain", links=[1.0, {"mode": "schedule", "threshold": 0.5, "of": "norm"}]).clip(layout)
+    links = [1.0, {"mode": "schedule", "threshold": 0.5, "of": "norm"}]
+    clipped_beside_muon(build("chain", links=links), layout)
     assert torch.equal(layout.shards[0].param.grad, other.shards[0].param.grad)
 
 
 def test_a_mode_without_a_threshold_reports_what_one_would_limit():
     layout = laid_out()
-    decision = build("none").clip(layout)
+    decision = clipped_beside_muon(build("none"), layout)
     part = norm_of(gradients_of(layout, SHAPES.keys() - MATRICES).values())
     assert decision.max_stat == decision.norm_scaled == pytest.approx(part, rel=1e-12)
     assert (decision.coef, decision.clipped, decision.scales) == (1.0, 0.0, None)
-    assert layout.partly_scaled
-    plain = Layout([ParamShard(s.name, s.param, s.units) for s in layout.shards])
-    plain.leave_unscaled(set())
-    assert not plain.partly_scaled
-    assert build("norm", threshold=0.5).clip(plain).norm_scaled is None
+    plain = Layout(layout.shards)
+    assert clipped_beside_muon(build("norm", threshold=0.5), plain).norm_scaled is None
     assert norm_of([s.param.grad for s in plain.shards]) == pytest.approx(0.5, rel=1e-12)

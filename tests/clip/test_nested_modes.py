@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from runner.clip import GradStats, build
+from runner.clip import Norms, build
 from runner.clip.nested import ChainClip, ScheduleClip
 from runner.clip.norm import NormClip
 from runner.gradients import Layout
@@ -146,12 +146,12 @@ def test_links_that_scale_the_whole_are_one_coefficient_that_a_step_may_take():
     give(made, {name: [3.0] + [0.0] * (p.numel() - 1) for name, p in made.items()})
     decision = mode.decide(layout, mode.measure(layout))
     assert mode.reads == "norm"
-    assert not mode.changes
+    assert mode.by_factors
     assert decision.scales is None
     assert decision.coef == pytest.approx(1 / math.sqrt(45), rel=1e-12)
     each = build("chain", links=[{**ADAGC, "warmup_steps": 0}, 9.0, SINGLE["per_parameter"], 0.5])
     decision = each.decide(layout, each.measure(layout))
-    assert not each.changes
+    assert each.by_factors
     assert each.apply(layout, decision).norm_clipped == pytest.approx(0.5)
     assert together({n: p.grad.tolist() for n, p in made.items()}) == pytest.approx(0.5)
 
@@ -160,7 +160,7 @@ class Twice:
     by_norm_alone = False
 
     def measure(self, layout, each=False):
-        return GradStats.measured(2 * super().measure(layout, each).norm, None)
+        return Norms.measured(2 * super().measure(layout, each).total)
 
 
 class TwiceInSchedule(Twice, ScheduleClip): ...

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner import apply_gradient_clipping
 from runner.calibrate.calibrate import HIGHEST, LOWEST, Histogram, Tally
-from runner.clip import GradStats, build
+from runner.clip import Norms, build
 from runner.clip.mode import scale_each
 from runner.gradients import Layout
 from tests.clip.reference import REFERENCE, adaptive, norm_of, on, unwaited
@@ -150,9 +150,9 @@ def tallied(layout, mode, steps=1, skip=0, kept=False):
     clipper.tally = Tally(skip)
     with on(kept):
         for _ in range(steps):
-            stats = GradStats.of(layout)
+            norms = Norms.of(layout)
             with unwaited(kept):
-                clipper.clip(layout, stats)
+                clipper.clip(layout, norms)
     return clipper.tally.gather(layout)
 
 

@@ -1,5 +1,6 @@
 """Worker processes of loaders: the same samples as without, and no orphan."""
 
+import gc
 import multiprocessing
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner import CheckpointSaver, Evaluate, Log, Trainer
 from runner.booster import SinglePlugin
@@ -82,8 +84,16 @@ def rows_of(workers, **options):
 def test_workers_read_what_one_process_reads_in_every_epoch(data):
     # Dropout, and four evaluations: the random numbers of the model are the same too.
     assert rows_of(2, data=data, noise=False) == rows_of(0, data=data, noise=False)
-    fork_server = {"multiprocessing_context": "forkserver"}
-    assert rows_of(1, data=data, **fork_server) == rows_of(2, data=data)  # random transforms
+
+
+def test_workers_of_a_fork_server_draw_the_same_random_transforms():
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    assert rows_of(1, multiprocessing_context="forkserver") == rows_of(2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_that_are_read_at_once_have_the_random_transforms_of_their_samples(workers):
+    assert rows_of(workers, data=ChangingBatches) == rows_of(2, data=ChangingBatches)
 
 
 def test_a_resumed_training_reads_the_same(tmp_path):
@@ -149,6 +159,17 @@ def test_signals_to_all_processes_leave_workers_to_the_training_process():
     assert len(list(batches)) == 14
     del batches
     assert_gone(workers)
+
+
+def test_workers_of_a_loader_in_a_cycle_of_garbage_are_told_to_end(monkeypatch):
+    monkeypatch.delattr(_MultiProcessingDataLoaderIter, "__del__")  # it would wait for them
+    batches, workers = begun()
+    cycle = [batches]
+    cycle.append(cycle)
+    del batches, cycle
+    gc.collect()
+    children = multiprocessing.active_children  # which also reaps those that have ended
+    wait_for(lambda: not any(process.pid in workers for process in children()))
 
 
 def hold(pipe):

@@ -117,13 +117,17 @@ def assert_agree(requests: dict[str, Sequence[Case]], world: int) -> None:
 
 GROUPS = [
     *(("ddp", "tensor", "moe"), ("1f1b", "zero_bubble", "sequence"), ("fsdp", "zero1", "zero2")),
-    *(("hsdp", "hybrid_fsdp_tp"), ("hybrid_zero1", "moe_zero3")),
-    *(("pipeline_dp", "hybrid"), ("hybrid_ep_pp",)),
+    *(("hybrid_fsdp_tp", "moe_zero3"), ("hybrid", "hybrid_ep_pp")),
 ]
-"""``DAILY``, a start of ranks each."""
+SLOW_GROUPS = [("hsdp", "hybrid_zero1", "pipeline_dp")]
+"""``DAILY``, a start of ranks each. Ways of the last are those of others, one along each axis."""
 
 
-@pytest.mark.parametrize("plugins", GROUPS, ids=" ".join)
+@pytest.mark.parametrize(
+    "plugins",
+    [*GROUPS, *(pytest.param(plugins, marks=pytest.mark.slow) for plugins in SLOW_GROUPS)],
+    ids=" ".join,
+)
 def test_float64_agrees_to_1e_12(plugins):
     """And float32 to 1e-5, half precision to its rounding; replicas have the same bits."""
     cases = {}

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from runner import apply_gradient_clipping
-from runner.clip import GradStats, build
+from runner.clip import Norms, build
 from runner.gradients import Layout, Units
 from runner.gradients.layout import OptionError
 from runner.gradients.units import head_weights, units_of
@@ -106,9 +106,7 @@ def test_the_user_names_the_dimensions(dims, units):
     mode = build("adaptive", threshold=0.5, units={"*": dims})
     with torch.no_grad():
         layout.shards[0].param.view(-1)[0] = 100.0  # One unit alone is not clipped.
-    clipped = mode.clip(
-        layout, GradStats.measured(torch.tensor(1.0, dtype=torch.float64), None)
-    ).fraction
+    clipped = mode.clip(layout, Norms.measured(torch.tensor(1.0, dtype=torch.float64))).fraction
     assert clipped == pytest.approx((units - 1) / units)
     # The last pattern that matches counts.
     layout = Layout.of_model(Owner(a=(2, 3, 4), b=(2, 3, 4)))

@@ -14,11 +14,18 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from runner import GradientMonitor, Loss, Measurements
 from runner.clip import Decision, build
-from runner.telemetry.meter import Meter, StepMetrics, StepValues
+from runner.telemetry.meter import Meter
+from runner.telemetry.step import FirstMicrobatch, StepMetrics, on_host
 from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.train.test_trainer import parts
 from tests.trainers import trainer_of
+
+
+def decided(norm, after, share=1.0):
+    numbers = {"norm": norm, "after": after, "share": share, "threshold": 1.0}
+    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    return Decision(**tensors)
 
 
 def step(number, decision, loss=1.0, layers=None):
@@ -30,7 +37,8 @@ def test_what_is_recorded_does_not_depend_on_when_metrics_reach_the_host():
     steps = []
     for number in range(1, 101):
         norm = random.choice([math.nan, math.inf, *[random.lognormvariate(0, 3)] * 20])
-        outcome = Decision(norm, norm / 3, 1 / 3, random.random() < 0.3, 0.1, norm, threshold=1.0)
+        clipped = random.random() < 0.3
+        outcome = decided(norm, norm / 3 if clipped else norm, share=0.1 * clipped)
         steps.append(step(number, outcome, loss=random.choice([math.nan, *[random.random()] * 9])))
     results = []
     for every in (1, 7, 1000):
@@ -49,7 +57,7 @@ def test_sums_since_the_last_row_are_those_of_a_plain_loop():
     meter = Meter([rows], interval=3, flush_every=7)
     for number, norm in enumerate(norms, 1):
         # λ/inf and inf·0, as a device computes them without looking, are not counted as clipped.
-        decision = Decision(norm, math.nan, 0.0, 1.0, 1.0, max_stat=norm, threshold=1.0)
+        decision = decided(norm, math.nan, share=1.0)
         meter.push(step(number, decision, loss=norm))
     meter.flush()
     for row, part in zip(rows.rows, (norms[:3], norms[3:6], norms[6:]), strict=True):
@@ -263,6 +271,5 @@ def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
     assert options["sinks"][0].rows[-1]["noise/scale"] == pytest.approx(60 / (60 * 0.25), rel=0.05)
     with pytest.raises(ValueError, match="noise_scale needs two or more microbatches"):
         trainer_of(nn.Linear(60, 1), loader, measurements=options["measurements"])
-    decision = Decision(1e200, 1.0, 1e-200, 1.0, 1.0, max_stat=1e200, threshold=1.0)
-    huge = step(1, decision)._replace(first=(1.0, 0.25, 32))
-    assert huge.estimates(StepValues.of_numbers(huge.numbers())[0]) == (-math.inf, math.inf)
+    huge = step(1, decided(1e200, 1.0))._replace(first=FirstMicrobatch(1.0, 0.25, 32))
+    assert huge.estimates(on_host([huge])[0][0]) == (-math.inf, math.inf)

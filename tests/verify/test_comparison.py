@@ -24,7 +24,14 @@ from runner.verify.comparison import (
 )
 from tests.ranks import run_ranks
 
-SIDE = side_of(Decision(2.0, 1.0, 0.5, 1.0, 0.25, 2.0, math.nan))
+SIDE = side_of(
+    Decision(
+        norm=torch.tensor(2.0),
+        after=torch.tensor(1.0),
+        share=torch.tensor(0.25),
+        threshold=torch.tensor(math.nan),
+    )
+)
 NAN = math.nan
 INF = math.inf
 

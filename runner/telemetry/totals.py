@@ -1,0 +1,45 @@
+"""Sums over steps, and what the summary of a run says of all of them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from runner.telemetry.step import StepValues
+
+
+@dataclass
+class Sums:
+    """Sums over the steps since the last row, or of the whole run."""
+
+    steps: int = 0
+    nonfinite: int = 0
+    skipped: int = 0  # as spikes
+    clipped: float = 0.0
+    fraction: float = 0.0
+    norm: float = 0.0
+    norm_max: float = 0.0
+    seconds: float = 0.0  # of the window alone
+
+    def add(self, values: StepValues) -> None:
+        norm = values.norm
+        self.steps += 1
+        self.nonfinite += not math.isfinite(norm)
+        self.skipped += bool(values.spike)
+        self.clipped += values.clipped
+        self.fraction += values.fraction
+        self.norm += norm
+        self.norm_max = norm if math.isnan(norm) else max(self.norm_max, norm)  # NaN stays
+
+
+def spread(values: array[float]) -> dict[str, float]:
+    """Return percentiles, maximum and mean of the finite values."""
+    every = np.asarray(values, dtype=np.float64)
+    finite = every[np.isfinite(every)]
+    if not finite.size:
+        return {}
+    spread = {f"p{share}": float(np.percentile(finite, share)) for share in (50, 90, 95, 99)}
+    return spread | {"max": float(finite.max()), "mean": float(finite.mean())}

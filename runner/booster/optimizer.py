@@ -332,7 +332,7 @@ class OptimizerWrapper(StepOrder):
         return None if self.decision is None else float(self.decision.norm)
 
     def rest_of_state(self) -> dict[str, Any]:
-        """Return the state beside that of the optimizers."""
+        """Return the state that is no optimizer's: loss scale and skip rule."""
         state: dict[str, Any] = {}
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()

@@ -94,9 +94,9 @@ def verdict(
 def _by_sums(
     loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
 ) -> Finding:
-    """Compare the loss of a batch with those of its parts, which candidates give weights."""
+    """Compare the loss of a batch with the losses of its parts, weighted by each candidate."""
     is_sum = candidates.divisor.counts == NOTHING
-    # A batch of no items may divide by that of one, as clamp(min=1) does.
+    # A batch without items may divide by what one item divides by, as clamp(min=1) does.
     counts = {seen.items or 1.0 for seen in candidates.first.observed}
     if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
         return _refused(loss, whole, parts)
@@ -252,7 +252,7 @@ def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> C
 
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole is that of its parts, weighted with their items."""
+    """Return whether the loss of the whole is the mean of its parts' losses over their items."""
     if candidates.divisor.counts == NOTHING:
         expected = sum(part.value for part in parts)
     elif any(part.value != part.value for part in parts):
@@ -298,7 +298,7 @@ def _near(expected: float, whole: Shown, parts: Sequence[Shown]) -> bool:
 
 
 def _is_between(whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole lies between those of its parts, as a mean does."""
+    """Return whether the loss of the whole lies between its parts' losses, as a mean does."""
     values = [part.value for part in parts]
     if not values or any(value != value for value in values):
         return not values
@@ -320,14 +320,14 @@ def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence
 
 
 def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether a loss that divides by constants is the sum of those of its parts."""
+    """Return whether a loss that divides by constants is the sum of its parts' losses."""
     if not _has_constant_divisors(candidates, whole, parts):
         return False
     return _near(sum(part.value for part in parts), whole, parts)
 
 
 def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: str) -> Finding:
-    """Compare the loss of a batch with those of its parts, as its graph does not tell."""
+    """Compare the loss of a batch with the losses of its parts, as its graph does not tell."""
     if reason or not parts:
         return Finding(reason=reason or _ONE_SAMPLE)
 

@@ -159,7 +159,7 @@ class ParameterGroups:
     def __init__(self, mode: ClipMode, layout: Layout) -> None:
         self.mode = mode
         self.info = mode.info
-        mode.bind(layout)  # patterns of its options are those of the whole model
+        mode.bind(layout)  # patterns of its options are for the whole model
         self._groups = Groups(layout, mode.norm_type)
         left_out = set(layout.orthogonalized) if leaves_out(mode, layout) else set()
         with_threshold: set[str] = set()

@@ -163,8 +163,9 @@ class Candidate:
     def _has_constant_factors(self, tolerance: float) -> bool:
         """Return whether each part is multiplied with the same number in all batches."""
         factors = [seen.factors for seen in self.observed if not seen.has_no_items]
-        for several in zip(*factors, strict=False):
-            if not all(near(several[0], factor, tolerance) for factor in several):
+        for factors_of_part in zip(*factors, strict=False):
+            first = factors_of_part[0]
+            if not all(near(first, factor, tolerance) for factor in factors_of_part):
                 return False
         return True
 
@@ -244,8 +245,8 @@ class Candidates:
         if self.is_settled:
             return False
         first = self.items(batch)
-        others = self.candidates[1:]
-        return any(not near(first, self._items(other, batch), self.tolerance) for other in others)
+        counts = [self._items(candidate, batch) for candidate in self.candidates[1:]]
+        return not all(near(first, count, self.tolerance) for count in counts)
 
     def read(self, terms: Sequence[Term]) -> tuple[float, ...]:
         """Return what the parts of a loss divide by, without penalties of parameters."""
@@ -296,7 +297,9 @@ class Candidates:
 
     def _joined(self, other: Candidates) -> Candidates:
         tolerance = max(self.tolerance, other.tolerance)
-        theirs = {each.divisor._replace(weight=None): each for each in other.candidates}
+        theirs: dict[Divisor, Candidate] = {}
+        for candidate in other.candidates:
+            theirs[candidate.divisor._replace(weight=None)] = candidate
         remaining = []
         for candidate in self.candidates:
             counterpart = theirs.get(candidate.divisor._replace(weight=None))

@@ -108,8 +108,8 @@ class _Path(NamedTuple):
         """Return the path of what divides by a tensor of ``dtype`` too."""
         if not dtype.is_floating_point:
             return self
-        several = [dtype] if self.dtype is None else [dtype, self.dtype]
-        return self._replace(dtype=max(several, key=lambda each: torch.finfo(each).eps))
+        dtypes = [dtype] if self.dtype is None else [dtype, self.dtype]
+        return self._replace(dtype=max(dtypes, key=lambda kind: torch.finfo(kind).eps))
 
     def term(
         self,
@@ -364,10 +364,10 @@ def _is_sum_of_squares(place: _Place) -> bool:
 def _is_clamped(node: Any) -> bool:
     """Return whether a limit has replaced a number."""
     value = float(node._saved_self.detach())
-    least = getattr(node, "_saved_min", None)
-    most = getattr(node, "_saved_max", None)
-    is_below = least is not None and value < float(least)
-    return is_below or (most is not None and value > float(most))
+    lower = getattr(node, "_saved_min", None)
+    upper = getattr(node, "_saved_max", None)
+    is_below = lower is not None and value < float(lower)
+    return is_below or (upper is not None and value > float(upper))
 
 
 def _factor(node: Any) -> Tensor | None:
@@ -389,7 +389,7 @@ def _loss_of_torch(place: _Place) -> Term:
     weight = getattr(node, "_saved_weight", None)
     of_positives = getattr(node, "_saved_pos_weight", None)
     if node._saved_reduction == _SUM:
-        weights = tuple(each for each in (weight, of_positives) if each is not None)
+        weights = tuple(tensor for tensor in (weight, of_positives) if tensor is not None)
         return place.path.term(weights=weights)
     path = place.path._replace(averages=True)
     targets = node._saved_target

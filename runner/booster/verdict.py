@@ -122,9 +122,9 @@ def _without_candidates(
     if _is_a_sum(candidates, whole, parts):
         return Finding(_as_a_sum(candidates, whole, parts))
     if any(part.divides_by_none for part in parts) and not whole.divides_by_none:
-        alone = _candidates(whole, [])
-        if alone.candidates:
-            return Finding(alone, reason=_NO_PART, retry=True)
+        of_whole = _candidates(whole, [])
+        if of_whole.candidates:
+            return Finding(of_whole, reason=_NO_PART, retry=True)
     is_constant = _has_constant_divisors(candidates, whole, parts)
     is_of_batch = is_constant and not _is_between(whole, parts)
     return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
@@ -168,12 +168,12 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
 
 def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
     """Return the ways to count that agree with a batch and its parts."""
-    known = divisor_of_calls(whole)
-    if known is not None:
-        found = Candidates([Candidate(known)], known=True)
-        return found.after(whole.batch, whole.loss, whole.terms)
+    divisor_of_torch = divisor_of_calls(whole)
+    if divisor_of_torch is not None:
+        only = Candidates([Candidate(divisor_of_torch)], known=True)
+        return only.after(whole.batch, whole.loss, whole.terms)
     shown = _telling(whole, parts)
-    outer = len({len(each.terms) for each in shown}) > 1
+    outer = len({len(seen.terms) for seen in shown}) > 1
     varies = not outer and _factors_vary(shown)
     candidates = Candidates(
         [Candidate(divisor) for divisor in _possible(whole, parts, varies)],
@@ -182,21 +182,24 @@ def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
         weighted=any(term.is_weighted for term in whole.terms),
     )
     candidates = _after_silent(candidates, parts)
-    for each in shown:
-        if outer and len(each.terms) == 1:
+    for seen in shown:
+        if outer and len(seen.terms) == 1:
             continue  # what divides a sum of one part divides the part
-        candidates = candidates.after(each.batch, each.loss, each.terms)
+        candidates = candidates.after(seen.batch, seen.loss, seen.terms)
     if parts or any(term.averages or not term.divides for term in whole.terms):
         return candidates
     # One batch does not show whether another number than its items is a constant.
-    exact = [each for each in candidates.candidates if near(each.scale(0.01), 1.0, 0.01)]
+    exact = []
+    for candidate in candidates.candidates:
+        if near(candidate.scale(0.01), 1.0, 0.01):
+            exact.append(candidate)
     return replace(candidates, candidates=exact)
 
 
 def _factors_vary(shown: Sequence[Shown]) -> bool:
     """Return whether numbers that the parts of a loss are multiplied with depend on the batch."""
-    for several in zip(*(each.terms for each in shown), strict=True):
-        factors = {term.factor for term in several if term.factor}
+    for terms_of_part in zip(*(seen.terms for seen in shown), strict=True):
+        factors = {term.factor for term in terms_of_part if term.factor}
         if len(factors) > 1:
             return True
     return False
@@ -205,7 +208,7 @@ def _factors_vary(shown: Sequence[Shown]) -> bool:
 def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Divisor]:
     """Return all ways to count a batch, the likeliest first."""
     possible = list(divisors_of(whole.batch))
-    divides = any(term.divides for each in (whole, *parts) for term in each.terms)
+    divides = any(term.divides for seen in (whole, *parts) for term in seen.terms)
     if not (divides or varies):
         possible = [divisor for divisor in possible if divisor.items(whole.batch)]
         possible.insert(0, Divisor(NOTHING))
@@ -246,8 +249,8 @@ def _lacks_parts(part: Shown, whole: Shown) -> bool:
 def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> Candidates:
     """Return that nothing, or a constant, divides the loss."""
     total = replace(candidates, candidates=[Candidate(Divisor(NOTHING))])
-    for each in _telling(whole, parts):
-        total = total.after(each.batch, each.loss, each.terms)
+    for seen in _telling(whole, parts):
+        total = total.after(seen.batch, seen.loss, seen.terms)
     return total
 
 

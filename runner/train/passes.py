@@ -258,16 +258,16 @@ class Passes:
     def _with_graph_of_loss(self, batch: Any, items: float | None) -> Iterator[None]:
         """Record the graph of a held-out loss where it tells what the loss divides by.
 
-        That of a loss which the model returns goes through the model: it keeps no tensor that is
-        larger than the targets, which may have a weight each.
+        The graph of a loss that the model returns goes through the model: it keeps no tensor that
+        is larger than the targets, which may have a weight each.
         """
         if items == 0:
             with torch.enable_grad():
                 yield
         elif items is not None and self.loss.compares_returned:
             targets = targets_of(batch)
-            most = batch_size(batch) if targets is None else targets.numel()
-            pack = partial(_without_elements, most=max(most, _NUMBERS))
+            elements = batch_size(batch) if targets is None else targets.numel()
+            pack = partial(_without_elements, most=max(elements, _NUMBERS))
             with torch.enable_grad(), saved_tensors_hooks(pack, _unchanged):
                 yield
         else:

@@ -21,8 +21,8 @@ _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3}
 class Observed(NamedTuple):
     """What the parts of a loss divided by, and the items of that batch by one way to count.
 
-    ``factors`` are the numbers that the parts are multiplied with; they are left out where the
-    divisors are those of the parts and these numbers together.
+    ``factors`` are the numbers that the parts are multiplied with. They are left out where
+    ``divisors`` contain them already.
     """
 
     items: float
@@ -56,7 +56,7 @@ def tolerance_of(loss: Tensor, terms: Sequence[Term]) -> float:
 
 
 def is_silent(loss: Tensor, terms: Sequence[Term]) -> bool:
-    """Return whether a loss is 0 and divides by nothing, as that of a batch without labels."""
+    """Return whether a loss is 0 and divides by nothing, as a batch without labels gives."""
     return float(loss.detach()) == 0 and not any(term.divides and term.factor for term in terms)
 
 
@@ -71,7 +71,7 @@ def near(first: float, second: float, tolerance: float) -> bool:
 
 
 def _of_samples(terms: Sequence[Term]) -> Sequence[Term]:
-    """Return the parts of a loss without those of parameters alone, and those times 0."""
+    """Return the parts of a loss, except penalties of parameters and parts multiplied by 0."""
     of_samples = [term for term in terms if not term.is_penalty]
     return [term for term in of_samples if term.factor] or of_samples or terms
 
@@ -163,8 +163,9 @@ class Candidate:
     def _has_constant_factors(self, tolerance: float) -> bool:
         """Return whether each part is multiplied with the same number in all batches."""
         factors = [seen.factors for seen in self.observed if not seen.has_no_items]
-        for several in zip(*factors, strict=False):
-            if not all(near(several[0], factor, tolerance) for factor in several):
+        for factors_of_part in zip(*factors, strict=False):
+            first = factors_of_part[0]
+            if not all(near(first, factor, tolerance) for factor in factors_of_part):
                 return False
         return True
 
@@ -190,8 +191,8 @@ class Candidates:
             counts.
         factors: whether numbers that the parts are multiplied with depend on the batch, so that
             they count as divisors.
-        weighted: whether numbers other than 0 and 1 that multiplied single elements were those of
-            the samples in the parts of a batch too.
+        weighted: whether single elements were multiplied by numbers other than 0 and 1, and the
+            parts of a batch multiplied the same samples by the same numbers.
         by_values: whether the losses of a batch and its parts told, as the graph does not.
         looks: how many batches were looked at to tell candidates apart.
     """
@@ -228,7 +229,7 @@ class Candidates:
         return self._items(self.first, batch)
 
     def multiplier(self, batch: Any) -> float:
-        """Return what makes the mean of a batch a sum; that of no items divides as that of one."""
+        """Return what makes the mean of a batch a sum; a batch without items counts as one item."""
         return (self.items(batch) or self.scale) + self.epsilon
 
     def _items(self, candidate: Candidate, batch: Any) -> float:
@@ -251,15 +252,15 @@ class Candidates:
         if self.is_settled:
             return False
         first = self.items(batch)
-        others = self.candidates[1:]
-        return any(not near(first, self._items(other, batch), self.tolerance) for other in others)
+        counts = [self._items(candidate, batch) for candidate in self.candidates[1:]]
+        return not all(near(first, count, self.tolerance) for count in counts)
 
     def read(self, terms: Sequence[Term]) -> tuple[float, ...]:
-        """Return what the parts of a loss divide by, but those of parameters alone."""
+        """Return what the parts of a loss divide by, without penalties of parameters."""
         return self.observe(0.0, False, terms).divisors
 
     def observe(self, items: float, is_zero: bool, terms: Sequence[Term]) -> Observed:
-        """Return what the loss of a batch of so many items shows."""
+        """Return what the loss of a batch of ``items`` items shows."""
         of_samples = _of_samples(terms)
         divisors = tuple(term.divisor for term in of_samples)
         factors = tuple(term.factor for term in of_samples)
@@ -303,7 +304,9 @@ class Candidates:
 
     def _joined(self, other: Candidates) -> Candidates:
         tolerance = max(self.tolerance, other.tolerance)
-        theirs = {way.divisor._replace(weight=None): way for way in other.candidates}
+        theirs: dict[Divisor, Candidate] = {}
+        for candidate in other.candidates:
+            theirs[candidate.divisor._replace(weight=None)] = candidate
         remaining = []
         for candidate in self.candidates:
             counterpart = theirs.get(candidate.divisor._replace(weight=None))

@@ -24,7 +24,7 @@ from runner.booster.terms import Term, class_weights_of
 from runner.parallel.collectives import from_all
 
 _KEPT = 8  # losses of a window that others are compared with
-_CHECKED = 64  # windows on an accelerator, after which one of so many is checked
+_CHECKED = 64  # windows on an accelerator; later one window in 64 is checked
 _MOST_ACCEPTED = 8  # batches whose weights are too much alike to tell what they depend on
 _SENT = 6  # numbers of a loss that ranks compare first
 
@@ -33,7 +33,7 @@ class UnshownWeights(Exception):
     """A loss weighs its items by numbers that were not there when it was measured.
 
     Args:
-        weights: those of single elements; empty for weights of classes.
+        weights: the weights of single elements; empty for weights of classes.
     """
 
     def __init__(self, weights: Sequence[Tensor] = ()) -> None:
@@ -101,8 +101,10 @@ class Checks:
             seen = self._candidates.observe(items / self._scale, is_zero(loss), terms_of(loss))
         except GraphError as error:
             return f"this loss is no mean over items, as {error}"
-        texts = [self._text(seen), *[self._text(other.observed) for other in self._window[:1]]]
-        return ", and beside it ".join(texts)
+        text = self._text(seen)
+        if not self._window:
+            return text
+        return f"{text}, and beside it {self._text(self._window[0].observed)}"
 
     def _text(self, observed: Observed) -> str:
         items = observed.items * self._scale
@@ -157,7 +159,7 @@ class Checks:
         """Take the weights of a loss that was measured since for shown; ``once`` in this batch."""
         self._class_weights = []
         self._accepts_next = True
-        self._accepted += 1
+        self._accepted += once
         if not once or self._accepted >= _MOST_ACCEPTED:
             self._candidates.weighted = True
 
@@ -168,7 +170,7 @@ class Checks:
         if not items and not observed.is_zero:
             return self._divisor_of_none(seen, terms)
         agrees = bool(items) and self._is_as_the_first(seen)
-        if not agrees and not self._agrees(seen, [other.observed for other in self._window]):
+        if not agrees and not self._agrees(seen, [earlier.observed for earlier in self._window]):
             return None
         if len(self._window) < _KEPT and items:
             self._window.append(seen)
@@ -194,22 +196,23 @@ class Checks:
             return False
         return _are_near(_ratios(seen.observed), _ratios(first), seen.tolerance)
 
-    def _agrees(self, seen: _Seen, others: Sequence[Observed]) -> bool:
+    def _agrees(self, seen: _Seen, earlier: Sequence[Observed]) -> bool:
+        """Return whether a loss divides by the same multiple of its items as earlier ones."""
         divisor = self._candidates.divisor
         parts = len(seen.observed.divisors)
-        same = [other for other in others if len(other.divisors) == parts]
-        if not Candidate(divisor, [*same, seen.observed]).fits(seen.tolerance):
+        same_form = [loss for loss in earlier if len(loss.divisors) == parts]
+        if not Candidate(divisor, [*same_form, seen.observed]).fits(seen.tolerance):
             return False
-        if same or seen.observed.is_zero:
+        if same_form or seen.observed.is_zero:
             return True
         # A loss of other parts, such as one without its term of positive samples.
-        telling = [other for other in others if other.items]
-        if not telling or not seen.observed.items:
+        with_items = [loss for loss in earlier if loss.items]
+        if not with_items or not seen.observed.items:
             return True
         ratios = _ratios(seen.observed)
-        expected = _ratios(telling[0])
-        return all(_is_among(ratio, expected, seen.tolerance) for ratio in ratios) and all(
-            _is_among(ratio, ratios, seen.tolerance) for ratio in expected
+        expected = _ratios(with_items[0])
+        return _are_among(ratios, expected, seen.tolerance) and _are_among(
+            expected, ratios, seen.tolerance
         )
 
 
@@ -226,13 +229,18 @@ def _listed(numbers: Iterable[float]) -> str:
     return " and ".join(f"{number:g}" for number in dict.fromkeys(numbers))
 
 
-def _are_near(numbers: Sequence[float], others: Sequence[float], tolerance: float) -> bool:
-    pairs = zip(numbers, others, strict=True)
-    return all(near(number, other, tolerance) for number, other in pairs)
+def _are_near(numbers: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    """Return whether each number is near the expected one at its place."""
+    pairs = zip(numbers, expected, strict=True)
+    return all(near(number, candidate, tolerance) for number, candidate in pairs)
 
 
-def _is_among(number: float, numbers: Iterable[float], tolerance: float) -> bool:
-    return any(near(number, other, tolerance) for other in numbers)
+def _are_among(numbers: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    """Return whether each number is near one of those that are expected."""
+    for number in numbers:
+        if not any(near(number, candidate, tolerance) for candidate in expected):
+            return False
+    return True
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

@@ -56,7 +56,7 @@ class Divisor(NamedTuple):
     weight: Tensor | None = None
 
     def items(self, batch: Any) -> float:
-        """Count the items of a batch; those of a batch without the tensor are its samples."""
+        """Count the items of a batch: its samples, if it lacks the tensor that is counted."""
         if self.counts == NOTHING:
             return 1.0
         inside = positions_inside(batch) if self.counts == _POSITIONS else None
@@ -132,7 +132,7 @@ def positions_inside(batch: Any) -> tuple[int, int] | None:
 
 
 def tensor_of(batch: Any, name: Name) -> Tensor | None:
-    """Return a tensor of a batch; None if this batch has none of that name."""
+    """Return a tensor of a batch; None if this batch lacks the name."""
     if not name:
         return targets_of(batch)
     value = batch

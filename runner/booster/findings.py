@@ -155,12 +155,16 @@ def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> 
         return True
     if batch_size(batch) == 1 and model.measured is not None:
         batch = joined([batch, model.measured])
-    cannot = _RANKS_WAIT if model.communicates() else "" if divides(batch) else _ONE_SAMPLE
-    if cannot:
-        raise DivisorError(_NOT_INSIDE.format(loss.name, cannot, loss.ways_out))
-    alone = replace(model, together=False)
-    with alone.without_a_trace(batch) as trace:
-        findings = measured(alone, batch, trace)
+    reason = ""
+    if model.communicates():
+        reason = _RANKS_WAIT
+    elif not divides(batch):
+        reason = _ONE_SAMPLE
+    if reason:
+        raise DivisorError(_NOT_INSIDE.format(loss.name, reason, loss.ways_out))
+    on_this_rank = replace(model, together=False)
+    with on_this_rank.without_a_trace(batch) as trace:
+        findings = measured(on_this_rank, batch, trace)
     for finding in findings:
         if finding.problem:
             raise DivisorError(finding.problem)
@@ -170,8 +174,8 @@ def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> 
 def _is_held(weight: Tensor, batch: Any) -> bool:
     """Return whether weights are values of a tensor of the batch, or all but the first of each."""
     for _, values in tensors_of(batch):
-        for held in (values, values[..., 1:]):
-            if held.numel() == weight.numel() and _are_equal(held, weight):
+        for candidate in (values, values[..., 1:]):
+            if candidate.numel() == weight.numel() and _are_equal(candidate, weight):
                 return True
     return False
 

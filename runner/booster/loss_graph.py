@@ -259,10 +259,10 @@ def _is_sum_of_squares(place: Place) -> bool:
 def _is_clamped(node: Any) -> bool:
     """Return whether a limit has replaced a number."""
     value = float(node._saved_self.detach())
-    least = getattr(node, "_saved_min", None)
-    most = getattr(node, "_saved_max", None)
-    is_below = least is not None and value < float(least)
-    return is_below or (most is not None and value > float(most))
+    lower = getattr(node, "_saved_min", None)
+    upper = getattr(node, "_saved_max", None)
+    is_below = lower is not None and value < float(lower)
+    return is_below or (upper is not None and value > float(upper))
 
 
 def _loss_of_torch(place: Place) -> Term:

@@ -231,16 +231,16 @@ def _counts_no_look(finding: Finding, looks: int) -> Finding:
 
 def _note_variety(model: MeasuredModel, variety: Variety) -> None:
     """Keep which kinds of values no rank has measured; a collective."""
-    for other in model.from_ranks(variety):
-        variety = variety.common(other)
+    for of_rank in model.from_ranks(variety):
+        variety = variety.common(of_rank)
     model.loss.variety = variety
 
 
-def _in_common(loss: WindowLoss, several: Sequence[Candidates]) -> Candidates:
+def _in_common(loss: WindowLoss, of_ranks: Sequence[Candidates]) -> Candidates:
     """Return the candidates that agree with what all ranks have seen."""
-    candidates = several[0]
-    for other in several[1:]:
-        candidates = candidates.common(other)
+    candidates = of_ranks[0]
+    for of_rank in of_ranks[1:]:
+        candidates = candidates.common(of_rank)
     if not candidates.candidates:
         raise DivisorError(
             f"{loss.name} divides by something else on other ranks, whose batches no count "
@@ -255,10 +255,10 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> bool
         if finding.problem:
             raise DivisorError(finding.problem)
     reasons = [finding.reason for finding in findings if finding.reason]
-    several = [finding.candidates for finding in findings if finding.candidates is not None]
+    of_ranks = [finding.candidates for finding in findings if finding.candidates is not None]
     is_mean = not reasons
-    if several:
-        candidates = _in_common(loss, several)
+    if of_ranks:
+        candidates = _in_common(loss, of_ranks)
         if candidates.looks >= _MOST_LOOKS:
             candidates.candidates = candidates.candidates[:1]
             reasons.append("several counts agree with it within its precision")
@@ -275,7 +275,7 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> bool
         loss.tries += 1  # the next window may tell
         return False
     loss.unproved = False
-    if not several:
+    if not of_ranks:
         _warn(loss, batch, _UNMEASURED, reasons)
         return False
     _warn(loss, batch, _BY_VALUES if candidates.by_values else _COMPARED, reasons)

@@ -57,7 +57,7 @@ def _differ_in_part(whole: Shown, part: Shown, rows: slice) -> bool:
 
 
 def _is_part(part: Tensor, whole: Tensor, rows: slice, samples: int) -> bool:
-    """Return whether weights are those of some rows; also where that cannot be told."""
+    """Return whether weights belong to some rows; True also where that cannot be told."""
     if part.shape == whole.shape:
         return _near(part, whole)  # the same for all samples
     count = rows.stop - rows.start

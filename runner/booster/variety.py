@@ -110,7 +110,7 @@ def _possible_kinds(values: Tensor, is_target: bool) -> list[str]:
 
 
 def _shown(batch: Any, name: Name, kinds: Iterable[str]) -> list[str]:
-    """Return those of some kinds that a tensor of a batch has."""
+    """Return which of the kinds a tensor of a batch has."""
     values = tensor_of(batch, name)
     if values is None or not values.numel():
         return []

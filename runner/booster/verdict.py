@@ -103,9 +103,9 @@ def verdict(
 def _by_sums(
     loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
 ) -> Finding:
-    """Compare the loss of a batch with those of its parts, which candidates give weights."""
+    """Compare the loss of a batch with the losses of its parts, weighted by each candidate."""
     is_sum = candidates.divisor.counts == NOTHING
-    # A batch of no items may divide by that of one, as clamp(min=1) does.
+    # A batch without items may divide by what one item divides by, as clamp(min=1) does.
     counts = {seen.items or 1.0 for seen in candidates.first.observed}
     if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
         return _refused(loss, whole, parts)
@@ -131,9 +131,9 @@ def _without_candidates(
     if _is_a_sum(candidates, whole, parts):
         return Finding(_as_a_sum(candidates, whole, parts))
     if any(part.divides_by_none for part in parts) and not whole.divides_by_none:
-        alone = _candidates(whole, [])
-        if alone.candidates:
-            return Finding(alone, reason=_NO_PART, retry=True)
+        of_whole = _candidates(whole, [])
+        if of_whole.candidates:
+            return Finding(of_whole, reason=_NO_PART, retry=True)
     is_constant = _has_constant_divisors(candidates, whole, parts)
     is_of_batch = is_constant and not is_between(whole, parts)
     return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
@@ -179,10 +179,10 @@ def _candidates(
     whole: Shown, parts: Sequence[Shown], earlier: Candidates | None = None
 ) -> Candidates:
     """Return the ways to count that agree with a batch and its parts."""
-    known = divisor_of_calls(whole)
-    if known is not None:
-        found = Candidates([Candidate(known)], known=True)
-        return found.after(whole.batch, whole.loss, whole.terms)
+    divisor_of_torch = divisor_of_calls(whole)
+    if divisor_of_torch is not None:
+        only = Candidates([Candidate(divisor_of_torch)], known=True)
+        return only.after(whole.batch, whole.loss, whole.terms)
     shown = _telling(whole, parts)
     outer = len({len(seen.terms) for seen in shown}) > 1
     varies = not outer and _factors_vary(shown)
@@ -203,14 +203,17 @@ def _candidates(
     if parts or any(term.averages or not term.divides for term in whole.terms):
         return candidates
     # One batch does not show whether another number than its items is a constant.
-    exact = [way for way in candidates.candidates if near(way.scale(0.01), 1.0, 0.01)]
+    exact = []
+    for candidate in candidates.candidates:
+        if near(candidate.scale(0.01), 1.0, 0.01):
+            exact.append(candidate)
     return replace(candidates, candidates=exact)
 
 
 def _factors_vary(shown: Sequence[Shown]) -> bool:
     """Return whether numbers that the parts of a loss are multiplied with depend on the batch."""
-    for several in zip(*(seen.terms for seen in shown), strict=True):
-        factors = {term.factor for term in several if term.factor}
+    for terms_of_part in zip(*(seen.terms for seen in shown), strict=True):
+        factors = {term.factor for term in terms_of_part if term.factor}
         if len(factors) > 1:
             return True
     return False
@@ -266,7 +269,7 @@ def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> C
 
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole is that of its parts, weighted with their items."""
+    """Return whether the loss of the whole is the mean of its parts' losses over their items."""
     if candidates.divisor.counts == NOTHING:
         expected = sum(part.value for part in parts)
     elif any(part.value != part.value for part in parts):
@@ -304,14 +307,14 @@ def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence
 
 
 def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether a loss that divides by constants is the sum of those of its parts."""
+    """Return whether a loss that divides by constants is the sum of its parts' losses."""
     if not _has_constant_divisors(candidates, whole, parts):
         return False
     return is_near(sum(part.value for part in parts), whole, parts)
 
 
 def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: str) -> Finding:
-    """Compare the loss of a batch with those of its parts, as its graph does not tell."""
+    """Compare the loss of a batch with the losses of its parts, as its graph does not tell."""
     if reason or not parts:
         return Finding(reason=reason or _ONE_SAMPLE)
 

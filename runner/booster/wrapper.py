@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Collection, Mapping
+from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -128,7 +129,8 @@ class BoostedParameters:
         self._asked = True
         values = [value for slots in self._dicts for value in slots.values()]
         same = len(values) == len(self._values)
-        same = same and all(a is b for a, b in zip(values, self._values, strict=True))
+        # Each step compares them: a loop without bytecode takes a third of the time.
+        same = same and all(map(is_, values, self._values))
         if same and not self._alone:
             same = [parameter.dtype for parameter in self._parameters] == self._dtypes
         if not same:

@@ -315,6 +315,7 @@ class UpdateClip(Update, OptimizerMode):
             **limits,
         )
 
+    @torch.no_grad()
     def before_step(self, layout: Layout, decision: Decision) -> None:
         """Copy the tensors whose update is limited; all of them where the host does not know."""
         self._kept = []
@@ -325,6 +326,7 @@ class UpdateClip(Update, OptimizerMode):
             if id(shard.param) in self._places and limited[position]:
                 self._kept.append((shard, shard.weight.clone(), factors[position]))
 
+    @torch.no_grad()
     def after_step(self, layout: Layout, decision: Decision) -> Decision:
         """Move each limited tensor back by a part of its update."""
         for shard, before, factor in self._kept:

@@ -63,12 +63,15 @@ class Profile:
         (self.folder / files.STEPS).write_text(text + "\n", encoding="utf-8")
 
 
+_WITHOUT_EFFECT = nullcontext()
+
+
 class NoProfile:
     """Stands in for a :class:`Profile` where no step is profiled."""
 
     def region(self, part: str) -> AbstractContextManager[Any]:
         """Return a context without effect."""
-        return nullcontext()
+        return _WITHOUT_EFFECT
 
     def begin_step(self, step: int) -> None:
         """Do nothing."""

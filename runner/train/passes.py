@@ -179,7 +179,9 @@ class Passes:
                 after_each(number, len(batches))
             total = loss if total is None else total + loss
         assert total is not None
-        return Accumulated(total.to(transfer.widest(total.device)) * weight(), first_square)
+        # In the widest type by one operation: both numbers are 0-dimensional.
+        wide = torch.scalar_tensor(weight(), dtype=transfer.widest(total.device))
+        return Accumulated(total * wide, first_square)
 
     def settle(self, batches: Sequence[Any]) -> None:
         """Find what the mean of the loss divides by, once and where it matters; a collective."""
@@ -256,16 +258,16 @@ class Passes:
     def _with_graph_of_loss(self, batch: Any, items: float | None) -> Iterator[None]:
         """Record the graph of a held-out loss where it tells what the loss divides by.
 
-        That of a loss which the model returns goes through the model: it keeps no tensor that is
-        larger than the targets, which may have a weight each.
+        The graph of a loss that the model returns goes through the model: it keeps no tensor that
+        is larger than the targets, which may have a weight each.
         """
         if items == 0:
             with torch.enable_grad():
                 yield
         elif items is not None and self.loss.compares_returned:
             targets = targets_of(batch)
-            most = batch_size(batch) if targets is None else targets.numel()
-            pack = partial(_without_elements, most=max(most, _NUMBERS))
+            elements = batch_size(batch) if targets is None else targets.numel()
+            pack = partial(_without_elements, most=max(elements, _NUMBERS))
             with torch.enable_grad(), saved_tensors_hooks(pack, _unchanged):
                 yield
         else:

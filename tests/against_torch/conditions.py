@@ -201,6 +201,19 @@ def muon(net):
     return [Muon(matrices, lr=0.02), SGD(further, lr=0.3)]
 
 
+def with_clip(net):
+    """Parameter groups that say how they are clipped, beside two that do not."""
+    return SGD(
+        [
+            {"params": net[0].parameters(), "clip": False},
+            {"params": net[1].parameters()},
+            {"params": net[2:-1].parameters(), "clip": 0.02},
+            {"params": net[-1].parameters()},
+        ],
+        lr=0.3,
+    )
+
+
 def mean_square(outputs, targets):
     return (outputs - targets).square().mean()
 
@@ -514,6 +527,7 @@ CONDITIONS = {
     ),
     "three optimizers": Condition(optimizer=lion_lars_lamb),
     "muon": Condition(optimizer=muon, mode="norm"),
+    "groups with clip": Condition(optimizer=with_clip, mode="norm"),
     "muon, all scaled": Condition(optimizer=muon, mode="norm of all"),
     "muon, adaptive": Condition(optimizer=muon, mode="adaptive"),
     "learned criterion": Condition(

@@ -5,6 +5,7 @@ data-parallel rank in turn. Each pair of plugin and condition is compared with i
 on all ranks with each other, bit for bit.
 """
 
+import math
 import re
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -108,6 +109,29 @@ def clip(net, mode, unscaled=(), inputs=None):
     return whole, sum(int(mask.sum()) for mask in over) / max(1, units)
 
 
+def clip_groups(groups, limit):
+    """Clip by what parameter groups say; return ‖G‖ and the share of norms that were clipped."""
+
+    def norm(parameters):
+        return math.sqrt(sum(float(p.grad.square().sum()) for p in parameters))
+
+    graded = [[p for p in group["params"] if p.grad is not None] for group in groups]
+    by_limit = {None: [], limit: []}
+    for group, parameters in zip(groups, graded, strict=True):
+        own = group.get("clip")
+        by_limit.setdefault(None if own is False else own or limit, []).extend(parameters)
+    whole = norm(p for parameters in graded for p in parameters)
+    left_out = by_limit.pop(None)
+    assert norm(left_out) > 0
+    over = []
+    for threshold, parameters in by_limit.items():
+        size = norm(parameters)
+        over.append(size > threshold)
+        for p in parameters:
+            p.grad.mul_(min(1.0, threshold / size))
+    return whole, sum(over) / len(over)
+
+
 def in_plain_pytorch(name, title):
     """Norms, shares and weights of one process."""
     kind = KINDS[name]
@@ -153,6 +177,9 @@ def in_plain_pytorch(name, title):
             p.grad = total.get(p)
 
     def clip_now():
+        if title == "groups with clip":
+            results.append(clip_groups(optimizers[0].param_groups, LIMITS["norm"]))
+            return
         results.append(clip(net, mode, unscaled, INPUTS if "units" in condition.options else None))
 
     for step in range(condition.steps):

@@ -25,9 +25,8 @@ WRONG = [
         "model._target_=runner.models.cnn.DigitsCN data.test_fraction=2 "
         "optimizer._target_=tests.refusing.listed optimizer.lr=1 clip=adaptive "
         f"{STEP_LR} callbacks=[{{_target_:tests.train.test_callbacks.Note}}]",
-        "(5 problems)|model._target_|"
-        "did you mean DigitsCNN?|data.test_fraction=2|TypeError|step_size|"
-        "returned list, no Optimizer|test_callbacks.Note",
+        "(5 problems)|model._target_|did you mean DigitsCNN?|data.test_fraction=2|TypeError|"
+        "step_size|returned list, no Optimizer|test_callbacks.Note",
     ),
     (
         "data.drop_last=true data.batch_size=2000 train.max_duration=5000tok clip=adaptive "

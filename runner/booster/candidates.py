@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runner.booster.divisor import NOTHING, Divisor
+from runner.booster.divisor import NOTHING, Divisor, items_of_each
 from runner.booster.terms import Term
 
 _KEPT = 8  # observations of a way to count
@@ -251,9 +251,15 @@ class Candidates:
         """Return whether the candidates count a batch differently."""
         if self.is_settled:
             return False
-        first = self.items(batch)
-        counts = [self._items(candidate, batch) for candidate in self.candidates[1:]]
-        return not all(near(first, count, self.tolerance) for count in counts)
+        divisors = [candidate.divisor for candidate in self.candidates]
+        expected = None
+        for candidate, items in zip(self.candidates, items_of_each(divisors, batch), strict=True):
+            count = candidate.scale(self.tolerance) * items
+            if expected is None:
+                expected = count
+            elif not near(expected, count, self.tolerance):
+                return True
+        return False
 
     def read(self, terms: Sequence[Term]) -> tuple[float, ...]:
         """Return what the parts of a loss divide by, without penalties of parameters."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -33,6 +34,7 @@ _COUNTED: Mapping[str, Callable[[Any, float], Any]] = {
 _SUM = "sum of values"
 _IGNORED_CLASSES = (-100, -1, 0, 1, 2, 3, 255)
 _IGNORED_NUMBERS = (-9999, -999, -100, -1, 0)
+_NUMBERS = np.arange(-101, 257)  # more than those that a way to count leaves out
 LARGEST_INPUT = 1 << 20  # elements of an input that is no target, to save time
 
 
@@ -102,6 +104,41 @@ class Divisor(NamedTuple):
         if self.mask:
             text += f" and where {'.'.join(map(str, self.mask))!r} is set"
         return f"the {text}" + (", without the first of each sequence" if self.shifts else "")
+
+
+def items_of_each(divisors: Iterable[Divisor], batch: Any) -> Iterator[float]:
+    """Count the items of a batch in several ways; integers are read once for all of them."""
+    histograms: dict[Name, NDArray[np.int64]] = {}
+    for divisor in divisors:
+        integers = _integers_of(divisor, batch)
+        if integers is None:
+            yield divisor.items(batch)
+            continue
+        if divisor.name not in histograms:
+            histograms[divisor.name] = _histogram(integers)
+        counted = _COUNTED[divisor.counts](_NUMBERS, divisor.ignored)
+        items = histograms[divisor.name][counted].sum()
+        if divisor.shifts:
+            items -= _histogram(integers[..., :1])[counted].sum()
+        yield float(items)
+
+
+def _integers_of(divisor: Divisor, batch: Any) -> Tensor | None:
+    """Return the tensor that is counted, if it holds integers on the host and these alone tell."""
+    is_of_values = divisor.counts in _COUNTED and not divisor.mask and divisor.weight is None
+    if not is_of_values or not _NUMBERS[0] < divisor.ignored < _NUMBERS[-1]:
+        return None
+    tensor = tensor_of(batch, divisor.name)
+    if tensor is None or tensor.device.type != "cpu" or tensor.is_floating_point():
+        return None
+    return tensor
+
+
+def _histogram(integers: Tensor) -> NDArray[np.int64]:
+    """Return how many integers are each of ``_NUMBERS``, or beyond the first or the last one."""
+    lowest, highest = int(_NUMBERS[0]), int(_NUMBERS[-1])
+    numbers = integers.detach().numpy().ravel().astype(np.int64, copy=False)
+    return np.bincount(numbers.clip(lowest, highest) - lowest, minlength=len(_NUMBERS))
 
 
 def _array(tensor: Tensor) -> Any:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from runner import Evaluate, Log, Loss, Trainer
 from runner.booster.batch import BatchError
+from runner.booster.divisor import LABELS, NOTHING, Divisor, divisors_of, items_of_each
 from runner.booster.loss import DivisorError
 from tests.distributed.training import Rows
 
@@ -375,3 +376,12 @@ def test_a_continued_training_counts_what_was_found_before():
     assert second.loss.state_dict() == counted
     batch = named(x, y)
     assert second.loss.items(batch) == first.loss.items(batch)
+
+
+def test_counts_that_read_labels_once_are_those_of_each_way_to_count():
+    labels = torch.randint(-2, 5, (4, 9))
+    labels[0] = torch.tensor([-9999, -100, -1, 0, 1, 254, 255, 256, 2**40])
+    batch = (torch.randn(4, 9), labels)
+    divisors = [*divisors_of(batch), Divisor(LABELS, ignored=50256)]
+    assert sum(divisor.counts != NOTHING for divisor in divisors) > 20
+    assert list(items_of_each(divisors, batch)) == [divisor.items(batch) for divisor in divisors]

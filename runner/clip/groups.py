@@ -77,16 +77,22 @@ class Groups:
         return norms
 
     def _shares(self, measured: Sequence[Norms]) -> tuple[list[ParamShard], Tensor]:
-        """Return the shares of the gradients of all groups; those that are missing are measured."""
+        """Return the shares of the gradients of all groups; those that are missing are measured.
+
+        No collective measures them: other ranks may have them all, or need none.
+        """
         shards: list[ParamShard] = []
         shares: list[Tensor] = [torch.empty(0, device=self.layout.device)]
         for group, norms in zip(self.groups, measured, strict=True):
-            of_group = norms
-            if norms.shares is None:
-                of_group = Norms.of(group.layout, self._norm_type, each=True)
-            assert of_group.shares is not None
-            shards += of_group.shards
-            shares.append(of_group.shares)
+            of_group, shares_of_group = norms.shards, norms.shares
+            if shares_of_group is None:
+                of_group, gradients = group.layout.gradients()
+                _, shares_of_group = powers_of(
+                    group.layout, of_group, gradients, self._norm_type, each=True
+                )
+            assert shares_of_group is not None
+            shards += of_group
+            shares.append(shares_of_group)
         return shards, torch.cat(shares)
 
     def clip(self, norms: Norms) -> list[Decision]:

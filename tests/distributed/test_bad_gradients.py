@@ -26,6 +26,7 @@ BAD = 16
 POISONED: dict[str, tuple[str, dict[str, Any]]] = {
     "nan": ("L2", {"bad": math.nan}),
     "inf": ("adaptive", {"bad": math.inf}),
+    "nan, groups": ("groups", {"bad": math.nan}),
     "ignored": ("value", {"bad": math.nan, "nonfinite": "ignore"}),
     "an error": ("L1", {"bad": math.inf, "nonfinite": "error"}),
     "fp16": ("inf", {"bad": 1e6, "precision": "fp16"}),

@@ -30,7 +30,7 @@ def trained(plugin: str | None, case: Case, options: Measurements) -> dict[str, 
     accumulate = training.passes.accumulate
 
     def noted(batches: Any, counts: Any, *others: Any) -> Any:
-        counted = zip(batches, counts, strict=True)
+        counted = zip(batches, counts.items, strict=True)
         read.append(
             [tuple(map(torch.clone, batch)) for batch, count in counted if count is not None]
         )

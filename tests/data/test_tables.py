@@ -112,7 +112,7 @@ REFUSED = {  # the content of a file, the words, and the message
     "no row": ("x,y,label\n", CSV, "t.csv has no row of values"),
     "one class": (TEXT.replace("dog", "cat"), CSV, "holds one class, cat: choose another"),
     "no JSON": ('{"x": 1', LINES, "t.jsonl cannot be read: line 1 is no JSON"),
-    "no file": (TEXT, CSV.replace("t.csv", "u.csv"), "data.path: there is no file"),
+    "no file": (TEXT, CSV.replace("t.csv", "u.csv"), "there is no file"),
     "no target": (TEXT, "data=csv data.path={0}/t.csv", "no value given"),
     "an image model": (TEXT, f"{CSV} model=cnn", "Linear with model.in_features=2 takes vectors"),
 }
@@ -224,8 +224,8 @@ def test_a_table_of_datasets_that_cannot_train_is_refused_in_one_sentence(tmp_pa
         (f"{saved} data.columns=[x,label] data.eval_split=dev", "no split dev (data.train.split"),
         (f"{saved} data.columns=[label,x]", "column label holds text: choose columns of numbers"),
         (f"{saved} data.columns=[x,labels]", "labels"),
-        ("data=datasets data.path=nowhere.csv", "data.path: there is no file"),
-        ("data=datasets", "data.path is not given"),
+        ("data=datasets data.path=nowhere.csv", "there is no file"),
+        ("data=datasets", "name a folder or a file"),
     ):
         with pytest.raises(RequestError) as error:
             config_of(words)

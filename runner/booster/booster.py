@@ -213,7 +213,7 @@ class Booster(CheckpointIO):
         batch = next(data_iter)
         loss = None
         settle(window, model.unwrap(), [batch], pipeline, together=self.plugin.world_size > 1)
-        window.begin_window(trains=False)
+        window.begin_window()
         if optimizer is not None:
             kept: list[Tensor] | None = [] if return_outputs else None
             weight = 1.0 / window.divisor(window.items(batch).items)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.booster.divisor import NOTHING, Divisor
-from runner.booster.loss_graph import Term
+from runner.booster.terms import Term
 
 _KEPT = 8  # observations of a way to count
 _LARGEST_EPSILON = 1e-2
@@ -19,11 +19,29 @@ _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3}
 
 
 class Observed(NamedTuple):
-    """What the parts of a loss divided by, and the items of that batch by one way to count."""
+    """What the parts of a loss divided by, and the items of that batch by one way to count.
+
+    ``factors`` are the numbers that the parts are multiplied with. They are left out where
+    ``divisors`` contain them already.
+    """
 
     items: float
     divisors: tuple[float, ...]
     is_zero: bool  # the loss is 0, or NaN as a mean over nothing is
+    factors: tuple[float, ...] = ()
+
+    @property
+    def has_no_items(self) -> bool:
+        """Whether nothing was divided, as in a batch without labels."""
+        return not self.items and self.is_zero
+
+    def with_factors(self) -> Observed:
+        """Return the same with divisors of the parts and of the factors together."""
+        if not self.factors:
+            return self
+        pairs = zip(self.divisors, self.factors, strict=True)
+        divisors = tuple(divisor / (factor or 1.0) for divisor, factor in pairs)
+        return self._replace(divisors=divisors, factors=())
 
 
 def tolerance_of(loss: Tensor, terms: Sequence[Term]) -> float:
@@ -38,7 +56,7 @@ def tolerance_of(loss: Tensor, terms: Sequence[Term]) -> float:
 
 
 def is_silent(loss: Tensor, terms: Sequence[Term]) -> bool:
-    """Return whether a loss is 0 and divides by nothing, as that of a batch without labels."""
+    """Return whether a loss is 0 and divides by nothing, as a batch without labels gives."""
     return float(loss.detach()) == 0 and not any(term.divides and term.factor for term in terms)
 
 
@@ -52,6 +70,12 @@ def near(first: float, second: float, tolerance: float) -> bool:
     return abs(first - second) <= tolerance * abs(first)
 
 
+def _of_samples(terms: Sequence[Term]) -> Sequence[Term]:
+    """Return the parts of a loss, except penalties of parameters and parts multiplied by 0."""
+    of_samples = [term for term in terms if not term.is_penalty]
+    return [term for term in of_samples if term.factor] or of_samples or terms
+
+
 @dataclass
 class Candidate:
     """A way to count, with what was observed.
@@ -62,6 +86,7 @@ class Candidate:
 
     divisor: Divisor
     observed: list[Observed] = field(default_factory=list)
+    _scales: dict[float, float] = field(default_factory=dict, repr=False, compare=False)
 
     def fits(self, tolerance: float) -> bool:
         """Return whether each part divides by the items, as above, or by a constant."""
@@ -76,6 +101,11 @@ class Candidate:
 
     def scale(self, tolerance: float) -> float:
         """Return what the loss divides by for each item."""
+        if tolerance not in self._scales:
+            self._scales[tolerance] = self._scale(tolerance)
+        return self._scales[tolerance]
+
+    def _scale(self, tolerance: float) -> float:
         epsilon = self.epsilon(tolerance)
         for part in range(self._parts):
             if self._fits(part, epsilon, tolerance):
@@ -105,6 +135,8 @@ class Candidate:
     def _fits_all(self, epsilon: float, tolerance: float) -> bool:
         if len({len(seen.divisors) for seen in self.observed}) > 1:
             return False
+        if not self._has_constant_factors(tolerance):
+            return False
         parts = range(self._parts)
         fitting = [self._fits(part, epsilon, tolerance) for part in parts]
         constant = [self._is_constant(part, tolerance) for part in parts]
@@ -121,10 +153,19 @@ class Candidate:
             return False
         for seen in self.observed:
             divisor = seen.divisors[part]
-            if not seen.items and seen.is_zero and divisor <= 1:
+            if seen.has_no_items and divisor <= 1:
                 continue  # nothing is divided by 0, 1, or a small number
             count = (ratio or 1.0) * (seen.items or 1.0) + epsilon
             if not divisor or not near(divisor, count, tolerance):
+                return False
+        return True
+
+    def _has_constant_factors(self, tolerance: float) -> bool:
+        """Return whether each part is multiplied with the same number in all batches."""
+        factors = [seen.factors for seen in self.observed if not seen.has_no_items]
+        for factors_of_part in zip(*factors, strict=False):
+            first = factors_of_part[0]
+            if not all(near(first, factor, tolerance) for factor in factors_of_part):
                 return False
         return True
 
@@ -148,7 +189,10 @@ class Candidates:
         known: whether the one way that is left was read off a loss of torch.
         outer: whether a loss has more parts for more samples, so that only what divides their sum
             counts.
-        factors: whether numbers that the parts are multiplied with depend on the batch.
+        factors: whether numbers that the parts are multiplied with depend on the batch, so that
+            they count as divisors.
+        weighted: whether single elements were multiplied by numbers other than 0 and 1, and the
+            parts of a batch multiplied the same samples by the same numbers.
         by_values: whether the losses of a batch and its parts told, as the graph does not.
         looks: how many batches were looked at to tell candidates apart.
     """
@@ -157,6 +201,7 @@ class Candidates:
     known: bool = False
     outer: bool = False
     factors: bool = False
+    weighted: bool = False
     by_values: bool = False
     tolerance: float = 1e-12
     looks: int = 0
@@ -184,7 +229,7 @@ class Candidates:
         return self._items(self.first, batch)
 
     def multiplier(self, batch: Any) -> float:
-        """Return what makes the mean of a batch a sum; that of no items divides as that of one."""
+        """Return what makes the mean of a batch a sum; a batch without items counts as one item."""
         return (self.items(batch) or self.scale) + self.epsilon
 
     def _items(self, candidate: Candidate, batch: Any) -> float:
@@ -195,30 +240,44 @@ class Candidates:
         """Whether there is one way to count."""
         return self.known or len(self.candidates) == 1
 
+    def has(self, divisor: Divisor) -> bool:
+        """Return whether a way to count, with whatever weights of classes, is among these."""
+        named = divisor._replace(weight=None)
+        return any(
+            named == candidate.divisor._replace(weight=None) for candidate in self.candidates
+        )
+
     def disagree(self, batch: Any) -> bool:
         """Return whether the candidates count a batch differently."""
         if self.is_settled:
             return False
         first = self.items(batch)
-        others = self.candidates[1:]
-        return any(not near(first, self._items(other, batch), self.tolerance) for other in others)
+        counts = [self._items(candidate, batch) for candidate in self.candidates[1:]]
+        return not all(near(first, count, self.tolerance) for count in counts)
 
     def read(self, terms: Sequence[Term]) -> tuple[float, ...]:
-        """Return what the parts of a loss divide by, but those of parameters alone."""
-        of_samples = [term for term in terms if not term.is_penalty] or terms
+        """Return what the parts of a loss divide by, without penalties of parameters."""
+        return self.observe(0.0, False, terms).divisors
+
+    def observe(self, items: float, is_zero: bool, terms: Sequence[Term]) -> Observed:
+        """Return what the loss of a batch of ``items`` items shows."""
+        of_samples = _of_samples(terms)
+        divisors = tuple(term.divisor for term in of_samples)
+        factors = tuple(term.factor for term in of_samples)
         if self.outer:
-            return (of_samples[0].outer,)
-        return tuple(term.divisor / (term.factor if self.factors else 1.0) for term in of_samples)
+            divisors = (of_samples[0].outer,)
+            factors = (of_samples[0].outer_factor,)
+        seen = Observed(items, divisors, is_zero, factors)
+        return seen.with_factors() if self.factors else seen
 
     def after(self, batch: Any, loss: Tensor, terms: Sequence[Term]) -> Candidates:
         """Return the candidates that agree with one more batch too."""
         if is_silent(loss, terms):
             return self._after_silent(batch)
-        divisors = self.read(terms)
         tolerance = max(self.tolerance, tolerance_of(loss, terms))
         remaining = []
         for candidate in self.candidates:
-            seen = Observed(candidate.divisor.items(batch), divisors, is_zero(loss))
+            seen = self.observe(candidate.divisor.items(batch), is_zero(loss), terms)
             extended = Candidate(candidate.divisor, [*candidate.observed, seen])
             if extended.fits(tolerance):
                 remaining.append(extended)
@@ -236,8 +295,18 @@ class Candidates:
         """Return the candidates that agree with what another rank has seen too."""
         if self.known or other.known:
             return self if self.known else other
+        if self.factors == other.factors:
+            together = self._joined(other)
+            if together.candidates or self.factors:
+                return together
+        # A number may be constant in the batches of each rank, and differ between ranks.
+        return self._with_factors()._joined(other._with_factors())
+
+    def _joined(self, other: Candidates) -> Candidates:
         tolerance = max(self.tolerance, other.tolerance)
-        theirs = {each.divisor._replace(weight=None): each for each in other.candidates}
+        theirs: dict[Divisor, Candidate] = {}
+        for candidate in other.candidates:
+            theirs[candidate.divisor._replace(weight=None)] = candidate
         remaining = []
         for candidate in self.candidates:
             counterpart = theirs.get(candidate.divisor._replace(weight=None))
@@ -247,8 +316,21 @@ class Candidates:
             together = Candidate(candidate.divisor, list(observed))
             if self.by_values or together.fits(tolerance):
                 remaining.append(together.shortened())
-        looks = max(self.looks, other.looks)
-        return replace(self, candidates=remaining, tolerance=tolerance, looks=looks)
+        return replace(
+            self,
+            candidates=remaining,
+            tolerance=tolerance,
+            looks=max(self.looks, other.looks),
+            weighted=self.weighted or other.weighted,
+        )
+
+    def _with_factors(self) -> Candidates:
+        """Return the candidates with numbers that multiply the parts counted as divisors."""
+        candidates = []
+        for candidate in self.candidates:
+            observed = [seen.with_factors() for seen in candidate.observed]
+            candidates.append(Candidate(candidate.divisor, observed))
+        return replace(self, candidates=candidates, factors=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything, as lists and dictionaries."""
@@ -258,7 +340,7 @@ class Candidates:
             named = {name: value for name, value in divisor.items() if value is not None}
             observed = [list(observed) for observed in candidate.observed]
             candidates.append({"divisor": named, "observed": observed})
-        names = ("known", "outer", "factors", "by_values", "tolerance", "looks")
+        names = ("known", "outer", "factors", "weighted", "by_values", "tolerance", "looks")
         return {"candidates": candidates, **{name: getattr(self, name) for name in names}}
 
     @classmethod
@@ -269,7 +351,7 @@ class Candidates:
             named = dict(saved["divisor"])
             named |= {"name": tuple(named["name"]), "mask": tuple(named["mask"])}
             observed = []
-            for items, divisors, nothing in saved["observed"]:
-                observed.append(Observed(items, tuple(divisors), nothing))
+            for items, divisors, nothing, factors in saved["observed"]:
+                observed.append(Observed(items, tuple(divisors), nothing, tuple(factors)))
             candidates.append(Candidate(Divisor(**named), observed))
         return cls(**{**state, "candidates": candidates})

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from runner.booster.batch import batch_size, named_parts, targets_of
-from runner.booster.loss_graph import TorchLoss
+from runner.booster.terms import TorchLoss
 from runner.data.dataset import IGNORED
 
 Name = tuple[str | int, ...]
@@ -19,20 +20,20 @@ Name = tuple[str | int, ...]
 SAMPLES, NOTHING, LABELS = "samples", "nothing", "labels that are not ignored"
 _POSITIONS = "positions in the inputs"
 _OTHER = "values that are not"
-_COUNTED: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+_ALL = "values"
+_COUNTED: Mapping[str, Callable[[Any, float], Any]] = {
     # A negative label is no class: whoever does not ignore it by its number selects the others.
     LABELS: lambda values, ignored: (values != ignored) & (values >= 0),
     _OTHER: lambda values, ignored: values != ignored,
-    "values that are not NaN": lambda values, _: ~torch.isnan(values),
+    "values that are not NaN": lambda values, _: values == values,
     "values of 0 or more": lambda values, _: values >= 0,
     "values above 0": lambda values, _: values > 0,
     "values of 0": lambda values, _: values == 0,
-    "values": lambda values, _: torch.ones_like(values, dtype=torch.bool),
 }
 _SUM = "sum of values"
 _IGNORED_CLASSES = (-100, -1, 0, 1, 2, 3, 255)
 _IGNORED_NUMBERS = (-9999, -999, -100, -1, 0)
-_LARGEST_INPUT = 1 << 20  # elements of an input that is no target, to save time
+LARGEST_INPUT = 1 << 20  # elements of an input that is no target, to save time
 
 
 class Divisor(NamedTuple):
@@ -55,30 +56,37 @@ class Divisor(NamedTuple):
     weight: Tensor | None = None
 
     def items(self, batch: Any) -> float:
-        """Count the items of a batch; those of a batch without the tensor are its samples."""
+        """Count the items of a batch: its samples, if it lacks the tensor that is counted."""
         if self.counts == NOTHING:
             return 1.0
         inside = positions_inside(batch) if self.counts == _POSITIONS else None
         if inside is not None:
             return inside[0]
-        values = _tensor(batch, self.name)
-        if self.counts == SAMPLES or values is None:
+        tensor = tensor_of(batch, self.name)
+        if self.counts == SAMPLES or tensor is None:
             return batch_size(batch)
-        mask = _tensor(batch, self.mask) if self.mask else None
-        if mask is not None and mask.shape != values.shape:
+        mask = tensor_of(batch, self.mask) if self.mask else None
+        if mask is not None and mask.shape != tensor.shape:
             mask = None
         if self.shifts:
-            values = values[..., 1:]
+            tensor = tensor[..., 1:]
             mask = None if mask is None else mask[..., 1:]
+        if self.counts == _ALL:
+            return tensor.numel() if mask is None else _number_of(_array(mask) != 0)
+        return self._counted(_array(tensor), None if mask is None else _array(mask) != 0)
+
+    def _counted(self, values: Any, mask: Any) -> float:
+        """Count values, a tensor or an array, where ``mask`` is set."""
         if self.counts == _SUM:
-            values = values if mask is None else values[mask.bool()]
-            return float(values.sum(dtype=torch.float64))
+            values = values if mask is None else values[mask]
+            return float(values.sum(dtype=torch.float64 if isinstance(values, Tensor) else float))
         counted = _COUNTED[self.counts](values, self.ignored)
         if mask is not None:
-            counted = counted & mask.bool()
+            counted = counted & mask
         if self.weight is None:
-            return int(torch.count_nonzero(counted))
-        return float(self.weight.to(values.device)[values[counted]].sum(dtype=torch.float64))
+            return _number_of(counted)
+        labels = torch.as_tensor(values[counted], device=self.weight.device)
+        return float(self.weight[labels].sum(dtype=torch.float64))
 
     def described(self) -> str:
         """Return what a message calls the items."""
@@ -96,6 +104,20 @@ class Divisor(NamedTuple):
         return f"the {text}" + (", without the first of each sequence" if self.shifts else "")
 
 
+def _array(tensor: Tensor) -> Any:
+    """Return values of the host as an array, which takes less time to count."""
+    if tensor.device.type != "cpu":
+        return tensor
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _number_of(counted: Any) -> int:
+    if isinstance(counted, Tensor):
+        return int(torch.count_nonzero(counted))
+    return int(np.count_nonzero(counted))
+
+
 def positions_inside(batch: Any) -> tuple[int, int] | None:
     """Return how many start and end positions of answers are in the inputs; None without any."""
     named = named_parts(batch) or {}
@@ -109,8 +131,8 @@ def positions_inside(batch: Any) -> tuple[int, int] | None:
     return int((starts < length).sum()), int((ends < length).sum())
 
 
-def _tensor(batch: Any, name: Name) -> Tensor | None:
-    """Return a tensor of a batch; None if this batch has none of that name."""
+def tensor_of(batch: Any, name: Name) -> Tensor | None:
+    """Return a tensor of a batch; None if this batch lacks the name."""
     if not name:
         return targets_of(batch)
     value = batch
@@ -123,7 +145,7 @@ def _tensor(batch: Any, name: Name) -> Tensor | None:
     return value if isinstance(value, Tensor) and _can_be_counted(value) else None
 
 
-def _tensors(batch: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
+def tensors_of(batch: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
     """Yield the tensors [samples, ...] of a batch, the targets first, by their names."""
     targets = targets_of(batch)
     if not name and targets is not None and _can_be_counted(targets):
@@ -134,7 +156,7 @@ def _tensors(batch: Any, name: Name = ()) -> Iterator[tuple[Name, Tensor]]:
         named = dict(enumerate(batch))
     for key, value in named.items():
         if not isinstance(value, Tensor):
-            yield from _tensors(value, (*name, key))
+            yield from tensors_of(value, (*name, key))
         elif value is not targets and _can_be_counted(value):
             yield (*name, key), value
 
@@ -152,9 +174,9 @@ def divisors_of(batch: Any) -> Iterator[Divisor]:
     if positions_inside(batch) is not None:
         yield Divisor(_POSITIONS)
     yield Divisor(SAMPLES)
-    tensors = list(_tensors(batch))
+    tensors = list(tensors_of(batch))
     for name, values in tensors:
-        if name and values.is_floating_point() and values.numel() > _LARGEST_INPUT:
+        if name and values.is_floating_point() and values.numel() > LARGEST_INPUT:
             continue
         is_sequence = values.ndim == 2 or (values.ndim > 2 and not values.is_floating_point())
         for shifts in (False, True) if is_sequence else (False,):
@@ -187,7 +209,7 @@ def _counts_of(values: Tensor, is_target: bool) -> Iterator[Divisor]:
             return
     is_number = values.is_floating_point()
     yield Divisor("values that are not NaN" if is_number else LABELS)
-    yield Divisor("values")
+    yield Divisor(_ALL)
     if is_target:
         yield Divisor("values of 0 or more")
         yield Divisor("values above 0")
@@ -212,7 +234,7 @@ class Compared(NamedTuple):
 
 def compared_by(call: TorchLoss, batch: Any) -> Compared | None:
     """Return how a loss of torch counts a batch; None if it does not compare all labels of it."""
-    for name, labels in _tensors(batch):
+    for name, labels in tensors_of(batch):
         shifts: bool | None = None
         if _equal(call.targets, labels):
             shifts = False
@@ -227,7 +249,7 @@ def compared_by(call: TorchLoss, batch: Any) -> Compared | None:
         storages = [tensor.untyped_storage().data_ptr() for tensor in (call.targets, labels)]
         is_certain = call.weight is None and storages[0] == storages[1]
         if not call.classes:
-            return Compared(Divisor("values", name), is_certain)
+            return Compared(Divisor(_ALL, name), is_certain)
         if call.weight is None and bool((call.targets == call.ignored).any()):
             is_certain = True
         divisor = Divisor(LABELS, name, call.ignored, shifts, weight=call.weight)

@@ -8,13 +8,24 @@ so that they are exact, whatever the values of the loss are, and reading them ru
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner.booster.graph_places import (
+    GraphError,
+    NotLinear,
+    Path,
+    Place,
+    factor_of,
+    number_of,
+)
+from runner.booster.terms import Term, TorchLoss
+
 _MEAN, _SUM = 1, 2
 _MOST_NODES = 20_000
+_MOST_WEIGHTS = 20
 _PASSED = (
     "Alias",
     "Clamp",
@@ -38,6 +49,7 @@ _PASSED = (
 )
 """Operations that leave a mean what it is: their names begin so."""
 _ADDED = ("Add", "Sub", "Rsub", "Stack", "Cat")
+_OF_ELEMENTS = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
 _PARTS = ("Select", "Slice", "Split", "Unbind")
 _ELEMENTS = (*_PARTS, "Index", "Take")
@@ -69,132 +81,6 @@ _OF_PARAMETERS = (
 """Operations that keep a value one of parameters alone. Products of matrices may hold samples."""
 
 
-class GraphError(ValueError):
-    """The graph does not show what a loss divides by."""
-
-
-class NotLinear(GraphError):
-    """The loss is a function of means that is no mean, such as the square root of one."""
-
-
-class TorchLoss(NamedTuple):
-    """A call of a loss of torch that returned a mean."""
-
-    targets: Tensor
-    classes: bool
-    ignored: int
-    weight: Tensor | None
-
-
-class Term(NamedTuple):
-    """A part of a loss, which is a sum of such parts.
-
-    Attributes:
-        divisor: what it divides by.
-        outer: what the sum of all parts divides by too.
-        factor: number that it is multiplied with, such as the weight of a penalty.
-        divides: whether it divides at all; a sum and a penalty of weights do not.
-        call: the loss of torch that it is; None for operations of one's own.
-        is_scaled: whether a number multiplies or divides it, be it 1 in this batch.
-        averages: whether it is a mean over elements, which grow with the samples of a batch.
-        is_weighted: whether other numbers than 0 and 1 multiply the elements of its sum.
-        is_penalty: whether it depends on parameters alone, and on no sample.
-        summed: number of elements of the sum that it is; 0 if it is none.
-        dtype: the least precise one of what it divides by; None if these are exact.
-    """
-
-    divisor: float
-    outer: float
-    factor: float
-    divides: bool
-    call: TorchLoss | None = None
-    is_scaled: bool = False
-    averages: bool = False
-    is_weighted: bool = False
-    is_penalty: bool = False
-    summed: int = 0
-    dtype: torch.dtype | None = None
-
-
-class _Place(NamedTuple):
-    """A node on the way down from the loss."""
-
-    node: Any
-    output: int  # number of the output of the node
-    divisor: float = 1.0
-    outer: float = 1.0
-    factor: float = 1.0
-    divides: bool = False
-    inside: bool = False  # of a sum of parts
-    is_scaled: bool = False
-    averages: bool = False
-    summed: int = 0
-    dtype: torch.dtype | None = None
-
-    def divided(self, by: float) -> _Place:
-        outer = self.outer if self.inside else self.outer * by
-        return self._replace(divisor=self.divisor * by, outer=outer, divides=True)
-
-    def scaled(self) -> _Place:
-        """Return the place with the number that its product or quotient has."""
-        number = _number(self.node)
-        if number is None:
-            raise NotLinear("it divides by something that depends on the outputs")
-        if self.name == "Div":
-            factor = _factor(self.node)
-            assert factor is not None
-            return self.divided(number)._replace(is_scaled=True)._rounded(factor.dtype)
-        return self._replace(factor=self.factor * number, is_scaled=True)
-
-    def averaged(self) -> _Place:
-        after = math.prod(_shape(self.node, self.output))
-        return self.divided(self._elements() / max(after, 1))._replace(averages=True)
-
-    def added_up(self) -> _Place:
-        return self._replace(summed=self.summed or self._elements())
-
-    def _elements(self) -> int:
-        """Return how many elements a sum or a mean takes."""
-        return math.prod(int(length) for length in self.node._saved_self_sym_sizes)
-
-    def _rounded(self, dtype: torch.dtype) -> _Place:
-        """Return the place of what divides by a tensor of ``dtype`` too."""
-        if not dtype.is_floating_point:
-            return self
-        several = [dtype] if self.dtype is None else [dtype, self.dtype]
-        return self._replace(dtype=max(several, key=lambda each: torch.finfo(each).eps))
-
-    def term(
-        self, call: TorchLoss | None = None, is_weighted: bool = False, is_penalty: bool = False
-    ) -> Term:
-        return Term(
-            divisor=self.divisor,
-            outer=self.outer,
-            factor=self.factor,
-            divides=self.divides,
-            call=call,
-            is_scaled=self.is_scaled,
-            averages=self.averages,
-            is_weighted=is_weighted,
-            is_penalty=is_penalty,
-            summed=self.summed,
-            dtype=self.dtype,
-        )
-
-    def before(self) -> list[_Place]:
-        """Return the nodes that this one takes tensors with gradients from."""
-        nodes = self.node.next_functions
-        return [self._replace(node=node, output=output) for node, output in nodes if node]
-
-    @property
-    def name(self) -> str:
-        return str(self.node.name()).rpartition("::")[2].partition("Backward")[0]
-
-    @property
-    def is_scalar(self) -> bool:
-        return len(_shape(self.node, self.output)) == 0
-
-
 def terms_of(loss: Tensor) -> list[Term]:
     """Return the parts that a loss is a sum of.
 
@@ -204,7 +90,7 @@ def terms_of(loss: Tensor) -> list[Term]:
     if loss.grad_fn is None:
         raise GraphError("it has no gradient")
     terms: list[Term] = []
-    places = [_Place(loss.grad_fn, loss.output_nr)]
+    places = [Place(loss.grad_fn, loss.output_nr, Path())]
     for _ in range(_MOST_NODES):
         if not places:
             return terms
@@ -217,80 +103,108 @@ def terms_of(loss: Tensor) -> list[Term]:
     raise GraphError("it is a sum of very many parts")
 
 
-_Step = tuple[Term | None, list[_Place]]
+_Step = tuple[Term | None, list[Place]]
 
 
-def _read_scalar(place: _Place) -> _Step:
+def _read_scalar(place: Place) -> _Step:
     name, before = place.name, place.before()
     if hasattr(place.node, "_saved_reduction"):
         return _loss_of_torch(place), []
     if name in ("Div", "Mul"):
         return _product(place)
     if name == "Mean":
-        return None, place.averaged().before()
+        return None, place.before(place.averaged())
     if name.startswith(_ADDED):
-        return None, [part._replace(inside=True) for part in before]
+        return None, place.parts()
     if name.startswith("Clamp") and _is_clamped(place.node):
         raise NotLinear("it clamps what it has summed")
     if name == "Sum":
-        return None, place.added_up().before()
+        return None, place.before(place.added_up())
     if name.startswith(_PASSED):
         return None, before
     return _last_of(place), []
 
 
-def _last_of(place: _Place) -> Term:
+def _last_of(place: Place) -> Term:
     """Return the part of the loss that ends at a number."""
     name = place.name
     if name == "AccumulateGrad" or name.startswith(_ELEMENTS):
-        return place.term(is_penalty=_is_penalty(place))
+        return place.path.term(is_penalty=_is_penalty(place))
     if name.startswith(_SUMS):
-        is_weighted = len(place.before()) == 1
-        return place.term(is_weighted=is_weighted, is_penalty=_is_penalty(place))
+        return place.path.term(weights=_vectors_of(place), is_penalty=_is_penalty(place))
     if _is_learned_number(place) or _is_penalty(place):
-        return place.term(is_penalty=True)
+        return place.path.term(is_penalty=True)
     if name == "Pow" and _is_sum_of_squares(place):
-        return place.term()
+        return place.path.term()
     if hasattr(place.node, "saved_tensors"):
         raise GraphError(f"its graph ends in {place.node.name()}")
     raise NotLinear(f"it takes {name.lower()} of what it has summed")
 
 
-def _read_elements(place: _Place) -> _Step:
+def _read_elements(place: Place) -> _Step:
     """Read on inside of a sum or a mean: a number may still divide all its elements."""
     name, before = place.name, place.before()
-    is_weighted = False
     if name in ("Div", "Mul") and len(before) == 1:
-        factor = _factor(place.node)
+        factor = factor_of(place.node)
         if factor is not None and not factor.ndim:
-            return None, place.scaled().before()
-        is_weighted = factor is not None and not bool(((factor == 0) | (factor == 1)).all())
+            return None, place.before(place.scaled())
     elif name == "Mean":
-        return None, place.averaged().before()
+        return None, place.before(place.averaged())
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
         return None, before
     elif _is_sum_of_parts(name, before):
-        return None, [part._replace(inside=True) for part in before]
+        return None, place.parts()
     elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
         return None, [part for part in before if not _is_penalty(part)]
-    return place.term(is_weighted=is_weighted, is_penalty=_is_penalty(place)), []
+    return place.path.term(weights=_weights_of(place), is_penalty=_is_penalty(place)), []
 
 
-def _is_sum_of_parts(name: str, before: list[_Place]) -> bool:
+def _weights_of(place: Place) -> tuple[Tensor, ...]:
+    """Return the tensors that multiply or divide elements, down to functions of single elements."""
+    weights = []
+    places = [place]
+    for _ in range(_MOST_WEIGHTS):
+        if not places:
+            break
+        current = places.pop()
+        before = current.before()
+        if current.name in ("Div", "Mul") and len(before) == 1:
+            factor = factor_of(current.node)
+            if factor is None:
+                continue
+            weights.append(factor)
+        elif not current.name.startswith((*_PASSED, *_OF_ELEMENTS)):
+            continue
+        places += before
+    return tuple(weights)
+
+
+def _vectors_of(place: Place) -> tuple[Tensor, ...]:
+    """Return the constant vector of a product such as ``torch.dot``."""
+    if len(place.before()) != 1:
+        return ()
+    for name in ("_saved_self", "_saved_tensor", "_saved_vec", "_saved_mat2"):
+        vector = getattr(place.node, name, None)
+        if isinstance(vector, Tensor):
+            return (vector.detach(),)
+    return (torch.full((1,), math.nan),)
+
+
+def _is_sum_of_parts(name: str, before: list[Place]) -> bool:
     """Return whether elements are means of their own, or values plus a penalty."""
     if name in ("Stack", "Cat"):
         return all(part.is_scalar for part in before)
     return name in ("Add", "Sub") and any(_is_penalty(part) for part in before)
 
 
-def _product(place: _Place) -> _Step:
+def _product(place: Place) -> _Step:
     """Read a product or a quotient, of which one part may be a number that is learned."""
     before = place.before()
     if len(before) == 1:
-        return None, place.scaled().before()
+        return None, place.before(place.scaled())
     learned = [_is_learned_number(part) or _is_penalty(part) for part in before]
     if all(learned):
-        return place.term(is_penalty=True), []
+        return place.path.term(is_penalty=True), []
     if place.name == "Mul" and sum(learned) == 1:
         return None, [before[learned.index(False)]]
     if place.name == "Div" and learned == [False, True]:
@@ -299,7 +213,7 @@ def _product(place: _Place) -> _Step:
     raise NotLinear(f"it {does} something that depends on the outputs")
 
 
-def _is_learned_number(place: _Place) -> bool:
+def _is_learned_number(place: Place) -> bool:
     """Return whether a number depends on parameters that are numbers, or on one entry of some."""
     places = [place]
     for _ in range(100):
@@ -315,7 +229,7 @@ def _is_learned_number(place: _Place) -> bool:
     return False
 
 
-def _is_penalty(place: _Place) -> bool:
+def _is_penalty(place: Place) -> bool:
     """Return whether a value depends on parameters alone, and on no sample."""
     places = [place]
     for _ in range(200):
@@ -327,13 +241,13 @@ def _is_penalty(place: _Place) -> bool:
         if not current.name.startswith(_OF_PARAMETERS):
             return False
         before = current.before()
-        if current.name in ("Mul", "Div") and len(before) == 1 and _number(current.node) is None:
+        if current.name in ("Mul", "Div") and len(before) == 1 and number_of(current.node) is None:
             return False  # Something else than a number, such as the inputs.
         places += before
     return False
 
 
-def _is_sum_of_squares(place: _Place) -> bool:
+def _is_sum_of_squares(place: Place) -> bool:
     """Return whether a power is the square of a Euclidean norm."""
     norm = place.before()[0]
     if norm.name not in ("LinalgVectorNorm", "Norm"):
@@ -345,43 +259,35 @@ def _is_sum_of_squares(place: _Place) -> bool:
 def _is_clamped(node: Any) -> bool:
     """Return whether a limit has replaced a number."""
     value = float(node._saved_self.detach())
-    least = getattr(node, "_saved_min", None)
-    most = getattr(node, "_saved_max", None)
-    is_below = least is not None and value < float(least)
-    return is_below or (most is not None and value > float(most))
+    lower = getattr(node, "_saved_min", None)
+    upper = getattr(node, "_saved_max", None)
+    is_below = lower is not None and value < float(lower)
+    return is_below or (upper is not None and value > float(upper))
 
 
-def _factor(node: Any) -> Tensor | None:
-    """Return what a product multiplies with, or a quotient divides by."""
-    for name in ("_saved_other", "_saved_self"):
-        value = getattr(node, name, None)
-        if value is not None:
-            return torch.as_tensor(value).detach()
-    return None
-
-
-def _number(node: Any) -> float | None:
-    factor = _factor(node)
-    return None if factor is None or factor.numel() != 1 else float(factor)
-
-
-def _loss_of_torch(place: _Place) -> Term:
+def _loss_of_torch(place: Place) -> Term:
     node = place.node
-    weights = [getattr(node, f"_saved_{name}", None) for name in ("weight", "pos_weight")]
-    weight = next((weight for weight in weights if weight is not None), None)
+    weight = getattr(node, "_saved_weight", None)
+    of_positives = getattr(node, "_saved_pos_weight", None)
     if node._saved_reduction == _SUM:
-        return place.term(is_weighted=weight is not None)
-    place = place._replace(averages=True)
+        weights = tuple(tensor for tensor in (weight, of_positives) if tensor is not None)
+        return place.path.term(weights=weights)
+    path = place.path._replace(averages=True)
     targets = node._saved_target
     if not hasattr(node, "_saved_total_weight"):
-        call = TorchLoss(targets, classes=False, ignored=0, weight=weight)
-        return place.divided(max(targets.numel(), node._saved_self.numel())).term(call)
+        of_elements = () if weight is None or weight.shape != targets.shape else (weight,)
+        of_classes = weight if of_positives is None else of_positives
+        call = TorchLoss(
+            targets,
+            classes=False,
+            ignored=0,
+            weight=of_classes,
+            weighs_elements=bool(of_elements) and of_positives is None,
+        )
+        path = path.divided(max(targets.numel(), node._saved_self.numel()))
+        return path.term(call, weights=of_elements)
     ignored = int(node._saved_ignore_index)
     signed = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
     call = TorchLoss(targets, classes=True, ignored=signed, weight=weight)
     total = node._saved_total_weight
-    return place.divided(float(total))._rounded(total.dtype).term(call)
-
-
-def _shape(node: Any, output: int) -> tuple[int, ...]:
-    return tuple(node._input_metadata[output].shape)
+    return path.divided(float(total)).rounded(total.dtype).term(call)

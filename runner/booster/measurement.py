@@ -10,30 +10,24 @@ at too.
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from runner.booster.batch import batch_size, mapped
+from runner.booster.batch import batch_size
 from runner.booster.candidates import Candidate, Candidates
 from runner.booster.divisor import NOTHING, Divisor
+from runner.booster.findings import divides, look_inside, looked_at, measured, measured_again
 from runner.booster.loss import DivisorError, WindowLoss
-from runner.booster.loss_graph import GraphError, terms_of
-from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss
-from runner.booster.parts import has_samples, in_two, joined, samples_at
-from runner.booster.untouched import Trace, untouched
-from runner.booster.verdict import Finding, Shown, divisor_of_calls, verdict
-from runner.parallel.collectives import from_all
-from runner.parallel.hooks import held_tensors
+from runner.booster.parts import joined
+from runner.booster.shown import MeasuredModel
+from runner.booster.variety import Variety
+from runner.booster.verdict import Finding
 from runner.parallel.pipeline import Pipeline
 
 _logger = logging.getLogger(__name__)
@@ -52,68 +46,20 @@ _BY_VALUES = (
     "what the mean of %s divides by is told by the losses of a batch and its parts alone, because "
     "%s: it is taken for the mean over %s"
 )
-
-
-_WHILE_MEASURED = (
-    "raised while it was measured what the loss divides by (loss.items=samples, labels or none "
-    "states it)"
+_UNTOLD = (
+    "{} is told by its values alone, and these do not tell which of several counts that differ in "
+    "this batch its mean divides by, such as {} and {}: {}"
 )
 
 
-@dataclass
-class _Model:
-    """A model and its loss, run on batches of this rank.
+class _Doubt(NamedTuple):
+    """A batch whose loss may show more.
 
-    ``is_inside`` is true in a forward pass in which other ranks may wait for this one. An exception
-    there ends the run: the ranks would not meet again.
+    ``needs_parts``: whether it holds values of a kind that no measured batch had.
     """
 
-    module: nn.Module
-    pipeline: Pipeline | None
-    loss: WindowLoss
-    together: bool
-    training: bool = False
-    is_inside: bool = False
-
-    def communicates(self) -> bool:
-        """Return whether ranks exchange tensors in a forward pass."""
-        if self.pipeline is not None:
-            return True
-        for module in self.module.modules() if self.together else ():
-            values = (*vars(module).values(), *module._parameters.values())
-            if isinstance(module, FSDPModule):
-                return True
-            if any(isinstance(value, dist.ProcessGroup | DTensor) for value in values):
-                return True
-        return False
-
-    def from_ranks(self, value: Any) -> list[Any]:
-        return from_all(value) if self.together else [value]
-
-    def modules(self) -> Iterator[nn.Module]:
-        yield from self.module.modules()
-        stages = () if self.pipeline is None else self.pipeline.stages.values()
-        for stage in stages:
-            yield from stage.modules()
-
-    def outputs(self, batch: Any) -> Any:
-        for module in self.modules():
-            module.training = self.training
-        call = self.loss.call(batch)
-        self.is_inside = self.communicates()
-        if self.pipeline is not None:
-            outputs = self.pipeline.evaluate(call.only_tensor())
-        else:
-            args, kwargs = call
-            outputs = self.module(*args, **kwargs)
-        self.is_inside = False
-        return outputs
-
-    def without_a_trace(self, batch: Any) -> AbstractContextManager[Trace]:
-        device = next((tensor.device for tensor in held_tensors(batch)), torch.device("cpu"))
-        criterion = self.loss.criterion
-        of_criterion = criterion.modules() if isinstance(criterion, nn.Module) else ()
-        return untouched(chain(self.modules(), of_criterion), device)
+    number: int
+    needs_parts: bool
 
 
 @torch.enable_grad()
@@ -141,19 +87,26 @@ def settle(
     if pipeline is not None and loss.may_return:
         loss.unproved = False
         return
-    model = _Model(module, pipeline, loss, together)
+    if loss.is_settled:
+        return
+    model = MeasuredModel(module, pipeline, loss, together)
+    if loss.look_again is None:
+        loss.look_again = partial(look_inside, model)
     if loss.unproved:
         _measure(model, batches, to_device)
     start = 0
-    while not loss.is_settled:
-        number = _first_of_doubt(model, batches, start)
-        if number is None:
+    while not (loss.unproved or loss.is_settled):
+        doubt = _first_doubt(model, batches, start)
+        if doubt is None:
             return
-        _look(model, batches, number, to_device)
-        start = number + 1
+        if doubt.needs_parts:
+            _look_at_parts(model, batches, doubt.number, to_device)
+        else:
+            _look(model, batches, doubt.number, to_device)
+        start = doubt.number + 1
 
 
-def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
+def _measure(model: MeasuredModel, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
     """Measure the first batch, and others while these do not tell enough."""
     loss, number = model.loss, 0
     goes_on = True
@@ -164,79 +117,130 @@ def _measure(model: _Model, batches: Sequence[Any], to_device: Callable[[Any], A
             loss.unproved = False
             return
         with model.without_a_trace(batch) as trace:
-            findings = _measured(model, batch, trace)
-        _conclude(loss, batch, findings)
+            findings = measured(model, batch, trace)
+        if _conclude(loss, batch, findings):
+            _note_variety(model, Variety.of(batch))
         number += 1
         goes_on = loss.unproved and any(model.from_ranks(number < len(batches)))
 
 
-def _first_of_doubt(model: _Model, batches: Sequence[Any], start: int) -> int | None:
-    """Return the number of the first batch, on any rank, that candidates count differently.
+def _first_doubt(model: MeasuredModel, batches: Sequence[Any], start: int) -> _Doubt | None:
+    """Return the first batch of any rank whose loss may show more; a collective.
 
-    Batches before ``start`` tell nothing.
+    It is one that candidates count differently, or that holds values of a new kind. Batches before
+    ``start`` tell nothing.
     """
-    candidates = model.loss.candidates
-    number: int | None = None
-    if candidates is not None and not model.loss.unproved:
-        doubtful = [
-            place
-            for place, batch in enumerate(batches)
-            if place >= start and candidates.disagree(batch)
-        ]
-        number = doubtful[0] if doubtful else None
-    numbers = [each for each in model.from_ranks(number) if each is not None]
-    return min(numbers, default=None)
+    loss = model.loss
+    candidates = loss.candidates
+    assert candidates is not None
+    places = range(start, len(batches))
+    counted = _first(places, lambda place: candidates.disagree(batches[place]))
+    new = math.inf
+    can_divide = True
+    if loss.variety is not None and not loss.variety.is_complete:
+        is_new = loss.variety.is_new
+        new = _first(places, lambda place: is_new(_samples_from(batches, place)))
+        if model.together or new < math.inf:
+            can_divide = all(divides(_samples_from(batches, place)) for place in places)
+    of_ranks = model.gather([counted, new, can_divide])
+    counted = min(row[0] for row in of_ranks)
+    new = min(row[1] for row in of_ranks)
+    if new <= counted and new < math.inf and all(row[2] for row in of_ranks):
+        return _Doubt(int(new), needs_parts=True)
+    return None if counted == math.inf else _Doubt(int(counted), needs_parts=False)
+
+
+def _first(places: Iterable[int], is_doubtful: Callable[[int], bool]) -> float:
+    """Return the first place that is doubtful; infinity if there is none."""
+    return next((place for place in places if is_doubtful(place)), math.inf)
+
+
+def _samples_from(batches: Sequence[Any], place: int) -> Any:
+    """Return a batch; of one sample, this one joined with the next batch, or the one before."""
+    place = min(place, len(batches) - 1)
+    if batch_size(batches[place]) == 1:
+        place = min(place, max(len(batches) - 2, 0))
+    return joined(batches[place:])
 
 
 def _look(
-    model: _Model, batches: Sequence[Any], number: int, to_device: Callable[[Any], Any]
+    model: MeasuredModel, batches: Sequence[Any], number: int, to_device: Callable[[Any], Any]
 ) -> None:
     """Look at what the loss of one more batch of each rank divides by."""
     candidates = model.loss.candidates
     assert candidates is not None
+    if candidates.by_values:
+        _look_at_values(model, candidates, _samples_from(batches, number), to_device)
+        return
     batch = to_device(batches[min(number, len(batches) - 1)])
     with model.without_a_trace(batch) as trace:
-        if candidates.by_values:
-            findings = _measured_again(model, candidates, batch, trace)
-        else:
-            findings = _looked_at(model, candidates, batch, trace)
-        if any(finding.problem for finding in findings) and not candidates.by_values:
+        findings = looked_at(model, candidates, batch, trace)
+        if any(finding.problem for finding in findings):
             # A number that divides all losses of a step, such as a temperature, may have changed.
-            again = _measured_again(model, candidates, batch, trace)
+            again = measured_again(model, candidates, batch, trace)
             findings = findings if any(finding.problem for finding in again) else again
     _conclude(model.loss, batch, findings)
 
 
-def _measured_again(model: _Model, earlier: Candidates, batch: Any, trace: Trace) -> list[Finding]:
-    """Measure a batch, and return those candidates alone that agreed with earlier ones."""
-    names = [candidate.divisor._replace(weight=None) for candidate in earlier.candidates]
-    trace.remove()
-    findings = []
-    for finding in _measured(model, batch, trace):
-        candidates = finding.candidates or earlier
-        remaining = []
-        for candidate in candidates.candidates:
-            if candidate.divisor._replace(weight=None) in names:
-                remaining.append(candidate)
-        candidates = replace(candidates, candidates=remaining, looks=earlier.looks + 1)
-        problem = finding.problem or _no_count(model.loss, "")
-        findings.append(Finding(candidates, problem="" if remaining else problem))
-    return findings
+def _look_at_values(
+    model: MeasuredModel, candidates: Candidates, on_host: Any, to_device: Callable[[Any], Any]
+) -> None:
+    """Measure a batch of each rank, and its parts, as the graph of the loss does not tell."""
+    loss = model.loss
+    batch = to_device(on_host)
+    with model.without_a_trace(batch) as trace:
+        findings = measured_again(model, candidates, batch, trace)
+    _conclude(loss, batch, findings)
+    if not any(finding.tells_nothing for finding in findings):
+        return
+    candidates = loss.candidates or candidates
+    if any(model.from_ranks(candidates.disagree(batch))):
+        first, second, *_ = [candidate.divisor.described() for candidate in candidates.candidates]
+        raise DivisorError(_UNTOLD.format(loss.name, first, second, loss.ways_out))
 
 
-def _no_count(loss: WindowLoss, divisors: str) -> str:
-    divides = f": it divides by {divisors}, which is no count of" if divisors else " by a count of"
-    return (
-        f"{loss.name} is over something that earlier batches did not show{divides} this batch that "
-        f"agrees with them: {loss.ways_out}"
-    )
+def _look_at_parts(
+    model: MeasuredModel,
+    batches: Sequence[Any],
+    number: int,
+    to_device: Callable[[Any], Any],
+) -> None:
+    """Measure a batch of each rank that holds values of a new kind, and its two parts."""
+    candidates = model.loss.candidates
+    assert candidates is not None
+    on_host = _samples_from(batches, number)
+    batch = to_device(on_host)
+    with model.without_a_trace(batch) as trace:
+        findings = measured_again(model, candidates, batch, trace)
+    findings = [_counts_no_look(finding, candidates.looks) for finding in findings]
+    loss = model.loss
+    variety = loss.variety
+    if not _conclude(loss, batch, findings) or variety is None:
+        return
+    if any(finding.tells_nothing for finding in findings) and loss.tries < _MOST_TRIES:
+        loss.tries += 1  # the next window may tell
+        return
+    _note_variety(model, variety.without(on_host))
 
 
-def _in_common(loss: WindowLoss, several: Sequence[Candidates]) -> Candidates:
+def _counts_no_look(finding: Finding, looks: int) -> Finding:
+    if finding.candidates is None:
+        return finding
+    return finding._replace(candidates=replace(finding.candidates, looks=looks))
+
+
+def _note_variety(model: MeasuredModel, variety: Variety) -> None:
+    """Keep which kinds of values no rank has measured; a collective."""
+    for of_rank in model.from_ranks(variety):
+        variety = variety.common(of_rank)
+    model.loss.variety = variety
+
+
+def _in_common(loss: WindowLoss, of_ranks: Sequence[Candidates]) -> Candidates:
     """Return the candidates that agree with what all ranks have seen."""
-    candidates = several[0]
-    for other in several[1:]:
-        candidates = candidates.common(other)
+    candidates = of_ranks[0]
+    for of_rank in of_ranks[1:]:
+        candidates = candidates.common(of_rank)
     if not candidates.candidates:
         raise DivisorError(
             f"{loss.name} divides by something else on other ranks, whose batches no count "
@@ -245,15 +249,16 @@ def _in_common(loss: WindowLoss, several: Sequence[Candidates]) -> Candidates:
     return candidates
 
 
-def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None:
-    """Use, on all ranks, what any of them has found."""
+def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> bool:
+    """Use, on all ranks, what any of them has found; return whether a batch may show more."""
     for finding in findings:
         if finding.problem:
             raise DivisorError(finding.problem)
     reasons = [finding.reason for finding in findings if finding.reason]
-    several = [finding.candidates for finding in findings if finding.candidates is not None]
-    if several:
-        candidates = _in_common(loss, several)
+    of_ranks = [finding.candidates for finding in findings if finding.candidates is not None]
+    is_mean = not reasons
+    if of_ranks:
+        candidates = _in_common(loss, of_ranks)
         if candidates.looks >= _MOST_LOOKS:
             candidates.candidates = candidates.candidates[:1]
             reasons.append("several counts agree with it within its precision")
@@ -261,165 +266,27 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> None
         if any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:
             loss.tries += 1
             loss.unproved = True  # the next batches may tell more
-            return
+            return False
     elif any(finding.tells_nothing for finding in findings) and not reasons:
         loss.use(Candidates([Candidate(Divisor(NOTHING))]))
         loss.unproved = True  # the next window may tell
-        return
+        return False
     elif any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:
         loss.tries += 1  # the next window may tell
-        return
+        return False
     loss.unproved = False
-    if reasons:
-        text = _COMPARED if several else _UNMEASURED
-        if several and candidates.by_values:
-            text = _BY_VALUES
+    if not of_ranks:
+        _warn(loss, batch, _UNMEASURED, reasons)
+        return False
+    _warn(loss, batch, _BY_VALUES if candidates.by_values else _COMPARED, reasons)
+    if not is_mean and not candidates.by_values:
+        loss.variety = None  # no part of a batch can show that it is a mean
+        return False
+    return not candidates.known
+
+
+def _warn(loss: WindowLoss, batch: Any, text: str, reasons: Sequence[str]) -> None:
+    """Warn once of why the measurement of a loss is not certain."""
+    if reasons and reasons[0] not in loss.warnings:
+        loss.warnings.append(reasons[0])
         _logger.warning(text, loss.name, reasons[0], loss.counted_as(batch))
-
-
-# -- what a batch shows
-
-
-def _measured(model: _Model, batch: Any, trace: Trace) -> list[Finding]:
-    """Return what each rank finds out by a batch and its two parts."""
-    loss, samples = model.loss, batch_size(batch)
-    finding, loss_of = _first_pass(model, batch, trace)
-    whole = finding if isinstance(finding, Shown) else None
-    is_random = trace.drawn()
-    divides = whole is not None and divisor_of_calls(whole) is None and samples > 1
-    # Ranks may communicate in a forward pass, so that all of them run the same number.
-    in_parts = [divides and has_samples(batch, samples)]
-    if loss.may_return:
-        in_parts = model.from_ranks(in_parts[0])
-    parts: list[Shown] = []
-    reason = ""
-    for numbers in in_two(samples) if all(in_parts) else ():
-        part = samples_at(batch, numbers, samples)
-        trace.remove()
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
-                parts.append(_shown(part, loss_of(numbers)))
-        except Exception as error:
-            if model.is_inside:
-                error.add_note(_WHILE_MEASURED)
-                raise
-            reason = f"it does not take a part of a batch ({type(error).__name__})"
-    if whole is not None:
-        try:
-            finding = verdict(loss, whole, parts if len(parts) == 2 else [], is_random, reason)
-        except DivisorError as error:
-            finding = Finding(problem=str(error))
-    assert isinstance(finding, Finding)
-    return model.from_ranks(finding)
-
-
-_LossOf = Callable[[Sequence[int] | None], Tensor | None]
-
-
-def _first_pass(model: _Model, batch: Any, trace: Trace) -> tuple[Shown | Finding, _LossOf]:
-    """Return what a batch shows, or why it shows nothing, and what computes losses of parts."""
-    finding = Finding()
-    is_exact = False
-    loss_of: _LossOf = lambda numbers: None  # noqa: E731
-    for training in (False, True):
-        model.training = training
-        trace.remove()
-        try:
-            loss_of = (_returned if model.loss.may_return else _compared)(model, batch)
-            trace.drawn()  # by the forward pass of a model whose outputs are compared
-            value = loss_of(None)
-        except _ExactError:
-            is_exact = True  # the cross entropy of logits is, unless training returns a loss
-            continue
-        except DivisorError as error:
-            return Finding(problem=str(error)), loss_of
-        except Exception as error:
-            if model.is_inside:
-                error.add_note(_WHILE_MEASURED)
-                raise
-            reason = f"its model does not take the batch alone ({type(error).__name__})"
-            finding = finding if is_exact else Finding(reason=reason)
-            if model.pipeline is not None:
-                break
-            continue
-        if value is not None:
-            return _shown(batch, value), loss_of
-        if model.pipeline is not None:
-            break  # the last stage, on another rank, has the outputs
-    return finding, loss_of
-
-
-class _ExactError(Exception):
-    """The model returns logits, and no loss."""
-
-
-def _returned(model: _Model, batch: Any) -> _LossOf:
-    """Return a function that computes the loss that a model returns."""
-    samples = batch_size(batch)
-
-    def loss_of(numbers: Sequence[int] | None) -> Tensor | None:
-        part = batch if numbers is None else samples_at(batch, numbers, samples)
-        outputs = model.outputs(part)
-        loss = returned_loss(outputs)
-        if loss is None and isinstance(logits_of(outputs), Tensor):
-            raise _ExactError
-        return loss
-
-    return loss_of
-
-
-def _compared(model: _Model, batch: Any) -> _LossOf:
-    """Return a function that computes a loss of outputs, which are computed once.
-
-    They are computed for each part if some are numbers, as these may be means over a batch.
-    """
-    samples = batch_size(batch)
-    outputs = model.outputs(batch)
-    numbers_too = holds_numbers(outputs)
-    if not numbers_too:
-        outputs = mapped(outputs, _without_graph)
-
-    def loss_of(numbers: Sequence[int] | None) -> Tensor | None:
-        if outputs is None:
-            return None
-        part = batch if numbers is None else samples_at(batch, numbers, samples)
-        if numbers_too:
-            return model.loss.mean(outputs if numbers is None else model.outputs(part), part)
-        if numbers is not None and not has_samples(outputs, samples):
-            raise ValueError("outputs have no dimension of samples")
-        chosen = outputs if numbers is None else samples_at(outputs, numbers, samples)
-        return model.loss.mean(mapped(chosen, _as_single_leaf), part)
-
-    return loss_of
-
-
-def _as_single_leaf(tensor: Tensor) -> Tensor:
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return as_leaf(tensor.float() if is_half else tensor)
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach()
-
-
-def _shown(batch: Any, loss: Tensor | None) -> Shown:
-    if loss is None:
-        raise ValueError("a part of a batch has no loss")
-    try:
-        return Shown(batch, loss.detach(), terms_of(loss))
-    except GraphError as error:
-        return Shown(batch, loss.detach(), error=error)
-
-
-def _looked_at(model: _Model, candidates: Candidates, batch: Any, trace: Trace) -> list[Finding]:
-    """Return the candidates that agree, on each rank, with one more batch too."""
-    shown, _ = _first_pass(model, batch, trace)
-    if isinstance(shown, Finding):
-        candidates.looks += 1
-        return model.from_ranks(shown._replace(candidates=candidates))
-    remaining = candidates
-    if shown.error is None or shown.tells_nothing:
-        remaining = candidates.after(batch, shown.loss, shown.terms)
-    remaining.looks = candidates.looks + (not shown.tells_nothing)
-    problem = "" if remaining.candidates else _no_count(model.loss, shown.divisors)
-    return model.from_ranks(Finding(remaining, problem=problem, tells_nothing=shown.tells_nothing))

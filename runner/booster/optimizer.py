@@ -204,12 +204,12 @@ class OptimizerWrapper(StepOrder):
             self._finite = finite  # A fused optimizer can skip the step there.
             return finite
         finite = finite.cpu()  # so that nothing has to wait for it again
-        known = bool(finite)
-        if not known and self.loss_scale is None and self.nonfinite == "error":
+        is_finite = bool(finite)
+        if not is_finite and self.loss_scale is None and self.nonfinite == "error":
             advice = "clip.nonfinite=skip leaves such steps out"
             description = finding(self.layout, self.norms, float(norm))
             raise NonFiniteGradient(description, advice, float(norm))
-        self._finite = known or (self.nonfinite == "ignore" and self.loss_scale is None)
+        self._finite = is_finite or (self.nonfinite == "ignore" and self.loss_scale is None)
         return finite
 
     def _apply(self, mode: ClipMode | ParameterGroups, norms: Norms, fold: bool) -> Decision:
@@ -331,7 +331,7 @@ class OptimizerWrapper(StepOrder):
         return None if self.decision is None else float(self.decision.norm)
 
     def rest_of_state(self) -> dict[str, Any]:
-        """Return the state beside that of the optimizers."""
+        """Return the state that is no optimizer's: loss scale, skip rule, memory of calls."""
         state: dict[str, Any] = {}
         if self.loss_scale is not None:
             state["loss_scale"] = self.loss_scale.state_dict()

@@ -126,7 +126,7 @@ def own_clips(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> tupl
 
 def require_same_clips(clips: Sequence[OwnClip]) -> None:
     """Refuse parameter groups that say other things of clipping on another rank; a collective."""
-    described = [(own.group, sorted(own.names), own.threshold) for own in clips]
+    described = [(clip.group, sorted(clip.names), clip.threshold) for clip in clips]
     of_ranks = from_all(described)
     if any(of_rank != described for of_rank in of_ranks):
         raise ValueError(

@@ -62,6 +62,33 @@ def as_leaf(tensor: Tensor) -> Tensor:
     return marked
 
 
+def nothing_of(returned: Tensor | None, outputs: Any) -> Tensor:
+    """Return 0, with a gradient of zeros for outputs; the gradient of a mean over none is NaN."""
+    numbers = _numbers(outputs)
+    return zero_of([tensor for tensor in numbers if tensor is not returned] or numbers)
+
+
+def sum_of(outputs: Any) -> Tensor:
+    """Return the sum of all elements of outputs."""
+    return torch.stack([tensor.sum() for tensor in _numbers(outputs)]).sum()
+
+
+def _numbers(outputs: Any) -> list[Tensor]:
+    numbers = [tensor for tensor in held_tensors(outputs) if tensor.is_floating_point()]
+    assert numbers, "the model returned no tensor"
+    return numbers
+
+
+def is_penalty_alone(loss: Tensor, returned: Tensor | None, outputs: Any) -> bool:
+    """Return whether the gradient of a loss with respect to all outputs is 0."""
+    tensors = [tensor for tensor in held_tensors(outputs) if tensor.requires_grad]
+    others = [tensor for tensor in tensors if tensor is not returned]
+    if loss.grad_fn is None or not others:
+        return False
+    gradients = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True)
+    return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
 def _part(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from runner.booster.batch import batch_size
-from runner.booster.candidates import Candidate, Candidates, is_silent, near, tolerance_of
+from runner.booster.candidates import Candidate, Candidates, near, tolerance_of
 from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
+from runner.booster.graph_places import NotLinear
 from runner.booster.loss import WindowLoss
-from runner.booster.loss_graph import GraphError, NotLinear, Term
+from runner.booster.part_losses import (
+    first_share,
+    is_between,
+    is_near,
+    untold_by_values,
+    weighted_mean,
+)
+from runner.booster.sample_weights import weights_vary
+from runner.booster.shown import Shown
+from runner.booster.terms import Term
 
 _RANDOM = "it is random"
 _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
@@ -43,38 +49,6 @@ _NO_MEAN = (
 )
 
 
-class Shown(NamedTuple):
-    """What a forward pass has shown of the loss of a batch, or of a part of it."""
-
-    batch: Any
-    loss: Tensor
-    terms: Sequence[Term] = ()
-    error: GraphError | None = None
-
-    @property
-    def value(self) -> float:
-        return float(self.loss)
-
-    @property
-    def tells_nothing(self) -> bool:
-        """Whether it is infinite, is multiplied by NaN, or is 0 and divides by nothing."""
-        is_finite = all(math.isfinite(term.factor) for term in self.terms)
-        is_finite = is_finite and not math.isinf(self.value)
-        return not is_finite or is_silent(self.loss, self.terms)
-
-    @property
-    def divides_by_none(self) -> bool:
-        """Whether it is a mean over nothing, such as over pairs of one sample."""
-        return any(not term.divisor for term in self.terms)
-
-    @property
-    def divisors(self) -> str:
-        """What the parts of the loss divide by, for a message."""
-        numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in self.terms)
-        listed = ", ".join(list(numbers)[:4])
-        return f"({listed})" if len(numbers) > 1 else listed
-
-
 class Finding(NamedTuple):
     """What a rank finds out about a loss.
 
@@ -95,9 +69,14 @@ class Finding(NamedTuple):
 
 
 def verdict(
-    loss: WindowLoss, whole: Shown, parts: Sequence[Shown], is_random: bool, reason: str
+    loss: WindowLoss,
+    whole: Shown,
+    parts: Sequence[Shown],
+    is_random: bool,
+    reason: str,
+    earlier: Candidates | None = None,
 ) -> Finding:
-    """Compare what a batch shows with the ways to count it."""
+    """Compare what a batch shows with the ways to count it, of which only earlier ones count."""
     loss.items(whole.batch)  # raises an error if a guess is known to be wrong
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
@@ -108,29 +87,32 @@ def verdict(
     if not parts and _is_told_by_parts_alone(whole):
         problem = _UNKNOWN_WEIGHTS.format(loss.name, reason or _ONE_SAMPLE, loss.ways_out)
         return Finding(problem=problem)
-    candidates = _candidates(whole, parts)
+    candidates = _candidates(whole, parts, earlier)
     if not candidates.candidates:
         return _without_candidates(loss, candidates, whole, parts)
     if is_random and not candidates.known:
         return Finding(candidates, reason=_RANDOM)
     if not parts and _may_vary(candidates, whole):
         return Finding(candidates, reason=reason or _ONE_SAMPLE)
-    return _by_sums(loss, candidates, whole, parts)
+    finding = _by_sums(loss, candidates, whole, parts)
+    if not finding.problem and weights_vary(whole, parts):
+        return Finding(problem=_WEIGHTS.format(loss.name))
+    return finding
 
 
 def _by_sums(
     loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
 ) -> Finding:
-    """Compare the loss of a batch with those of its parts, which candidates give weights."""
+    """Compare the loss of a batch with the losses of its parts, weighted by each candidate."""
     is_sum = candidates.divisor.counts == NOTHING
-    # A batch of no items may divide by that of one, as clamp(min=1) does.
+    # A batch without items may divide by what one item divides by, as clamp(min=1) does.
     counts = {seen.items or 1.0 for seen in candidates.first.observed}
     if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
         return _refused(loss, whole, parts)
     if not parts or _adds_up(candidates, whole, parts):
         all_zero = not any(shown.value for shown in (whole, *parts))
         return Finding(candidates, retry=all_zero and not candidates.known)
-    if is_sum and not _is_between(whole, parts):
+    if is_sum and not is_between(whole, parts):
         return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
     if is_sum:
         return _refused(loss, whole, parts)
@@ -149,11 +131,11 @@ def _without_candidates(
     if _is_a_sum(candidates, whole, parts):
         return Finding(_as_a_sum(candidates, whole, parts))
     if any(part.divides_by_none for part in parts) and not whole.divides_by_none:
-        alone = _candidates(whole, [])
-        if alone.candidates:
-            return Finding(alone, reason=_NO_PART, retry=True)
+        of_whole = _candidates(whole, [])
+        if of_whole.candidates:
+            return Finding(of_whole, reason=_NO_PART, retry=True)
     is_constant = _has_constant_divisors(candidates, whole, parts)
-    is_of_batch = is_constant and not _is_between(whole, parts)
+    is_of_batch = is_constant and not is_between(whole, parts)
     return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
 
 
@@ -193,37 +175,54 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
     return divisors[0] if len(set(divisors)) == 1 else None
 
 
-def _candidates(whole: Shown, parts: Sequence[Shown]) -> Candidates:
+def _candidates(
+    whole: Shown, parts: Sequence[Shown], earlier: Candidates | None = None
+) -> Candidates:
     """Return the ways to count that agree with a batch and its parts."""
-    known = divisor_of_calls(whole)
-    if known is not None:
-        found = Candidates([Candidate(known)], known=True)
-        return found.after(whole.batch, whole.loss, whole.terms)
+    divisor_of_torch = divisor_of_calls(whole)
+    if divisor_of_torch is not None:
+        only = Candidates([Candidate(divisor_of_torch)], known=True)
+        return only.after(whole.batch, whole.loss, whole.terms)
     shown = _telling(whole, parts)
-    outer = len({len(each.terms) for each in shown}) > 1
-    factors = [[term.factor for term in each.terms] for each in shown]
-    varies = not outer and any(numbers != factors[0] for numbers in factors)
+    outer = len({len(seen.terms) for seen in shown}) > 1
+    varies = not outer and _factors_vary(shown)
+    possible = _possible(whole, parts, varies)
+    if earlier is not None:
+        possible = [divisor for divisor in possible if earlier.has(divisor)]
     candidates = Candidates(
-        [Candidate(divisor) for divisor in _possible(whole, parts, varies)],
+        [Candidate(divisor) for divisor in possible],
         outer=outer,
         factors=varies,
+        weighted=any(term.is_weighted for term in whole.terms),
     )
     candidates = _after_silent(candidates, parts)
-    for each in shown:
-        if outer and len(each.terms) == 1:
+    for seen in shown:
+        if outer and len(seen.terms) == 1:
             continue  # what divides a sum of one part divides the part
-        candidates = candidates.after(each.batch, each.loss, each.terms)
+        candidates = candidates.after(seen.batch, seen.loss, seen.terms)
     if parts or any(term.averages or not term.divides for term in whole.terms):
         return candidates
     # One batch does not show whether another number than its items is a constant.
-    exact = [each for each in candidates.candidates if near(each.scale(0.01), 1.0, 0.01)]
+    exact = []
+    for candidate in candidates.candidates:
+        if near(candidate.scale(0.01), 1.0, 0.01):
+            exact.append(candidate)
     return replace(candidates, candidates=exact)
+
+
+def _factors_vary(shown: Sequence[Shown]) -> bool:
+    """Return whether numbers that the parts of a loss are multiplied with depend on the batch."""
+    for terms_of_part in zip(*(seen.terms for seen in shown), strict=True):
+        factors = {term.factor for term in terms_of_part if term.factor}
+        if len(factors) > 1:
+            return True
+    return False
 
 
 def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Divisor]:
     """Return all ways to count a batch, the likeliest first."""
     possible = list(divisors_of(whole.batch))
-    divides = any(term.divides for each in (whole, *parts) for term in each.terms)
+    divides = any(term.divides for seen in (whole, *parts) for term in seen.terms)
     if not (divides or varies):
         possible = [divisor for divisor in possible if divisor.items(whole.batch)]
         possible.insert(0, Divisor(NOTHING))
@@ -231,7 +230,10 @@ def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Diviso
         compared = None if term.call is None else compared_by(term.call, whole.batch)
         if compared is not None:
             possible.insert(0, compared.divisor)
-    return possible
+    distinct: dict[Any, Divisor] = {}
+    for divisor in possible:
+        distinct.setdefault((*divisor[:-1], id(divisor.weight)), divisor)
+    return list(distinct.values())
 
 
 def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
@@ -243,28 +245,39 @@ def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
 
 def _telling(whole: Shown, parts: Sequence[Shown]) -> list[Shown]:
     """Return the parts and the whole, without parts whose losses tell nothing."""
-    telling = [part for part in parts if part.error is None and not part.tells_nothing]
+    telling = []
+    for part in parts:
+        if part.error is None and not part.tells_nothing and not _lacks_parts(part, whole):
+            telling.append(part)
     return [*telling, whole]
+
+
+def _lacks_parts(part: Shown, whole: Shown) -> bool:
+    """Return whether a part of a batch multiplies a part of its loss with 0, and the batch not."""
+    if len(part.terms) != len(whole.terms):
+        return False
+    pairs = zip(part.terms, whole.terms, strict=True)
+    return any(not of_part.factor and of_whole.factor for of_part, of_whole in pairs)
 
 
 def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> Candidates:
     """Return that nothing, or a constant, divides the loss."""
     total = replace(candidates, candidates=[Candidate(Divisor(NOTHING))])
-    for each in _telling(whole, parts):
-        total = total.after(each.batch, each.loss, each.terms)
+    for seen in _telling(whole, parts):
+        total = total.after(seen.batch, seen.loss, seen.terms)
     return total
 
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole is that of its parts, weighted with their items."""
+    """Return whether the loss of the whole is the mean of its parts' losses over their items."""
     if candidates.divisor.counts == NOTHING:
         expected = sum(part.value for part in parts)
     elif any(part.value != part.value for part in parts):
-        expected = _weighted(parts, candidates.items)
+        expected = weighted_mean(parts, candidates.items)
     else:
         total = sum(candidates.multiplier(part.batch) * part.value for part in parts)
         expected = total / candidates.multiplier(whole.batch)
-    return _near(expected, whole, parts)
+    return is_near(expected, whole, parts)
 
 
 def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -278,36 +291,6 @@ def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
         if len(divisors) == 1 and len(elements) > 1 and several[0].factor:
             return True
     return False
-
-
-def _weighted(parts: Sequence[Shown], items: Callable[[Any], float]) -> float:
-    counts = [items(part.batch) for part in parts]
-    if not sum(counts):
-        return float("nan")
-    terms = [n * part.value for n, part in zip(counts, parts, strict=True) if n]
-    return sum(terms) / sum(counts)
-
-
-def _size(whole: Shown, parts: Sequence[Shown]) -> float:
-    """Return what differences of losses are compared with, times the precision of the losses."""
-    dtype = whole.loss.dtype
-    values = [abs(shown.value) for shown in (whole, *parts)]
-    return float(torch.finfo(dtype).eps ** 0.5) * max(values)
-
-
-def _near(expected: float, whole: Shown, parts: Sequence[Shown]) -> bool:
-    if whole.value != whole.value:
-        return True  # a mean over nothing
-    return abs(expected - whole.value) <= _size(whole, parts)
-
-
-def _is_between(whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole lies between those of its parts, as a mean does."""
-    values = [part.value for part in parts]
-    if not values or any(value != value for value in values):
-        return not values
-    margin = _size(whole, parts)
-    return min(values) - margin <= whole.value <= max(values) + margin
 
 
 def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -324,39 +307,41 @@ def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence
 
 
 def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether a loss that divides by constants is the sum of those of its parts."""
+    """Return whether a loss that divides by constants is the sum of its parts' losses."""
     if not _has_constant_divisors(candidates, whole, parts):
         return False
-    return _near(sum(part.value for part in parts), whole, parts)
+    return is_near(sum(part.value for part in parts), whole, parts)
 
 
 def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: str) -> Finding:
-    """Compare the loss of a batch with those of its parts, as its graph does not tell."""
+    """Compare the loss of a batch with the losses of its parts, as its graph does not tell."""
     if reason or not parts:
         return Finding(reason=reason or _ONE_SAMPLE)
 
     def items(batch: Any) -> float:
         return loss.items(batch).items
 
-    losses = [part.value for part in parts]
-    if not all(abs(value) < float("inf") for value in (whole.value, *losses)):
-        return Finding(reason="it is not finite", retry=True)
-    if abs(losses[0] - losses[1]) <= 10 * _size(whole, parts):
-        return Finding(reason="parts of a batch have the same loss", retry=True)
-    if _near(_weighted(parts, items), whole, parts):
-        return Finding(reason=f"{whole.error}, and a batch in two parts shows what it holds alone")
-    if not _is_between(whole, parts):
+    reason = untold_by_values(whole, parts)
+    if reason:
+        return Finding(reason=reason, retry=True)
+    is_likely = is_near(weighted_mean(parts, items), whole, parts)
+    if not is_likely and not is_between(whole, parts):
         return Finding(reason=_OF_THE_BATCH)
-    matching = []
-    shares = set()
+    matching: dict[float, list[Candidate]] = {}
     for divisor in divisors_of(whole.batch):
-        counts = [divisor.items(part.batch) for part in parts]
-        if sum(counts) and _near(_weighted(parts, divisor.items), whole, parts):
-            matching.append(Candidate(divisor))
-            shares.add(counts[0] / sum(counts))
-    if len(shares) != 1:
+        share = first_share(parts, divisor.items)
+        if share is not None and is_near(weighted_mean(parts, divisor.items), whole, parts):
+            matching.setdefault(share, []).append(Candidate(divisor))
+    likely = first_share(parts, items) if is_likely else None
+    if likely in matching:
+        # Those that give the parts other shares agree within the precision of the losses alone.
+        matching = {likely: matching[likely]}
+    elif is_likely:
+        return Finding(reason=f"{whole.error}, and a batch in two parts shows what it holds alone")
+    if len(matching) != 1:
         return _refused(loss, whole, parts)
-    return Finding(Candidates(matching, by_values=True), reason=str(whole.error))
+    (candidates,) = matching.values()
+    return Finding(Candidates(candidates, by_values=True), reason=str(whole.error))
 
 
 def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
@@ -366,8 +351,8 @@ def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
     if parts:
         divides += f" and by {parts[0].divisors} and {parts[1].divisors} for its parts"
     unexplained = "which nothing that the batch holds explains"
-    expected = _weighted(parts, lambda batch: loss.items(batch).items) if parts else whole.value
-    if _near(expected, whole, parts):
+    expected = weighted_mean(parts, lambda batch: loss.items(batch).items) if parts else whole.value
+    if is_near(expected, whole, parts):
         return Finding(problem=f"{loss.name} {divides}, {unexplained}: {loss.ways_out}")
     numbers = _told_apart(whole.value, expected)
     because = f", as it {divides}, {unexplained}" if whole.terms else ""

@@ -23,7 +23,7 @@ def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
         _require_few_ranks(jobs)
     if "torch" not in sys.modules:
         announce("clip-runner: importing torch, then checking model and data")
-    from runner.launch.supervise import importing_torch, prepare
+    from runner.launch.prepare import importing_torch, prepare
 
     if place == "here" and (started is None or started.world_size == 1):
         # Ranks import torch while this process does.

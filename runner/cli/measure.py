@@ -27,8 +27,8 @@ from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt
+from runner.launch.prepare import importing_torch
 from runner.launch.resume import require_one_machine
-from runner.launch.supervise import importing_torch
 from runner.request.record import recorded_job
 from runner.request.request import Request, request
 from runner.run_folder import files

@@ -227,8 +227,8 @@ class Decision:
     def if_finite(self, finite: Tensor, threshold_moves: bool = False) -> Decision:
         """Return this decision, or a skipped one if the device finds that it is not ``finite``.
 
-        Where the host knows that, it has not decided on a step to skip. ``threshold_moves``: λ is
-        that of this step, so that a skipped step has none.
+        Where the host knows that, it has not decided on a step to skip. ``threshold_moves``: λ
+        changes from step to step, so that a skipped step has no λ.
         """
         if transfer.can_read(finite.device):
             return self

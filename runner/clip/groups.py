@@ -121,16 +121,16 @@ def require_own_clips(mode: ClipMode, layout: Layout) -> None:
     """
     name = type(mode).__name__
     info = mode.info
-    for own in layout.own_clips:
+    for clip in layout.own_clips:
         if info.needs_optimizer:
             raise ValueError(
-                f"{own.group} has a clip of its own, but {name} limits what the optimizer does "
+                f"{clip.group} has a clip of its own, but {name} limits what the optimizer does "
                 "with all parameters: leave it out, or use clip=norm"
             )
         moves = info.follows is not None or mode.limit_moves
-        if own.threshold is not None and (moves or not info.takes_threshold):
+        if clip.threshold is not None and (moves or not info.takes_threshold):
             raise ValueError(
-                f"{own.group} has clip={own.threshold:g}, but {name} takes no threshold of a "
+                f"{clip.group} has clip={clip.threshold:g}, but {name} takes no threshold of a "
                 "parameter group: use clip=norm, value, adaptive or per_parameter, or clip=groups"
             )
 
@@ -159,19 +159,19 @@ class ParameterGroups:
     def __init__(self, mode: ClipMode, layout: Layout) -> None:
         self.mode = mode
         self.info = mode.info
-        mode.bind(layout)  # patterns of its options are those of the whole model
+        mode.bind(layout)  # patterns of its options are for the whole model
         self._groups = Groups(layout, mode.norm_type)
         left_out = set(layout.orthogonalized) if leaves_out(mode, layout) else set()
         with_threshold: set[str] = set()
         groups: list[Group] = []
-        for own in layout.own_clips:
-            if own.threshold is None:
-                left_out |= own.names
+        for clip in layout.own_clips:
+            if clip.threshold is None:
+                left_out |= clip.names
             else:
-                with_threshold |= own.names
-                part = layout.restricted(own.names)
+                with_threshold |= clip.names
+                part = layout.restricted(clip.names)
                 groups.append(
-                    Group(own.group, part_with_threshold(mode, part, own.threshold), part)
+                    Group(clip.group, part_with_threshold(mode, part, clip.threshold), part)
                 )
         left_out -= with_threshold
         remaining = {*layout.names} - left_out - with_threshold
@@ -243,8 +243,8 @@ def part_with_threshold(mode: ClipMode, part: Layout, threshold: float) -> ClipM
 
 def mode_of_parameter(mode: ClipMode, part: Layout) -> ClipMode:
     """Return the mode for the one parameter of ``part``, which the backward pass clips."""
-    for own in part.own_clips:
-        if own.threshold is None:
+    for clip in part.own_clips:
+        if clip.threshold is None:
             return build("none", norm_type=mode.norm_type)
-        return part_with_threshold(mode, part, own.threshold)
+        return part_with_threshold(mode, part, clip.threshold)
     return mode.of_part(part)

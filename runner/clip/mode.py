@@ -106,7 +106,7 @@ class ClipMode(Mode, ABC):
 
     @property
     def limit_moves(self) -> bool:
-        """Whether the λ in force is one of the step, which a skipped step has none of."""
+        """Whether λ changes from step to step. A skipped step then has no λ."""
         return self.info.follows == "norms"
 
     def bind(self, layout: Layout) -> None:
@@ -161,7 +161,7 @@ class ClipMode(Mode, ABC):
     ) -> Decision:
         finite = norms.finite
         if finite is not TRUE and transfer.can_read(finite.device) and not finite:
-            # A limit that follows from earlier steps is that of no step but its own.
+            # A λ that follows from earlier steps holds for its own step alone.
             return Decision.skipped(norms.total, None if self.limit_moves else self.threshold)
         before = self._begin_memory(layout.device)
         decision = rule(layout, norms)
@@ -364,7 +364,7 @@ def build(mode: str | type[Mode] | Mode, **options: Any) -> ClipMode:
 
     Args:
         mode: a name of :data:`runner.config.modes.NAMES`, a class of your own, or a mode whose
-            options were validated, as those of a request.
+            options were validated, as a request does.
         options: options of the mode: ``threshold``, ``norm_type``, and its own.
 
     Raises:

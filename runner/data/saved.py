@@ -39,7 +39,7 @@ def saved(
 def load(path: str | None = None, split: str = "train", **arguments: Any) -> Any:
     """Return a split of the table in a file or a folder, as ``datasets`` reads it."""
     if path is None:
-        raise DataUnavailable("data.path is not given: data.path=FOLDER or data.path=rows.jsonl")
+        raise DataUnavailable("data.path: name a folder or a file, as data.path=rows.jsonl")
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -52,7 +52,7 @@ def load(path: str | None = None, split: str = "train", **arguments: Any) -> Any
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__
         text = " ".join(str(error).split())[:300]
-        raise DataUnavailable(f"data.path={path} cannot be read: {text}") from None
+        raise DataUnavailable(f"data.path: {path} cannot be read: {text}") from None
 
 
 def _load(datasets: Any, path: str, split: str, arguments: Mapping[str, Any]) -> Any:

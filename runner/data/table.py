@@ -306,7 +306,7 @@ def _read(file: Path, key: str, encoding: str, delimiter: str | None) -> Table:
     """Return the rows of a file. A DataUnavailable says in one sentence why it cannot be read."""
     reader = {".jsonl": _json_lines, ".ndjson": _json_lines, ".parquet": _parquet}
     if file.is_dir():
-        raise DataUnavailable(f"{key}={file} is a folder: data=datasets data.path={file}")
+        raise DataUnavailable(f"{key}: {file} is a folder: data=datasets data.path={file}")
     if not file.is_file():
         raise DataUnavailable(f"{key}: there is no file {file.absolute()}")
     try:

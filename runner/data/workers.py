@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.notation import in_one_line
 from runner.data.samples import SeededSamples, place_of
@@ -142,12 +141,9 @@ class WorkerLoader(DataLoader[Any]):
             # its workers: the random numbers of a model must not depend on either.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             return arrived(super().__iter__(), dataset, self.timeout)
-        reads = shielded(super().__iter__)
-        if isinstance(reads, _MultiProcessingDataLoaderIter):
-            finalizer = weakref.finalize(
-                reads, end_workers, reads._workers_done_event, reads._index_queues
-            )
-            finalizer.atexit = False
+        reads: Any = shielded(super().__iter__)
+        queues = reads._index_queues
+        weakref.finalize(reads, end_workers, reads._workers_done_event, queues).atexit = False
         return arrived(reads, dataset, self.timeout)
 
 

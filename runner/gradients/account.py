@@ -1,8 +1,8 @@
 """Check at boost that the shards of all ranks add up to the whole model.
 
 What each rank receives grows with the parameters, not with parameters times ranks: counts are
-summed, and hashes of the tables of names are compared. Where the tables differ, as those of
-pipeline stages do, each parameter is described by the first rank that holds it.
+summed, and hashes of the tables of names are compared. Where the tables differ, as between
+pipeline stages, each parameter is described by the first rank that holds it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def account(
     """Check that the shards of all ranks of ``group`` add up to ``whole``; every rank calls this.
 
     Args:
-        shards: those of this rank.
+        shards: the shards of this rank.
         whole: number of elements of each parameter of the whole model, in the same order on all
             ranks.
 

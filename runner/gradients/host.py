@@ -50,7 +50,7 @@ def powers(
     norm_type: float,
     each: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return Σ|g|^p of all gradients; that of each if ``each``, or if one is not finite."""
+    """Return Σ|g|^p of all gradients; and of each, if ``each``, or if one is not finite."""
     if math.isinf(norm_type):
         values = torch.tensor([largest(gradient) for gradient in gradients], dtype=torch.float64)
         return values.amax(), values
@@ -144,7 +144,7 @@ class _Comparison:
     exceeding: list[Tensor] = field(default_factory=list)
 
     def add(self, block: Block, replicas: int, gradients: list[Tensor]) -> None:
-        """Count a block of some gradients, which so many ranks hold."""
+        """Count a block of some gradients, which ``replicas`` ranks hold."""
         if block.above and not (self.exceeding and self.exceeding[-1] is gradients[-1]):
             self.exceeding += gradients
         self.power += block.power / replicas
@@ -247,7 +247,7 @@ def multiply(gradients: list[Tensor], coef: Tensor) -> None:
 
 
 def multiply_each(gradients: Sequence[Tensor], coefs: Tensor) -> None:
-    """Multiply each gradient by its own coefficient in place; those of 1 are not written."""
+    """Multiply each gradient by its coefficient in place; a coefficient of 1 writes nothing."""
     together: list[Tensor] = []
     their_coefs: list[float] = []
     pairs = zip(gradients, coefs.tolist(), coefs.unbind(), strict=True)

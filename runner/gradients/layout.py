@@ -31,7 +31,7 @@ _STORAGE = attrgetter("layout")
 class OptionError(ValueError):
     """An option, such as ``links.0.exclude``, that does not fit the model.
 
-    ``value`` is that of an option inside of another one.
+    ``value`` is the wrong value, if the option is inside of another one.
     """
 
     def __init__(self, option: str, message: str, value: Any = NOTHING) -> None:
@@ -57,7 +57,7 @@ class Layout:
             or data-parallel replicas whose gradients were averaged).
         heads: names of the weights of the model's heads, which adaptive clipping leaves out.
         parameters: all parameters of the model by name, also those that lie on other ranks alone,
-            in one order for all ranks; by default those of ``shards``.
+            in one order for all ranks; by default the parameters of ``shards``.
         elsewhere: device type of the other ranks, for a rank without shards.
 
     Attributes:
@@ -65,8 +65,8 @@ class Layout:
         own_clips: what parameter groups of optimizers say of clipping, the same on every rank.
         orthogonalized: names of the matrices of Muon, the same on every rank. Muon divides by the
             norm of a whole matrix: a small coefficient pushes it below the constant in the divisor.
-        heads_known: whether ``heads`` are those of the whole model. They are not where ranks hold
-            different models.
+        heads_known: whether ``heads`` has the heads of the whole model. It has not where ranks
+            hold different models.
 
     Raises:
         TypeError: a parameter is complex.
@@ -173,7 +173,7 @@ class Layout:
         A few collectives of ``group``, all ranks that hold any part of ``model``: there is a
         ``LayoutError`` if they do not count each of the ``whole`` model's elements, by name, once.
         ``ranks`` of a name are those that hold a shard or a replica, by default all. ``renamed``
-        has the name of a tied parameter by that of its copy.
+        has the name of a tied parameter by the name of its copy.
         """
         by_id: dict[int, ParamShard] = {}
         for name, parameter, module in owned_parameters(model):

@@ -37,7 +37,7 @@ class Norms:
         finite: whether ``total`` is finite, a 0-dimensional boolean tensor: ``TRUE`` or ``FALSE``
             where the host has read it. Cleared for a step that a skip rule leaves out.
         norm_type: p of the norms.
-        shards: those of this rank that have a gradient, where ``shares`` were measured.
+        shards: the shards of this rank with a gradient, where ``shares`` were measured.
         shares: share of each of these gradients in ‖G‖^p, [shards]: Σ|g|^p ÷ num_replicas (max|g|
             for p = inf). None where they were not measured.
         work: what a mode measured besides, in the same read, see :meth:`ClipMode.measure`.
@@ -86,7 +86,7 @@ class Norms:
 def by_parameter(
     layout: Layout, shards: Sequence[ParamShard], shares: Tensor, norm_type: float
 ) -> Tensor:
-    """Return the share of each parameter, [parameters], given that of shards of this rank."""
+    """Return the share of each parameter, [parameters], given the shares of this rank's shards."""
     positions = layout.positions_of(shards)
     shares = shares.to(layout.device, transfer.widest(layout.device))
     of_parameters = shares.new_zeros(len(layout.names))
@@ -147,7 +147,7 @@ def powers_of(
     norm_type: float,
     each: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's share of ‖G‖^p (its largest |g| for p = inf), and that of each shard.
+    """Return the share in ‖G‖^p (largest |g| for p = inf) of this rank, and of each shard.
 
     On a CPU the shares of finite gradients are None unless ``each`` asks for them.
     """

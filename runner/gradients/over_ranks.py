@@ -113,7 +113,7 @@ def _layout_of_reports(
     reports: Sequence[Report],
     world: dist.ProcessGroup,
 ) -> Layout:
-    """Return the layout of this rank's shards, given its report and those of all ranks."""
+    """Return the layout of this rank's shards, given its report and the reports of all ranks."""
     _require_matches(reports)
     _require_on_every_rank(reports)
     require_replicas([of_rank.held for of_rank in reports])
@@ -323,7 +323,7 @@ def outside_of_ddp(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], An
 
 
 def require_unmarked(model: nn.Module) -> None:
-    """Refuse parameters that other libraries mark as those of one rank.
+    """Refuse parameters that other libraries mark as belonging to one rank.
 
     DeepSpeed and Megatron-LM set ``allreduce`` of experts to False, and Megatron-LM
     ``tensor_model_parallel`` of the parts of a matrix to True.

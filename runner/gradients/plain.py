@@ -37,7 +37,7 @@ def powers(
     norm_type: float,
     each: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return Σ|g|^p of all gradients (max|g| for p = inf), and that of each gradient, [shards].
+    """Return Σ|g|^p (max|g| for p = inf) of all gradients, and of each gradient, [shards].
 
     A gradient is divided by the ranks that hold it. Without ``each`` a kernel may leave out the
     second value of gradients that are finite.

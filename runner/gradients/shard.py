@@ -82,7 +82,7 @@ def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
             gradients[number] = gradient._local_tensor
             placements = gradient.placements
             if placements == getattr(shard.param, "placements", None):
-                continue  # those of a parameter are never partial
+                continue  # a parameter has no partial placement
             if any(placement.is_partial() for placement in placements):
                 raise TypeError(f"{shard.name} has a gradient that its ranks have not added up yet")
     return gradients

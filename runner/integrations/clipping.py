@@ -81,6 +81,7 @@ class _ListHistory:
 
     ids: list[int]
     calls: CallHistory = field(default_factory=CallHistory)
+    is_kept: bool = False
 
 
 @torch.no_grad()
@@ -312,12 +313,12 @@ def _calls_of(given: nn.Module | list[Tensor], clipper: Any) -> CallHistory | _L
     if isinstance(given, nn.Module):
         return _history_of(_without_wrappers(given))
     ids = [id(parameter) for parameter in given]
-    kept = [_lists.get(parameter) for parameter in given]  # type: ignore[no-untyped-call]
+    history: _ListHistory | None = _lists.get(given[0])  # type: ignore[no-untyped-call]
+    if history is None or history.ids != ids:
+        return _ListHistory(ids)
     # An id may be that of a parameter that is gone, so every parameter has to know the list.
-    if kept[0] is not None and kept[0].ids == ids and all(each is kept[0] for each in kept):
-        own: _ListHistory = kept[0]
-        return own
-    return _ListHistory(ids)
+    others = (_lists.get(parameter) for parameter in given)  # type: ignore[no-untyped-call]
+    return history if all(other is history for other in others) else _ListHistory(ids)
 
 
 def _history_of(module: nn.Module) -> CallHistory:
@@ -333,9 +334,10 @@ def _clip_list(
 ) -> Decision:
     """Clip a list of parameters, with the history of earlier calls on the same list."""
     mode = history.calls.mode(kind, options, clipper.layout)
-    for parameter in given:
+    # Parameters of a list that is kept belong to no other one.
+    for parameter in () if history.is_kept or not _lists else given:
         other: _ListHistory | None = _lists.get(parameter)  # type: ignore[no-untyped-call]
-        if other is not None and other is not history and other.calls.remembers(mode):
+        if other is not None and other.calls.remembers(mode):
             raise ValueError(
                 f"clipping type {kind} remembers earlier calls, but these parameters are only in "
                 "part those of an earlier call: give the same list in each call, or the model"
@@ -349,9 +351,12 @@ def _clip_list(
     return decision
 
 
-def _keep(given: list[Tensor], calls: _ListHistory) -> None:
+def _keep(given: list[Tensor], history: _ListHistory) -> None:
+    if history.is_kept:
+        return
+    history.is_kept = True
     for parameter in given:
-        _lists[parameter] = calls
+        _lists[parameter] = history
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

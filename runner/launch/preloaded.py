@@ -6,7 +6,7 @@ no GPU, because a driver that was asked cannot be used after a fork.
 
 from importlib import import_module
 
-from runner.launch.supervise import importing_torch
+from runner.launch.prepare import importing_torch
 
 MODULES = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"),

@@ -6,9 +6,7 @@ Local ranks are started by torch's elastic agent. This process then trains nothi
 
 from __future__ import annotations
 
-import gc
 import logging
-import multiprocessing
 import os
 import shlex
 import shutil
@@ -16,9 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -31,13 +27,16 @@ from runner.config.ordinary import show_path
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import KNOBS, Failure, attempt, is_lost_peer, stopped_by
+from runner.launch.prepare import ensure_fork_server
 from runner.launch.resume import ANEW, Start, newest
 from runner.run_folder import files, keys
 from runner.run_folder.status import RESUMED, Record, provenance
 from runner.run_folder.strict_json import cut, follow
 from runner.telemetry.guidance import sentences
-from runner.telemetry.sinks import RunLog, Sink, TensorboardSink
+from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched, print_line
+from runner.telemetry.sinks.run_log import RunLog
+from runner.telemetry.sinks.tensorboard import TensorboardSink
 from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
 
@@ -112,41 +111,6 @@ def _train_as_first_rank(job: Job, shown: Sequence[Sink], started: StartedRank) 
     return result
 
 
-@contextmanager
-def importing_torch() -> Iterator[None]:
-    """Look for no garbage while torch is imported for the first time, nor later among its objects.
-
-    There are 400,000 of them: each search would take as long as many steps of a small model.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        with signals.deferred():
-            import torch  # noqa: F401
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def prepare(*configs: RunConfig) -> None:
-    """Start the fork server in the background, if one of these runs has ranks of its own."""
-    if any(config.plugin.least_ranks > 1 or config.launch.max_restarts for config in configs):
-        _ensure_running()
-
-
-def _ensure_running() -> None:
-    multiprocessing.set_forkserver_preload(["runner.launch.preloaded"])
-    resource_tracker.ensure_running()  # it would unblock some of them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.ASKING)  # children unblock them
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
     """Start the ranks of a run on this machine, and show their rows until they have ended."""
     stop.defer()  # a signal is passed on to the ranks
@@ -182,7 +146,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the end of a run says it shorter
     rendezvous_handler_registry.register("one machine", OneMachine)
-    _ensure_running()
+    ensure_fork_server()
     reported = Reports.served()
     job = replace(job, port=reported.port)
     launch_config = LaunchConfig(

@@ -121,7 +121,7 @@ def of_experts(model: nn.Module) -> frozenset[str]:
 def split_parameters(
     model: nn.Module, experts: frozenset[str]
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Return the parameters by name: first those outside of experts, then those of experts."""
+    """Return the parameters by name: first all outside of experts, then the experts' own."""
     named = dict(model.named_parameters())
     expert = {name: named.pop(name) for name in list(named) if name in experts}
     return named, expert

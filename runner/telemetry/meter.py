@@ -1,6 +1,6 @@
 """Metrics of each step, kept on the device and written as rows in batches.
 
-A step leaves 0-dimensional tensors; the host does not wait for those of an accelerator. Every
+A step leaves 0-dimensional tensors; the host does not wait for an accelerator. Every
 ``flush_every`` steps they travel to the host in one transfer and become rows.
 """
 

@@ -145,7 +145,7 @@ def _of_inner(
 
 
 def _values(of_decision: Sequence[float], numbers: dict[str, float]) -> StepValues:
-    """Return the values of a step, given those of :attr:`Decision.metrics`, and further ones."""
+    """Return the values of a step, given :attr:`Decision.metrics` and further numbers by name."""
     norm, norm_clipped, coef, clipped, fraction, max_stat, threshold = of_decision
     values = StepValues(
         local_loss=numbers.pop("local_loss"),

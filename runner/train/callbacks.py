@@ -15,7 +15,7 @@ from runner.booster.step_order import finding
 from runner.clip import Decision
 from runner.config.notation import first_few, higher_is_better, plural, ranks_as_text, rounded
 from runner.config.problem import or_list
-from runner.data.stream import has_state
+from runner.data.stream_samples import has_state
 from runner.gradients import transfer
 from runner.gradients.norms import Norms
 from runner.gradients.shard import local

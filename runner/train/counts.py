@@ -16,7 +16,8 @@ from torch.utils.data.distributed import DistributedSampler
 from runner.booster import Plugin
 from runner.booster.loss import Count, WindowLoss
 from runner.data.order import PartitionedBatches
-from runner.data.stream import StreamLoader, checksum
+from runner.data.stream import StreamLoader
+from runner.data.stream_samples import checksum
 from runner.train.windows import Window, Windows, has_no_sample
 
 SAME_SAMPLES = (

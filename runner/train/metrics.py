@@ -114,14 +114,14 @@ class EvalMetrics:
             self._value(name, metric)
 
     def _compared(self, outputs: Any, batch: Any) -> _Compared:
-        classified = self._loss.classified(outputs, batch)
+        classified = self._loss.compares.classified(outputs, batch)
         if classified is not None:
             logits = classified[0].flatten(0, -2)
             classes = classified[1].flatten()
             counted = classes != self._loss.ignored
             probabilities = logits[counted].softmax(-1)
             return _Compared("classes", logits.shape[-1], probabilities, classes[counted])
-        pair = self._loss.paired(outputs, batch)
+        pair = self._loss.compares.paired(outputs, batch)
         if pair is None:
             raise MetricError(next(iter(self._metrics.values())), NOTHING)
         outputs, targets = pair

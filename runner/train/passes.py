@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.booster import Booster, ModelWrapper, OptimizerWrapper, Plugin
-from runner.booster.batch import mapped
+from runner.booster.batch import batch_size, mapped, targets_of
 from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
 from runner.gradients import transfer
@@ -28,6 +30,7 @@ from runner.train.windows import held_out
 
 log = logging.getLogger(__name__)
 
+_NUMBERS = 16  # elements of a tensor that says what a loss divides by
 ONE_SAMPLE = (
     "batch norm needs two samples or more, and a microbatch of this rank has one: leave out the "
     "last, short microbatch of an epoch by data.drop_last=true (drop_last=True of the loader), or "
@@ -132,6 +135,7 @@ class Passes:
         # Without autocast the wrapper would only cost a call.
         self._module = self.model if self.model.dtype else self.model.module
         self.loss.alone = self.booster.plugin.world_size == 1
+        self.loss.on_accelerator = self.device.type != "cpu"
 
     def accumulate(
         self,
@@ -155,7 +159,7 @@ class Passes:
             items = counts.over_ranks().total.items
             return self.booster.plugin.data_size / self.loss.divisor(items)
 
-        self.loss.begin_window(trains=True)
+        self.loss.begin_window()
         total: Tensor | None = None
         first_square: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts.items, strict=True), 1):
@@ -218,25 +222,25 @@ class Passes:
         """Compute the mean loss over the items of ``loader``, and the metrics; a collective."""
         plugin = self.booster.plugin
         self.model.eval()
-        self.loss.begin_window(trains=False)
+        self.loss.begin_window()
         scores = _Scores()
         for idle, host in self._settled(held_out(loader, plugin)):
             beat()
             items = None if idle else self.loss.counted(host).items
             scores.note_items(items)
             batch = self.to_device(host)
-            # The graph of a loss without items tells what it divides by.
-            with torch.set_grad_enabled(items == 0):
+            with self._with_graph_of_loss(batch, items):
                 outputs = self._outputs(batch)
             if outputs is None:
                 continue  # The last stage, on another rank, has the outputs and the loss.
             scores.losses.append(self.loss.sum(outputs, batch, items).detach())
             metrics.update(outputs, batch, idle)
-            scores.note_correct(self.loss.correct(outputs, batch), idle)
+            scores.note_correct(self.loss.compares.correct(outputs, batch), idle)
         summed = scores.over_ranks(plugin)
         self.model.train()
         if math.isnan(summed.loss):
             self.loss.raise_refusal()
+        self.loss.confirm()
         if not summed.items:
             return {}
         values = {keys.EVAL_LOSS: summed.loss / (summed.items + self.loss.epsilon)}
@@ -249,6 +253,25 @@ class Passes:
         if self.model.pipeline is None:
             return self.loss.forward(self._module, batch)
         return self.model.pipeline.evaluate(self.loss.call(batch).only_tensor())
+
+    @contextmanager
+    def _with_graph_of_loss(self, batch: Any, items: float | None) -> Iterator[None]:
+        """Record the graph of a held-out loss where it tells what the loss divides by.
+
+        The graph of a loss that the model returns goes through the model: it keeps no tensor that
+        is larger than the targets, which may have a weight each.
+        """
+        if items == 0:
+            with torch.enable_grad():
+                yield
+        elif items is not None and self.loss.compares_returned:
+            targets = targets_of(batch)
+            elements = batch_size(batch) if targets is None else targets.numel()
+            pack = partial(_without_elements, most=max(elements, _NUMBERS))
+            with torch.enable_grad(), saved_tensors_hooks(pack, _unchanged):
+                yield
+        else:
+            yield
 
     @torch.no_grad()
     def _square_of_gradients(self) -> Tensor:
@@ -267,6 +290,17 @@ class Passes:
         if not isinstance(batch, Tensor) and callable(move):
             return move(self.device)
         return mapped(batch, lambda t: t.to(self.device, non_blocking=True))
+
+
+def _without_elements(tensor: Tensor, most: int) -> Tensor:
+    """Return a tensor that a graph keeps; a large one becomes zeros of its shape, one in memory."""
+    if tensor.numel() <= most:
+        return tensor
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def warn_of_batch_norm(model: nn.Module, accumulation_steps: int) -> None:

@@ -19,7 +19,7 @@ from runner.booster.in_backward import why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.identity import NO_PATH, digest
-from runner.config.notation import first_line
+from runner.config.notation import first_line, message_of
 from runner.config.problem import NOTHING, Problem, RequestError, Suggesting
 from runner.config.schema import OptimizerSection, RunConfig
 from runner.config.section import Target
@@ -270,11 +270,21 @@ class _Checks:
 
 
 def _refused(section: str, target: Any, error: Exception) -> Problem:
-    """Return the problem of a target that cannot be made."""
-    message = f"refused its arguments: {first_line(error)}"
-    if isinstance(error, EXPLAINS):
-        message = str(error)
+    """Return the problem of a target that cannot be made.
+
+    An error that begins with the name of an argument is told of this argument.
+    """
     suggestion = error.suggestion if isinstance(error, Suggesting) else ""
+    message = message_of(error)
+    first_word = message.partition(" ")[0]
+    argument = first_word.removeprefix(f"{section}.").removesuffix(":")
+    if argument in target.arguments:
+        if first_word.endswith(":"):
+            message = message.removeprefix(first_word).strip()
+        value = target.arguments[argument]
+        return Problem(f"{section}.{argument}", value, message, suggestion)
+    if not isinstance(error, EXPLAINS):
+        message = f"refused its arguments: {first_line(error)}"
     return Problem(f"{section}._target_", target.target, message, suggestion)
 
 

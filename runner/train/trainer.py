@@ -284,8 +284,7 @@ class Trainer:
         measures_first = meter.noise is not None and meter.row_due(self.state.progress.step + 1)
         after_each = partial(self.callbacks.call, "on_microbatch", self)
         accumulated = self.passes.accumulate(window.batches, counts, measures_first, after_each)
-        if self.plugin.world_size > 1 and not self.loss.is_confirmed:
-            self.loss.confirm()
+        self.loss.confirm()
         return accumulated
 
     def _clip(self, window: Window, accumulated: Accumulated, each: bool) -> Decision:

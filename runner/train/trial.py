@@ -93,7 +93,7 @@ class _Trial:
 
     def _require_classes(self, data: Data, outputs: Any) -> None:
         """Refuse targets that are no classes of the outputs, of all samples that are in memory."""
-        classes = self._loss.classes(outputs, self._samples)
+        classes = self._loss.compares.classes(outputs, self._samples)
         if classes is None:
             return
         seen = [targets_of(self._samples)]

@@ -177,7 +177,7 @@ class Reference:
             return mapped(batch, lambda tensor: tensor.to(device))
 
         settle(self.loss, self.model, host, to_device=to_device)
-        self.loss.begin_window(trains=True)
+        self.loss.begin_window()
         counts = [self.loss.items(batch).items for batch in host]
         weight = 1.0 / self.loss.divisor(sum(counts))
         total = 0.0

@@ -96,7 +96,7 @@ def test_tokens_that_are_ignored_are_no_items():
     total.backward()
     assert total == 0
     assert torch.equal(outputs.grad, torch.zeros_like(outputs))
-    assert loss.correct(torch.eye(3), (None, torch.tensor([0, IGNORED, 1]))) == (1, 2)
+    assert loss.compares.correct(torch.eye(3), (None, torch.tensor([0, IGNORED, 1]))) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_loss_that_is_not_finite_says_nothing_of_those_beside_it(bad, places):
     settle(loss, model, batches)
     for place in places:
         batches[place][1][0, 0] = 7
-    loss.begin_window(trains=True)
+    loss.begin_window()
     for number, batch in enumerate(batches):
         value = loss.sum(loss.forward(model, batch), batch, loss.items(batch).items)
         assert bool(value.isfinite()) == (number not in places)
@@ -267,33 +267,13 @@ def test_an_infinite_loss_of_the_first_batch_is_measured_in_the_next():
     assert loss.unproved
 
 
-def test_another_count_is_confirmed_by_the_next_window_that_tells_of_it():
-    def criterion(outputs, targets):
-        return (outputs - targets).square().mean() * (targets != 7).all()
-
-    model = nn.Linear(3, 2)
-    batch = torch.randn(4, 3), torch.randn(4, 2)
-    infinite = torch.full((4, 3), float("inf")), torch.randn(4, 2)
-    loss = WindowLoss(model, criterion)
-    settle(loss, model, [batch])
-    for _ in range(2):
-        assert not loss.is_confirmed
-        for pair in (infinite, batch):
-            assert not loss.is_confirmed
-            loss.begin_window(trains=True)
-            loss.sum(loss.forward(model, pair), pair, loss.items(pair).items)
-            loss.confirm()
-        assert loss.is_confirmed
-        loss.use(loss.candidates)
-
-
 def test_what_an_earlier_measurement_ignored_is_forgotten():
     loss = WindowLoss(nn.Identity(), lambda outputs, targets: F.cross_entropy(outputs, targets))
     outputs = torch.eye(3)[None]
     batch = {"x": outputs, "labels": torch.tensor([[0, 1, 2]])}
 
     def graded():
-        return int(loss.correct(outputs, batch)[1])
+        return int(loss.compares.correct(outputs, batch)[1])
 
     for forget in (loss.forget, lambda: loss.use(Candidates([Candidate(Divisor("samples"))]))):
         loss.use(Candidates([Candidate(Divisor(LABELS, ignored=1, shifts=True))]))

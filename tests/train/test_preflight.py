@@ -25,8 +25,8 @@ WRONG = [
         "model._target_=runner.models.cnn.DigitsCN data.test_fraction=2 "
         "optimizer._target_=tests.refusing.listed optimizer.lr=1 clip=adaptive "
         f"{STEP_LR} callbacks=[{{_target_:tests.train.test_callbacks.Note}}]",
-        "(5 problems)|model._target_|did you mean DigitsCNN?|ValueError|TypeError|step_size|"
-        "returned list, no Optimizer|test_callbacks.Note",
+        "(5 problems)|model._target_|did you mean DigitsCNN?|data.test_fraction=2|TypeError|"
+        "step_size|returned list, no Optimizer|test_callbacks.Note",
     ),
     (
         "data.drop_last=true data.batch_size=2000 train.max_duration=5000tok clip=adaptive "
@@ -38,6 +38,8 @@ WRONG = [
         "-m data.test_fraction=0.1,2 sweep.objective=eval/acc",
         "in the job data.test_fraction=2|sweep.objective=eval/acc|mean eval/accuracy?",
     ),
+    ("data=csv data.path=nope.csv data.target=label", "  data.path=nope.csv  there is no file /"),
+    ("scheduler=wsd scheduler.warmup_steps=-1", "  scheduler.warmup_steps=-1  warmup_steps must"),
     (f"{TEXT} data.path=5", "data._target_|refused its arguments: TypeError"),
     (f"{ODD}.named", "data._target_|a dict with the keys 'image', 'label'|collate_fn"),
     (f"{ODD}.endless", "scheduler._target_|a stream has epochs of unknown length"),

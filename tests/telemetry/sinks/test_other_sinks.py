@@ -13,8 +13,8 @@ from torch import nn
 from runner import GradientClipping, Log, Trainer
 from runner.cli.main import main
 from runner.run_folder.strict_json import Row, read_rows
-from runner.telemetry.sinks import TensorboardSink
 from runner.telemetry.sinks.console import TerminalSink
+from runner.telemetry.sinks.tensorboard import TensorboardSink
 from runner.train import preflight
 from tests.process import ROOT
 from tests.terminal import on_a_terminal

@@ -1,0 +1,182 @@
+"""What each rank finds out of a loss by a batch, and by parts of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.booster.batch import batch_size
+from runner.booster.candidates import Candidates
+from runner.booster.divisor import tensors_of
+from runner.booster.items import DivisorError
+from runner.booster.loss import WindowLoss
+from runner.booster.parts import has_samples, in_two, joined, samples_at
+from runner.booster.shown import (
+    WHILE_MEASURED,
+    MeasuredModel,
+    Shown,
+    ShowsNothing,
+    first_pass,
+    shown_by,
+)
+from runner.booster.untouched import Trace
+from runner.booster.verdict import Finding, divisor_of_calls, verdict
+
+_NOT_INSIDE = (
+    "{} weighs its items by numbers other than 0 and 1, which no earlier batch did, and whether "
+    "these depend on the batch cannot be measured inside of a step, because {}: {}"
+)
+_RANKS_WAIT = "ranks wait for one another in a forward pass"
+_ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
+
+
+def divides(batch: Any) -> bool:
+    """Return whether a batch can be divided in two parts."""
+    samples = batch_size(batch)
+    return samples > 1 and has_samples(batch, samples)
+
+
+def measured(
+    model: MeasuredModel, batch: Any, trace: Trace, earlier: Candidates | None = None
+) -> list[Finding]:
+    """Return what each rank finds out by a batch and its two parts.
+
+    Where there are earlier candidates, no others count.
+    """
+    loss, samples = model.loss, batch_size(batch)
+    shown, loss_of = first_pass(model, batch, trace)
+    whole = shown if isinstance(shown, Shown) else None
+    is_random = trace.drawn()
+    model.measured = batch
+    is_open = whole is not None and divisor_of_calls(whole) is None and samples > 1
+    # Ranks may communicate in a forward pass, so that all of them run the same number.
+    in_parts = [is_open and has_samples(batch, samples)]
+    if loss.may_return:
+        in_parts = model.from_ranks(in_parts[0])
+    parts: list[Shown] = []
+    reason = ""
+    for numbers in in_two(samples) if all(in_parts) else ():
+        part = samples_at(batch, numbers, samples)
+        trace.remove()
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
+                parts.append(shown_by(part, loss_of(numbers)))
+        except Exception as error:
+            if model.is_inside:
+                error.add_note(WHILE_MEASURED)
+                raise
+            reason = f"it does not take a part of a batch ({type(error).__name__})"
+    return model.from_ranks(_found(loss, shown, parts, is_random, reason, earlier))
+
+
+def _found(
+    loss: WindowLoss,
+    shown: Shown | ShowsNothing,
+    parts: Sequence[Shown],
+    is_random: bool,
+    reason: str,
+    earlier: Candidates | None,
+) -> Finding:
+    """Return what this rank finds out by a batch, and its two parts if both show something."""
+    if isinstance(shown, ShowsNothing):
+        return Finding(problem=shown.problem, reason=shown.reason)
+    try:
+        parts = parts if len(parts) == 2 else []
+        return verdict(loss, shown, parts, is_random, reason, earlier)
+    except DivisorError as error:
+        return Finding(problem=str(error))
+
+
+def looked_at(
+    model: MeasuredModel, candidates: Candidates, batch: Any, trace: Trace
+) -> list[Finding]:
+    """Return the candidates that agree, on each rank, with one more batch too."""
+    shown, _ = first_pass(model, batch, trace)
+    if isinstance(shown, ShowsNothing):
+        candidates.looks += 1
+        nothing = Finding(candidates, problem=shown.problem, reason=shown.reason)
+        return model.from_ranks(nothing)
+    remaining = candidates
+    if shown.error is None or shown.tells_nothing:
+        remaining = candidates.after(batch, shown.loss, shown.terms)
+    remaining.looks = candidates.looks + (not shown.tells_nothing)
+    problem = "" if remaining.candidates else _no_count(model.loss, shown.divisors)
+    return model.from_ranks(Finding(remaining, problem=problem, tells_nothing=shown.tells_nothing))
+
+
+def measured_again(
+    model: MeasuredModel, earlier: Candidates, batch: Any, trace: Trace
+) -> list[Finding]:
+    """Measure a batch, and return those candidates alone that agreed with earlier ones."""
+    trace.remove()
+    findings = []
+    for finding in measured(model, batch, trace, earlier):
+        candidates = finding.candidates or earlier
+        remaining = [way for way in candidates.candidates if earlier.has(way.divisor)]
+        candidates = replace(
+            candidates,
+            candidates=remaining,
+            looks=earlier.looks + 1,
+            weighted=candidates.weighted or earlier.weighted,
+        )
+        problem = finding.problem
+        if not remaining:
+            problem = problem or _no_count(model.loss, "")
+        nothing = finding.candidates is None or finding.retry
+        findings.append(Finding(candidates, problem, finding.reason, tells_nothing=nothing))
+    return findings
+
+
+def _no_count(loss: WindowLoss, divisors: str) -> str:
+    divides = f": it divides by {divisors}, which is no count of" if divisors else " by a count of"
+    return (
+        f"{loss.name} is over something that earlier batches did not show{divides} this batch that "
+        f"agrees with them: {loss.ways_out}"
+    )
+
+
+@torch.enable_grad()
+def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> None:
+    """Measure a batch of this rank inside of a step, as its loss has weights that are new.
+
+    Weights that are values of the batch need no measurement.
+
+    Raises:
+        DivisorError: the weights depend on the batch, or that cannot be told.
+    """
+    loss = model.loss
+    if weights and all(_is_held(weight, batch) for weight in weights):
+        return
+    if batch_size(batch) == 1 and model.measured is not None:
+        batch = joined([batch, model.measured])
+    reason = ""
+    if model.communicates():
+        reason = _RANKS_WAIT
+    elif not divides(batch):
+        reason = _ONE_SAMPLE
+    if reason:
+        raise DivisorError(_NOT_INSIDE.format(loss.name, reason, loss.ways_out))
+    on_this_rank = replace(model, together=False)
+    with on_this_rank.without_a_trace(batch) as trace:
+        findings = measured(on_this_rank, batch, trace)
+    for finding in findings:
+        if finding.problem:
+            raise DivisorError(finding.problem)
+
+
+def _is_held(weight: Tensor, batch: Any) -> bool:
+    """Return whether weights are values of a tensor of the batch, or all but the first of each."""
+    for _, values in tensors_of(batch):
+        for candidate in (values, values[..., 1:]):
+            if candidate.numel() == weight.numel() and _are_equal(candidate, weight):
+                return True
+    return False
+
+
+def _are_equal(values: Tensor, weight: Tensor) -> bool:
+    return torch.equal(values.reshape(-1).to(weight.device, weight.dtype), weight.reshape(-1))

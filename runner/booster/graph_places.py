@@ -1,0 +1,142 @@
+"""Places on the way from a loss down the graph that autograd has recorded."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runner.booster.terms import Term, TorchLoss
+
+
+class GraphError(ValueError):
+    """The graph does not show what a loss divides by."""
+
+
+class NotLinear(GraphError):
+    """The loss is a function of means that is no mean, such as the square root of one."""
+
+
+class Path(NamedTuple):
+    """What was read on the way down from the loss."""
+
+    divisor: float = 1.0
+    outer: float = 1.0
+    factor: float = 1.0
+    outer_factor: float = 1.0
+    divides: bool = False
+    inside: bool = False  # of a sum of parts
+    is_scaled: bool = False
+    averages: bool = False
+    summed: int = 0
+    dtype: torch.dtype | None = None
+
+    def divided(self, by: float) -> Path:
+        outer = self.outer if self.inside else self.outer * by
+        return self._replace(divisor=self.divisor * by, outer=outer, divides=True)
+
+    def multiplied(self, by: float) -> Path:
+        outer_factor = self.outer_factor if self.inside else self.outer_factor * by
+        return self._replace(factor=self.factor * by, outer_factor=outer_factor, is_scaled=True)
+
+    def rounded(self, dtype: torch.dtype) -> Path:
+        """Return the path of what divides by a tensor of ``dtype`` too."""
+        if not dtype.is_floating_point:
+            return self
+        several = [dtype] if self.dtype is None else [dtype, self.dtype]
+        return self._replace(dtype=max(several, key=lambda floating: torch.finfo(floating).eps))
+
+    def term(
+        self,
+        call: TorchLoss | None = None,
+        weights: tuple[Tensor, ...] = (),
+        is_penalty: bool = False,
+    ) -> Term:
+        return Term(
+            divisor=self.divisor,
+            outer=self.outer,
+            factor=self.factor,
+            outer_factor=self.outer_factor,
+            divides=self.divides,
+            call=call,
+            is_scaled=self.is_scaled,
+            averages=self.averages,
+            weights=weights,
+            is_penalty=is_penalty,
+            summed=self.summed,
+            dtype=self.dtype,
+        )
+
+
+class Place(NamedTuple):
+    """A node on the way down from the loss."""
+
+    node: Any
+    output: int  # number of the output of the node
+    path: Path
+
+    def scaled(self) -> Path:
+        """Return the path with the number that this product or quotient has."""
+        number = number_of(self.node)
+        if number is None:
+            raise NotLinear("it divides by something that depends on the outputs")
+        if self.name == "Div":
+            factor = factor_of(self.node)
+            assert factor is not None
+            return self.path.divided(number)._replace(is_scaled=True).rounded(factor.dtype)
+        return self.path.multiplied(number)
+
+    def averaged(self) -> Path:
+        after = math.prod(shape_of(self.node, self.output))
+        return self.path.divided(self._elements() / max(after, 1))._replace(averages=True)
+
+    def added_up(self) -> Path:
+        return self.path._replace(summed=self.path.summed or self._elements())
+
+    def _elements(self) -> int:
+        """Return how many elements a sum or a mean takes."""
+        return math.prod(int(length) for length in self.node._saved_self_sym_sizes)
+
+    def before(self, path: Path | None = None) -> list[Place]:
+        """Return the nodes that this one takes tensors with gradients from."""
+        path = path or self.path
+        return [Place(node, output, path) for node, output in self.node.next_functions if node]
+
+    def parts(self) -> list[Place]:
+        """Return the nodes that this one adds up."""
+        return self.before(self.path._replace(inside=True))
+
+    @property
+    def name(self) -> str:
+        return _operation(self.node.name())
+
+    @property
+    def is_scalar(self) -> bool:
+        return len(shape_of(self.node, self.output)) == 0
+
+
+@cache
+def _operation(name: str) -> str:
+    """Return the operation whose backward pass a node computes."""
+    return name.rpartition("::")[2].partition("Backward")[0]
+
+
+def factor_of(node: Any) -> Tensor | None:
+    """Return what a product multiplies with, or a quotient divides by."""
+    for name in ("_saved_other", "_saved_self"):
+        value = getattr(node, name, None)
+        if value is not None:
+            return torch.as_tensor(value).detach()
+    return None
+
+
+def number_of(node: Any) -> float | None:
+    factor = factor_of(node)
+    return None if factor is None or factor.numel() != 1 else float(factor)
+
+
+def shape_of(node: Any, output: int) -> tuple[int, ...]:
+    return tuple(node._input_metadata[output].shape)

@@ -7,7 +7,7 @@ one process, with modes that need no other gradient (``ModeInfo.by_tensor``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -20,8 +20,41 @@ from runner.booster.optimizers import AT_ONCE, computes_from_all, match_strides
 from runner.booster.step_order import StepOrder, StepOrderError
 from runner.clip import Change, ClipMode, Decision
 from runner.clip.groups import mode_of_parameter
+from runner.config.modes import MODES
+from runner.config.problem import or_list
 from runner.gradients import Layout, ParamShard, transfer
 from runner.gradients.norms import FALSE, Norms, combine_norms, is_finite
+
+
+def refused_in_backward(
+    mode: ClipMode, *, step: bool, nonfinite: str, fp16: bool, skip: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield keys that do not go with clipping in the backward pass, each with the reason.
+
+    Args:
+        mode: the clipping mode.
+        step: whether the backward pass steps the parameters too.
+        nonfinite: what happens to a step that is not finite.
+        fp16: whether the loss is scaled.
+        skip: whether a rule skips steps that are spikes.
+    """
+    waits_for = mode.waits_for()
+    if waits_for:
+        names = [name for name, kind in MODES.items() if kind.info.by_tensor]
+        text = f"this mode {waits_for}: use step; backward goes with clip={or_list(names)}"
+        yield "clip.when", text
+    if fp16:
+        reason = "an overflow leaves out a whole step: use bf16, fp32 or clip.when=step"
+        yield "precision.name", reason
+    if nonfinite == "ignore":
+        yield "clip.nonfinite", "clips before all gradients are known: use error or skip"
+    if nonfinite == "skip" and step:
+        yield "clip.nonfinite", "a step in the backward pass cannot be taken back: use error"
+    if skip:
+        reason = "a spike is known after the backward pass: use null or clip.when=step"
+        yield "clip.skip.rule", reason
+    if mode.info.clips == "updates" and not step:
+        yield "clip.step_in_backward", "this mode limits the step itself: use true"
 
 
 class InBackward:
@@ -133,31 +166,41 @@ class InBackward:
             return Decision.skipped(norm, self.mode.threshold)
         p = self.mode.norm_type
         clips = self.mode.info.clips
-        after = self._total([decision.norm_clipped for decision in self._decisions.values()])
-        decisions = []
-        for name, decision in self._decisions.items():
-            _, mode = self._parts[name]
-            if mode.info.clips == clips:  # not of a parameter group that is left out
-                decisions.append(decision)
-        nothing = torch.zeros_like(norm)
-        changed = [decision.fraction * decision.total for decision in decisions]
-        totals = [nothing + decision.total for decision in decisions]
-        max_stat = norm
-        if clips is not None:
-            max_stats = [decision.max_stat for decision in decisions]
-            max_stat = torch.stack([nothing, *max_stats]).amax()
-        change = Change(
-            changed=torch.stack([nothing, *changed]).sum(),
-            total=torch.stack([nothing, *totals]).sum(),
-            max_stat=max_stat,
-            power=after if math.isinf(p) else after**p,
-        )
         threshold = None if clips is None else self.mode.threshold
+        decisions = self._of_clipped()
+        change = self._change(norm, decisions)
         whole = Decision.of_change(self._layout, norm, threshold, change, p).if_finite(finite)
         if clips != "updates":
             return whole
         smallest = torch.stack([decision.coef for decision in decisions]).amin()
         return replace(whole, factor=smallest)
+
+    def _of_clipped(self) -> list[Decision]:
+        """Return the decisions of parameters in no group that is left out."""
+        decisions = []
+        for name, decision in self._decisions.items():
+            _, mode = self._parts[name]
+            if mode.info.clips == self.mode.info.clips:
+                decisions.append(decision)
+        return decisions
+
+    def _change(self, norm: Tensor, decisions: Sequence[Decision]) -> Change:
+        """Add up what was changed of each parameter."""
+        p = self.mode.norm_type
+        after = self._total([decision.norm_clipped for decision in self._decisions.values()])
+        nothing = torch.zeros_like(norm)
+        changed = [decision.fraction * decision.total for decision in decisions]
+        totals = [nothing + decision.total for decision in decisions]
+        max_stat = norm
+        if self.mode.info.clips is not None:
+            max_stats = [decision.max_stat for decision in decisions]
+            max_stat = torch.stack([nothing, *max_stats]).amax()
+        return Change(
+            changed=torch.stack([nothing, *changed]).sum(),
+            total=torch.stack([nothing, *totals]).sum(),
+            max_stat=max_stat,
+            power=after if math.isinf(p) else after**p,
+        )
 
     def _total(self, norms: Sequence[Tensor]) -> Tensor:
         return combine_norms([self._layout.number(0.0), *norms], self.mode.norm_type)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.booster.in_backward import InBackward, why_not_in_parts
+from runner.booster.in_backward import InBackward, refused_in_backward, why_not_in_parts
 from runner.booster.optimizers import BoostedGroups, match_strides, step_where
 from runner.booster.plugin.base import Plugin
 from runner.booster.step_order import (
@@ -120,7 +120,8 @@ class OptimizerWrapper(StepOrder):
             return "they are clipped there already"
         if self._made.watch_final is None:
             return "works with SinglePlugin: elsewhere gradients become final after it"
-        problems = mode.refused_in_backward(
+        problems = refused_in_backward(
+            mode,
             step=step,
             nonfinite=self.nonfinite,
             fp16=self.loss_scale is not None,

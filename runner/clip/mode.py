@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, ClassVar, Literal
@@ -222,27 +222,6 @@ class ClipMode(Mode, ABC):
         if type(self).info.by_tensor:
             return ""
         return "needs the whole gradient, which is known after the backward pass"
-
-    def refused_in_backward(
-        self, *, step: bool, nonfinite: str, fp16: bool, skip: bool
-    ) -> Iterator[tuple[str, str]]:
-        """Yield keys that do not go with clipping in the backward pass, each with the reason."""
-        if why := self.waits_for():
-            names = [name for name, mode in MODES.items() if mode.info.by_tensor]
-            text = f"this mode {why}: use step; backward goes with clip={or_list(names)}"
-            yield "clip.when", text
-        if fp16:
-            why = "an overflow leaves out a whole step: use bf16, fp32 or clip.when=step"
-            yield "precision.name", why
-        if nonfinite == "ignore":
-            yield "clip.nonfinite", "clips before all gradients are known: use error or skip"
-        if nonfinite == "skip" and step:
-            yield "clip.nonfinite", "a step in the backward pass cannot be taken back: use error"
-        if skip:
-            why = "a spike is known after the backward pass: use null or clip.when=step"
-            yield "clip.skip.rule", why
-        if self.info.clips == "updates" and not step:
-            yield "clip.step_in_backward", "this mode limits the step itself: use true"
 
     def of_part(self, layout: Layout) -> ClipMode:
         """Return this mode for some parameters of its layout, with the same memory.

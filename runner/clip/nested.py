@@ -150,9 +150,9 @@ class ChainClip(Chain, NestedMode, FactorMode):
         """Whether each link can decide before the gradients are changed by those before it."""
         if not all(link.by_factors for link in self._links):
             return False
-        first, *others = [link.reads for link in self._links]
-        measured = {"norm", "tensors"} if first == "tensors" else {"norm"}
-        return measured.issuperset(others)
+        reads = [link.reads for link in self._links]
+        measured = {"norm", "tensors"} if reads[0] == "tensors" else {"norm"}
+        return measured.issuperset(reads[1:])
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, norms: Norms) -> Decision:

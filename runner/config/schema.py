@@ -95,6 +95,14 @@ class OptimizerSection(Target):
         "auto: no weight decay for vectors, scalars and embeddings", None
     )
 
+    @property
+    def leaves_out(self) -> str:
+        """The first pattern of parameters that are not clipped; empty for none."""
+        for pattern, settings in (self.groups or {}).items():
+            if settings.get("clip") is False:
+                return pattern
+        return ""
+
     def conflicts(self) -> Conflicts:
         """Yield numbers, also in groups, that would make weights NaN."""
         yield from super().conflicts()
@@ -315,6 +323,9 @@ class RunConfig(Section):
             yield "clip.what_if", f"clip={clip.mode} has no fixed threshold: leave it empty"
         if clip.step_in_backward and clip.when != "backward":
             yield "clip.step_in_backward", "needs clip.when=backward"
+        if info.needs_optimizer and self.optimizer.leaves_out:
+            text = f"leaves {self.optimizer.leaves_out} out of clipping, but clip={clip.mode}"
+            yield "optimizer.groups", f"{text} limits the step of all parameters: use clip=norm"
         for name in self.verify.modes or ():
             nested = MODES[name].info.nested
             if nested and name != clip.mode:

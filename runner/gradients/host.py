@@ -91,13 +91,7 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         blocks.append(gathered(small))
     norms = [torch.empty(0)]
     for block in blocks:
-        rows, remaining = divmod(block.numel(), ROW)
-        dtype = torch.float32 if block.dtype.itemsize < 4 else None
-        whole_rows = block.as_strided((rows, ROW), (ROW, 1))
-        norms.append(torch.linalg.vector_norm(whole_rows, norm_type, 1, dtype=dtype))
-        if remaining:
-            tail = block[rows * ROW :].view(1, -1)
-            norms.append(torch.linalg.vector_norm(tail, norm_type, 1, dtype=torch.float64))
+        norms += _norms_of_rows(block, norm_type)
     power = (torch.cat(norms).double() ** norm_type).sum()
     if VANISHES < power.item() < OVERFLOWS or not any(largest(block) for block in blocks):
         return power
@@ -106,6 +100,18 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         for part in torch.split(block, BLOCK):
             power += (part.double().abs() ** norm_type).sum()
     return power
+
+
+def _norms_of_rows(block: Tensor, norm_type: float) -> list[Tensor]:
+    """Return the norms of rows of a flat tensor, in float32, and that of its tail in float64."""
+    rows, remaining = divmod(block.numel(), ROW)
+    dtype = torch.float32 if block.dtype.itemsize < 4 else None
+    whole_rows = block.as_strided((rows, ROW), (ROW, 1))
+    norms = [torch.linalg.vector_norm(whole_rows, norm_type, 1, dtype=dtype)]
+    if remaining:
+        tail = block[rows * ROW :].view(1, -1)
+        norms.append(torch.linalg.vector_norm(tail, norm_type, 1, dtype=torch.float64))
+    return norms
 
 
 def largest(tensor: Tensor) -> float:

@@ -95,6 +95,7 @@ class Layout:
         self.heads_known = True
         self._elsewhere = elsewhere
         self._constants: dict[str, tuple[list[int], Tensor]] = {}
+        self._restricted: dict[frozenset[str], Layout] = {}
         self._common_replicas: int | None = None  # once asked, where all shards have the same
 
     @cached_property
@@ -198,7 +199,9 @@ class Layout:
 
     def restricted(self, names: Iterable[str]) -> Layout:
         """Return the layout of some parameters, over the same ranks, which all know ``names``."""
-        kept = {*names}
+        kept = frozenset(names)
+        if kept in self._restricted:
+            return self._restricted[kept]
         restricted = Layout(
             [shard for shard in self.shards if shard.name in kept],
             self.group,
@@ -208,10 +211,11 @@ class Layout:
         )
         restricted.heads_known = self.heads_known
         restricted.orthogonalized = self.orthogonalized & kept
-        for own in self.own_clips:
-            names = own.names & kept
-            if names:
-                restricted.own_clips += (own._replace(names=names),)
+        for clip in self.own_clips:
+            kept_of_group = clip.names & kept
+            if kept_of_group:
+                restricted.own_clips += (clip._replace(names=kept_of_group),)
+        self._restricted[kept] = restricted
         return restricted
 
     @property

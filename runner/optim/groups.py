@@ -29,8 +29,8 @@ def parameter_groups(
     Args:
         model: the whole model.
         patterns: for globs of parameter names the settings of these parameters, such as
-            ``{"head.*": {"lr": 0.01}}``. The first pattern that matches a name counts. Parameters
-            that none matches are the first group.
+            ``{"head.*": {"lr": 0.01}}``; ``{"clip": False}`` leaves them out of clipping. The first
+            pattern that matches a name counts. Parameters that none matches are the first group.
         no_decay: set ``weight_decay`` to 0 for vectors, scalars and weights of embeddings, unless
             the pattern of the parameter sets it.
 
@@ -90,6 +90,9 @@ def require_settings(
         raise GroupError(f"{kind} has no weight_decay")
     for pattern, settings in patterns.items():
         for name, value in settings.items():
+            if name == "clip":
+                _require_left_out(pattern, value)
+                continue
             if name not in optimizer.defaults:
                 meant = did_you_mean(name, optimizer.defaults)
                 settings_of_kind = ", ".join(sorted(optimizer.defaults))
@@ -103,6 +106,15 @@ def require_settings(
         _require_accepted(optimizer, pattern, settings)
 
 
+def _require_left_out(pattern: str, value: Any) -> None:
+    """Refuse thresholds of groups, which ``no_decay`` may divide: ``clip=groups`` has them."""
+    if value is not False:
+        raise GroupError(
+            f"clip of {pattern!r} must be false, not {value!r}: clip=groups gives patterns "
+            "thresholds of their own"
+        )
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -110,6 +122,7 @@ def _is_number(value: Any) -> bool:
 def _require_accepted(optimizer: Optimizer, pattern: str, settings: Settings) -> None:
     """Make an optimizer of these settings, which checks their ranges."""
     arguments = {**optimizer.defaults, **settings}
+    arguments.pop("clip", None)
     try:
         type(optimizer)([nn.Parameter(torch.zeros(1))], **arguments)
     except ValueError as error:

@@ -80,13 +80,7 @@ class Meter:
         pending = self._pending
         if not pending:
             return
-        values, rows = on_host(pending, self._gauges_over_ranks(pending, together))
-        gauges = iter(rows)
-        steps = []
-        for metrics, of_step in zip(pending, values, strict=True):
-            of_gauges = None if metrics.layers is None else next(gauges, None)
-            steps.append(HostStep(metrics, of_step, of_gauges))
-        steps = self._with_means(steps, together)
+        steps = self._with_means(self._on_host(pending, together), together)
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
         for step in steps:
             self._count(step)
@@ -96,6 +90,16 @@ class Meter:
                 self._window = Sums()
         if together and self.follow is not None:
             self.follow([(step.metrics.step, step.values) for step in steps])
+
+    def _on_host(self, pending: Sequence[StepMetrics], together: bool) -> list[HostStep]:
+        """Move the metrics of steps to the host."""
+        values, rows = on_host(pending, self._gauges_over_ranks(pending, together))
+        gauges = iter(rows)
+        steps = []
+        for metrics, of_step in zip(pending, values, strict=True):
+            of_gauges = None if metrics.layers is None else next(gauges, None)
+            steps.append(HostStep(metrics, of_step, of_gauges))
+        return steps
 
     def _gauges_over_ranks(self, pending: Sequence[StepMetrics], together: bool) -> Tensor | None:
         """Return the values of all gauges, [steps, values]; None without gauges."""

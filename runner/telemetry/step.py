@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,16 +101,23 @@ def on_host(
         vectors.append(gauged.flatten())
     read = transfer.to_host(vectors)
     gauges = [] if gauged is None else _rows(read.pop(), gauged.shape[1])
-    numbers_read = iter(read.pop() if tensors else ())
-    columns = zip(*read, strict=True)
-    values = []
-    for numbers, of_decision in zip(further, columns, strict=True):
-        on_host = {
-            name: next(numbers_read) if isinstance(number, Tensor) else float(number)
-            for name, number in numbers.items()
-        }
-        values.append(_values(of_decision, on_host))
-    return values, gauges
+    read_further = _with_floats(further, read.pop() if tensors else ())
+    rows = zip(read_further, zip(*read, strict=True), strict=True)
+    return [_values(of_decision, numbers) for numbers, of_decision in rows], gauges
+
+
+def _with_floats(
+    rows: Sequence[Mapping[str, Tensor | float]], read: Sequence[float]
+) -> list[dict[str, float]]:
+    """Return rows with the numbers that were read in place of their tensors, in their order."""
+    numbers = iter(read)
+    floats = []
+    for row in rows:
+        of_row = {}
+        for name, value in row.items():
+            of_row[name] = next(numbers) if isinstance(value, Tensor) else float(value)
+        floats.append(of_row)
+    return floats
 
 
 def _rows(values: Sequence[float], size: int) -> list[list[float]]:

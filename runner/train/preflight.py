@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from runner.booster import SinglePlugin
-from runner.booster.in_backward import why_not_in_parts
+from runner.booster.in_backward import refused_in_backward, why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.identity import NO_PATH, digest
@@ -166,7 +166,8 @@ def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:
                 yield Problem("clip.when", clip.when, why)
             if clip.step_in_backward and config.telemetry.update_ratio:
                 yield Problem("telemetry.update_ratio", True, NO_UPDATE_RATIO)
-            for key, why in mode.refused_in_backward(
+            for key, why in refused_in_backward(
+                mode,
                 step=clip.step_in_backward,
                 nonfinite=clip.nonfinite,
                 fp16=config.precision.name == "fp16",

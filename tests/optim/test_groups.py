@@ -69,6 +69,20 @@ def test_a_pattern_that_takes_no_parameter_is_refused(patterns, words):
     refused(GroupError, words, parameter_groups, Net(), patterns)
 
 
+def test_a_group_may_be_left_out_of_clipping():
+    patterns = {"head.*": {"clip": False}}
+    optimizer = torch.optim.SGD(parameter_groups(Net(), patterns), lr=0.1)
+    require_settings(optimizer, patterns)
+    assert [group.get("clip") for group in optimizer.param_groups] == [None, False]
+
+
+def test_a_threshold_of_a_pattern_is_refused():
+    patterns = {"head.*": {"clip": 0.5}}
+    optimizer = torch.optim.SGD(parameter_groups(Net(), patterns), lr=0.1)
+    words = "clip of 'head.*' must be false, not 0.5|clip=groups"
+    refused(GroupError, words, require_settings, optimizer, patterns)
+
+
 def test_a_setting_that_the_optimizer_does_not_have_is_refused():
     patterns = {"head.*": {"weigth_decay": 0.0}}
     optimizer = torch.optim.SGD(parameter_groups(Net(), patterns), lr=0.1)

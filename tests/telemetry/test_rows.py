@@ -51,6 +51,25 @@ def test_what_is_recorded_does_not_depend_on_when_metrics_reach_the_host():
     assert results[0].count("'train/step'") == 27
 
 
+def test_steps_of_all_kinds_are_read_together_as_they_are_one_by_one():
+    """A factor, a share of elements, a step that is skipped, and one that a device skips."""
+    norm = torch.tensor(4.0, dtype=torch.float64)
+    finite = torch.tensor(False)
+    decisions = [
+        Decision(norm, norm / 2, factor=norm / 8),
+        decided(3.0, 2.0, share=0.25),
+        Decision.skipped(norm * math.inf, 1.0),
+        Decision(norm, norm, factor=norm / 8, finite=finite),
+    ]
+    steps = [step(number, decision) for number, decision in enumerate(decisions, 1)]
+    together, _ = on_host(steps)
+    alone = [on_host([metrics])[0][0] for metrics in steps]
+    assert repr(together) == repr(alone)
+    expected = [[metric.item() for metric in decision.metrics] for decision in decisions]
+    read = [list(values[1:8]) for values in together]
+    assert repr([*read[:2], read[3]]) == repr([*expected[:2], expected[3]])
+
+
 def test_sums_since_the_last_row_are_those_of_a_plain_loop():
     norms = [0.1, 0.7, 1e16, 3.0, math.nan, 2.0, 0.3, math.inf, 0.9]
     rows = Rows()

@@ -3,6 +3,7 @@
 TABLES = {
     "clip": "runner.bench.clip:rows",
     "parallel": "runner.bench.parallel:rows",
+    "step": "runner.bench.step:rows",
     "loop": "runner.bench.loop:rows",
     "start": "runner.bench.loop:start",
     "scale": "runner.bench.scale:rows",

@@ -189,11 +189,12 @@ def evaluate(argv: Sequence[str]) -> Answer:
 def bench(argv: Sequence[str]) -> Answer:
     """Measure this project against plain PyTorch.
 
-    Prints medians of paired ratios with quartiles. This takes about 15 minutes on two cores. Leave
+    Prints medians of paired ratios with quartiles. This takes about 25 minutes on two cores. Leave
     the machine alone meanwhile.
 
       clip       what clipping and telemetry add to an optimizer step
       parallel   clipping under fsdp, tensor and a 2-D mesh on 2 and 4 ranks
+      step       whole steps under each plugin on 2 ranks against torch's own, with peak memory
       loop       a training loop with its record against a bare one, in one process and under ddp
       start      the time until a command answers, and a run's time besides its training
       scale      what a rank receives to agree with all others, on up to 16,384 ranks

@@ -21,23 +21,33 @@ wait for, as in torch's DDP.
 """
 
 
+SMALL = 2**14
+"""Most elements of a gradient that is copied to the buffer and back with others, in one call."""
+
+
 class Bucket:
     """Parameters of one data type, whose gradients are averaged over ranks in one flat buffer.
 
-    The averages are handed back without a copy: the gradients become parts of the buffer. As long
-    as anybody holds one of them, the next step takes another buffer.
+    The averages of large gradients are handed back without a copy: the gradients become parts of
+    the buffer. As long as anybody holds one of them, the next step takes another buffer. Small
+    gradients are copied to the buffer and back, all of them at once.
 
     Args:
-        parameters: what the bucket holds, in the order of the buffer. Every rank has the same.
+        parameters: what the bucket holds. Every rank has the same, in the same order.
         flags: number of flags that travel behind the gradients; without parameters, all there is.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], flags: int = 0) -> None:
         self.parameters = parameters
         self.open = len(parameters)  # gradients that are not complete in this step
-        self._sizes = [local(parameter).numel() for parameter in parameters]
+        # The buffer holds the small gradients, then the large ones, then the flags.
+        self._small = [p for p in parameters if local(p).numel() <= SMALL]
+        self._large = [p for p in parameters if local(p).numel() > SMALL]
+        self._small_size = sum(local(parameter).numel() for parameter in self._small)
         self._flags = flags
         self._flat: Tensor | None = None
+        self._small_parts: list[Tensor] = []  # of the buffer, as the parameters are shaped
+        self._large_parts: list[Tensor] = []
         self._uses = 0  # of the memory of the buffer while no gradient is a part of it
         self._work: Any = None
 
@@ -48,15 +58,26 @@ class Bucket:
         read once more; a narrow one is divided in float32.
         """
         flat = self._buffer()
-        for parameter, part in zip(self.parameters, self._parts(flat), strict=True):
+        gradients: list[Tensor] = []
+        parts: list[Tensor] = []
+        for parameter, part in zip(self._small, self._small_parts, strict=True):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                gradients.append(local(parameter.grad))
+                parts.append(part)
+        if parts:
+            torch._foreach_copy_(parts, gradients)
+            flat[: self._small_size].mul_(1.0 / divisor)
+        for parameter, part in zip(self._large, self._large_parts, strict=True):
             if parameter.grad is None:
                 part.zero_()
                 continue
             gradient = local(parameter.grad)
             if gradient.dtype == flat.dtype:
-                torch.mul(gradient, 1.0 / divisor, out=part.view(gradient.shape))
+                torch.mul(gradient, 1.0 / divisor, out=part)
             else:
-                part.view(gradient.shape).copy_(gradient).mul_(1.0 / divisor)
+                part.copy_(gradient).mul_(1.0 / divisor)
         if self._flags:
             flat[-self._flags :] = torch.tensor(flags, dtype=flat.dtype)
         self._work = dist.all_reduce(flat, group=group, async_op=True)
@@ -71,38 +92,48 @@ class Bucket:
     def hand_out(self, used: set[int]) -> None:
         """Make the averages the gradients of all parameters but those that no rank has ``used``."""
         assert self._flat is not None
-        offset = 0
-        for parameter, size, part in zip(
-            self.parameters, self._sizes, self._parts(self._flat), strict=True
-        ):
+        for parameter in self.parameters:
             if parameter.grad is None and id(parameter) in used:
                 parameter.grad = torch.empty_like(parameter)
+        gradients: list[Tensor] = []
+        parts: list[Tensor] = []
+        for parameter, part in zip(self._small, self._small_parts, strict=True):
             if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                whole = type(parameter.grad) is Tensor
-                if whole and gradient.dtype == part.dtype and gradient.is_contiguous():
-                    # `set_` and no view: parts of one buffer would count their changes together.
-                    shared = torch.empty(0, dtype=part.dtype, device=part.device)
-                    shared.set_(self._flat.untyped_storage(), offset, gradient.shape)  # type: ignore[call-overload]
-                    parameter.grad = shared
-                else:
-                    gradient.copy_(part.view(gradient.shape))
-            offset += size
-
-    def _parts(self, flat: Tensor) -> Sequence[Tensor]:
-        """Return the part of each parameter, one-dimensional."""
-        return torch.split(flat[: sum(self._sizes)], self._sizes) if self._sizes else ()
+                gradients.append(local(parameter.grad))
+                parts.append(part)
+        if parts:
+            torch._foreach_copy_(gradients, parts)
+        for parameter, part in zip(self._large, self._large_parts, strict=True):
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad)
+            whole = type(parameter.grad) is Tensor
+            if whole and gradient.dtype == part.dtype and gradient.is_contiguous():
+                # `set_` and no view: parts of one buffer would count their changes together.
+                shared = torch.empty(0, dtype=part.dtype, device=part.device)
+                storage = self._flat.untyped_storage()
+                shared.set_(storage, part.storage_offset(), part.shape)  # type: ignore[call-overload]
+                parameter.grad = shared
+            else:
+                gradient.copy_(part)
 
     def _buffer(self) -> Tensor:
         """Return a buffer that nobody else holds a part of."""
         if self._flat is None or storage_uses(self._flat) > self._uses:
-            length = sum(self._sizes) + self._flags
+            shapes = [local(parameter).shape for parameter in [*self._small, *self._large]]
+            sizes = [shape.numel() for shape in shapes]
+            length = sum(sizes) + self._flags
             if not self.parameters:
                 self._flat = torch.zeros(length)
             else:
                 first = local(self.parameters[0])
                 dtype = torch.promote_types(first.dtype, torch.float32)
                 self._flat = torch.empty(length, dtype=dtype, device=first.device)
+            pieces = torch.split(self._flat[: sum(sizes)], sizes) if sizes else ()
+            parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            self._small_parts = parts[: len(self._small)]
+            self._large_parts = parts[len(self._small) :]
+            del pieces
             self._uses = storage_uses(self._flat)
         return self._flat
 

@@ -148,17 +148,23 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide ``tensors`` into runs of one dtype and about ``BUCKET`` bytes."""
-    bucket: list[Tensor] = []
-    size = 0
+    """Divide ``tensors`` into lists of one dtype and about ``BUCKET`` bytes.
+
+    Statistics of batch norm alternate with their integer counts, and travel apart from these.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        if bucket and (size >= BUCKET or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-            size = 0
-        bucket.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-    if bucket:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for of_dtype in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in of_dtype:
+            if size >= BUCKET:
+                yield bucket
+                bucket = []
+                size = 0
+            bucket.append(tensor)
+            size += tensor.numel() * tensor.element_size()
         yield bucket
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
-from weakref import ReferenceType, WeakMethod, ref
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -138,12 +138,12 @@ class Averaging:
         self._carries = any(p.device.type == "cpu" for p in self._parameters)
         self._trained: list[bool] | None = None
         self._begin()
-        noting = WeakMethod(self._note)  # A hook lives as long as its parameter.
+        reference = ref(self)  # A hook lives as long as its parameter.
 
         def note(parameter: Tensor) -> None:
-            averaging = noting()
+            averaging = reference()
             if averaging is not None:
-                averaging(parameter)
+                averaging._note(parameter)
 
         for parameter in self._parameters:
             register(note, parameter, after=True)
@@ -246,8 +246,13 @@ class Averaging:
 
 def written(parameter: Tensor) -> tuple[Tensor | None, int]:
     """Return the gradient of a parameter, and a number that changes when it is written in place."""
-    gradient = parameter.grad  # a DTensor and its shard count by themselves
-    return gradient, 0 if gradient is None else gradient._version + local(gradient)._version
+    gradient = parameter.grad
+    if gradient is None:
+        return None, 0
+    version = gradient._version
+    if type(gradient) is not Tensor:  # a DTensor and its shard count by themselves
+        version += local(gradient)._version
+    return gradient, version
 
 
 @torch.no_grad()

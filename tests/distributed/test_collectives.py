@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.clip import ClipMode, Decision, build
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
+from runner.parallel.collectives import buckets
 from tests.distributed.by_hand import Loop, batch_for, cross_entropy, make
 from tests.distributed.cases import MODES, SHAPE, Case, trainer
 from tests.on_device import Waits, call_kept_on_device
@@ -164,3 +165,10 @@ def test_a_backward_pass_has_two_reductions_a_block():
     blocks = len(make("gpt").blocks)
     # One more for the head, whose input every rank has.
     assert run_ranks(reductions, 2) == [2 * blocks + 1] * 2
+
+
+def test_tensors_of_alternating_dtypes_travel_in_one_buffer_for_each_dtype():
+    norms = [nn.BatchNorm1d(2) for _ in range(3)]
+    statistics = [buffer for norm in norms for buffer in norm.buffers()]
+    numbers = [[tensor.dtype for tensor in bucket] for bucket in buckets(statistics)]
+    assert numbers == [[torch.float32] * 6, [torch.int64] * 3]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.booster import Booster
-from runner.parallel import collectives
+from runner.parallel import bucket, collectives
 from runner.parallel.collectives import full
 from tests.distributed.cases import Ddp, Fsdp, Hybrid, Zero
 from tests.ranks import run_ranks
@@ -122,6 +122,7 @@ def trained(way, make):
 
 def trained_each(make):
     collectives.BUCKET = 300  # bytes: several buckets
+    bucket.SMALL = 20  # elements: biases are copied to a buffer and back, weights are parts of it
     return {name: trained(way, make) for name, way in WAYS.items()}
 
 
@@ -260,6 +261,7 @@ def test_a_window_that_is_dropped_leaves_nothing():
 
 def gradients_that_are_held():
     """Gradients of a step that somebody still holds, after further steps and as they were."""
+    bucket.SMALL = 20
     torch.manual_seed(1)
     model = Forked().double()
     booster = Booster(plugin=Hybrid())

@@ -1,0 +1,71 @@
+"""``python -m runner bench step``: both sides of a row take the same steps; memory is counted."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.bench.step import CONTESTS, RIVALS, contest, peak_memory, require_equal
+from runner.bench.timing import Setting
+from tests.ranks import run_ranks
+
+MEGABYTE = 2**20
+KEPT = 3 * MEGABYTE
+PASSING = 5 * MEGABYTE
+EVERY = [(subject, name) for subject, names in CONTESTS.items() for name in names]
+
+
+def rows_of(contests):
+    """Rows of tiny models; a contest fails if its sides do not measure the same norms."""
+    with tempfile.TemporaryDirectory() as folder:
+        setting = Setting(Path(folder), lambda words: None, quick=True, rounds=1)
+        return [contest(subject, name, setting) for subject, name in contests]
+
+
+def make_and_step():
+    with tempfile.TemporaryDirectory() as folder:
+        return peak_memory(make_known, Path(folder))
+
+
+def make_known():
+    kept = torch.zeros(KEPT, dtype=torch.uint8)
+    larger = torch.zeros(4 * KEPT, dtype=torch.uint8)  # while it is made, and not in steps
+    del larger
+
+    def step():
+        passing = torch.zeros(PASSING, dtype=torch.uint8)
+        del passing
+        return kept
+
+    return step
+
+
+def measured(contests):
+    return make_and_step(), rows_of(contests)
+
+
+def require_rows(contests):
+    for peak, all_rows in run_ranks(measured, 2, contests):
+        assert peak == pytest.approx(KEPT + PASSING, abs=1000)
+        for (_, name), (time, memory) in zip(contests, all_rows, strict=True):
+            assert f", {name} over {RIVALS[name].against}" in time["what"]
+            assert memory["what"] == f"{time['what']}, memory"
+            assert all(math.isfinite(row["median"]) and row["median"] > 0 for row in (time, memory))
+
+
+def test_both_sides_take_the_same_steps_and_their_memory_is_compared():
+    require_rows([("gpt", "tensor")])
+
+
+@pytest.mark.slow
+def test_every_row_of_the_table_is_measured():
+    require_rows(EVERY)
+
+
+@pytest.mark.parametrize("ours", [1.1, math.nan])
+def test_sides_that_take_other_steps_are_not_compared(ours):
+    require_equal("gpt", [[1.0, 1.0001]])
+    with pytest.raises(RuntimeError, match="gpt: both sides take other steps"):
+        require_equal("gpt", [[1.0, 1.0], [1.0, ours]])

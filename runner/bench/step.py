@@ -191,7 +191,7 @@ def contest(subject_name: str, name: str, setting: Setting) -> list[Row]:
     rival = RIVALS[name]
     number = dist.get_rank() if rival.splits_samples else 0
     batch = subject.batch_of(number)
-    makers = {
+    makers: dict[str, Callable[[], Step]] = {
         "torch": lambda: torchs_step(subject, rival, batch),
         "ours": lambda: our_step(subject, rival, batch),
     }

@@ -114,8 +114,9 @@ def tensor_parallel(
         of_whole = get_total_norm(_gradients(whole), foreach=True)
         assert isinstance(of_split, DTensor)
         norm = torch.hypot(of_split.full_tensor(), of_whole)
-        for parameters, optimizer in zip((split, whole), optimizers, strict=True):
-            clip_grads_with_norm_(parameters, threshold, norm, foreach=True)
+        clip_grads_with_norm_(split, threshold, norm, foreach=True)
+        clip_grads_with_norm_(whole, threshold, norm, foreach=True)
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return norm
@@ -199,7 +200,7 @@ def spread_experts(
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
         flat /= ranks
-        parts = flat.split([gradient.numel() for gradient in gradients])
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         of_experts = _gradients(experts)

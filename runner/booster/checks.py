@@ -151,7 +151,7 @@ class Checks:
         if self._candidates.weighted or self._accepts_next:
             self._accepts_next = False
             return
-        of_elements = [weight for term in terms if term.is_weighted for weight in term.weights]
+        of_elements = [weight for term in terms if term.weighs_unequally for weight in term.weights]
         if of_elements:
             raise UnshownWeights(of_elements)
 

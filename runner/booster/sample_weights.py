@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runner.booster.batch import batch_size
 from runner.booster.shown import Shown
-from runner.booster.terms import class_weights_of
+from runner.booster.terms import class_weights_of, spread_of
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-5}
 _OF_HALF = 0.05
@@ -34,12 +34,7 @@ def weights_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
 
 def are_told_apart(weights: Iterable[Tensor]) -> bool:
     """Return whether weights differ by more than what parts of a batch may change in them."""
-    for weight in weights:
-        values = weight.double()
-        spread = float(values.max() - values.min()) if values.numel() else 0.0
-        if spread > _SPREAD * _tolerance(weight) * float(values.abs().max()):
-            return True
-    return False
+    return any(spread_of(weight) > _SPREAD * _tolerance(weight) for weight in weights)
 
 
 def _differ_in_part(whole: Shown, part: Shown, rows: slice) -> bool:

@@ -58,6 +58,11 @@ class Term(NamedTuple):
         """Whether other numbers than 0 and 1 multiply the elements of its sum or mean."""
         return any(not _is_mask(weight) for weight in self.weights)
 
+    @property
+    def weighs_unequally(self) -> bool:
+        """Whether numbers that are not 0 differ from one another in a weight of its elements."""
+        return any(not _is_mask(weight) and spread_of(weight) > 0 for weight in self.weights)
+
 
 def class_weights_of(terms: Sequence[Term]) -> list[Tensor]:
     """Return the weights of classes of the losses of torch among the parts of a loss."""
@@ -67,6 +72,14 @@ def class_weights_of(terms: Sequence[Term]) -> list[Tensor]:
             continue
         weights.append(term.call.weight)
     return weights
+
+
+def spread_of(weight: Tensor) -> float:
+    """Return how far apart the elements are that are not 0, relative to the largest one."""
+    elements = weight[weight != 0].double()
+    if not elements.numel():
+        return 0.0
+    return float((elements.max() - elements.min()) / elements.abs().max())
 
 
 def _is_mask(weight: Tensor) -> bool:

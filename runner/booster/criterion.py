@@ -18,6 +18,30 @@ Criterion = Callable[[Any, Any], Tensor]
 
 _SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 _SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_OVER_ELEMENTS = (
+    nn.MSELoss.forward,
+    nn.L1Loss.forward,
+    nn.SmoothL1Loss.forward,
+    nn.HuberLoss.forward,
+    nn.BCELoss.forward,
+    nn.BCEWithLogitsLoss.forward,
+    nn.KLDivLoss.forward,
+    nn.PoissonNLLLoss.forward,
+    nn.SoftMarginLoss.forward,
+    nn.HingeEmbeddingLoss.forward,
+)
+_FUNCTIONS_OVER_ELEMENTS = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.kl_div,
+    functional.poisson_nll_loss,
+    functional.soft_margin_loss,
+    functional.hinge_embedding_loss,
+)
 _LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
 
 
@@ -37,12 +61,25 @@ def option_of(criterion: Any, name: str, default: Any) -> Any:
 
 
 def is_of_torch(criterion: Any) -> bool:
-    """Return whether a criterion is one of torch, whose mean is over samples of equal size."""
+    """Return whether a criterion is one of torch.
+
+    Its mean is over class targets, over elements (:func:`averages_elements`), or over samples.
+    """
     if isinstance(criterion, nn.Module):
         return type(criterion).forward.__module__ == nn.modules.loss.__name__
     function = criterion.func if isinstance(criterion, partial) else criterion
     weighted = isinstance(criterion, partial) and "weight" in criterion.keywords
     return getattr(function, "__module__", "") == functional.__name__ and not weighted
+
+
+def averages_elements(criterion: Any) -> bool:
+    """Return whether a criterion is one of torch whose mean is over the elements of its targets."""
+    if option_of(criterion, "reduction", "mean") != "mean":
+        return False
+    if isinstance(criterion, nn.Module):
+        return type(criterion).forward in _OVER_ELEMENTS
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    return function in _FUNCTIONS_OVER_ELEMENTS
 
 
 def name_of(criterion: Any, model: nn.Module) -> str:

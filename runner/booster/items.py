@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner.booster.batch import batch_size, named_parts, not_readable, targets_of
 from runner.booster.candidates import Candidates
-from runner.booster.criterion import Criterion, name_of, option_of
+from runner.booster.criterion import Criterion, averages_elements, name_of, option_of
 from runner.booster.divisor import LABELS, NOTHING, Divisor, positions_inside
 from runner.data.dataset import IGNORED
 
@@ -109,6 +109,7 @@ class ItemCounter:
         self._weight: Tensor | None = None
         if form.compares_classes:
             self._weight = option_of(criterion, "weight", None)
+        self._averages_elements = averages_elements(criterion)
         self._loss_items: Callable[[Any], Any] | None = None
         if stated.items == "auto":
             owner = model if criterion is None else criterion
@@ -155,7 +156,7 @@ class ItemCounter:
         return self._likely_items(batch, targets)
 
     def _likely_items(self, batch: Any, targets: Tensor | None) -> float:
-        """Count samples, class targets, or their weights."""
+        """Count samples, class targets, their weights, or the elements of other targets."""
         if targets is None:
             return self._samples(batch)
         if not targets.is_floating_point():
@@ -166,7 +167,7 @@ class ItemCounter:
             # Class probabilities: one item for each vector.
             dim = min(1 if self._form.has_criterion else -1, targets.ndim - 1)
             return targets.numel() // targets.shape[dim]
-        return len(targets)
+        return targets.numel() if self._averages_elements else len(targets)
 
     def _weights_of(self, targets: Tensor) -> float:
         assert self._weight is not None

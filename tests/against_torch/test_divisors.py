@@ -3,7 +3,9 @@
 The reference takes the loss of all samples of a step in one batch, by PyTorch alone, in float64.
 """
 
+import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -385,3 +387,37 @@ def test_counts_that_read_labels_once_are_those_of_each_way_to_count():
     divisors = [*divisors_of(batch), Divisor(LABELS, ignored=50256)]
     assert sum(divisor.counts != NOTHING for divisor in divisors) > 20
     assert list(items_of_each(divisors, batch)) == [divisor.items(batch) for divisor in divisors]
+
+
+ELEMENTWISE = [
+    nn.MSELoss(),
+    nn.BCELoss(),
+    nn.HuberLoss(),
+    F.l1_loss,
+    partial(F.smooth_l1_loss, beta=0.1),
+]
+
+
+@pytest.mark.parametrize("criterion", ELEMENTWISE, ids=str)
+def test_a_mean_of_torch_over_elements_has_the_weight_of_sequences_of_unequal_lengths(criterion):
+    batches = [(torch.randn(2, n, 3).double(), torch.rand(2, n, 4).double()) for n in (2, 5, 3, 7)]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid()).double()
+    plain = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    held_out = Evaluate(batches[:2], interval="1ba")
+    log = Log([rows := Rows()])
+    options = {"optimizers": sgd, "criterion": criterion, "accumulation_steps": 2, "log": log}
+    Trainer(model, batches, "2ba", eval_dataloader=held_out, **options).fit()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for window in (batches[:2], batches[2:]):
+        optimizer.zero_grad()
+        _mean_over_elements(criterion, plain, window).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14)
+    expected = _mean_over_elements(criterion, plain, batches[:2]).item()
+    assert rows.rows[-1]["eval/loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def _mean_over_elements(criterion, model, batches):
+    outputs = torch.cat([model(inputs).flatten() for inputs, _ in batches])
+    return criterion(outputs, torch.cat([targets.flatten() for _, targets in batches]))

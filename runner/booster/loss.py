@@ -57,8 +57,9 @@ class WindowLoss:
     """Sum a criterion over microbatches, and count the items that its mean divides by.
 
     torch's cross entropy and negative log-likelihood are summed exactly. The mean of any other
-    criterion is multiplied with the items: the samples, the elements of targets where a criterion
-    of torch averages these, the class targets that are not ignored, or what its method ``loss_items(targets)`` returns. Nothing divides ``reduction="sum"``.
+    criterion is multiplied with the items: the samples, the elements of the targets if a criterion
+    of torch averages these, the class targets that are not ignored, or what its method
+    ``loss_items(targets)`` returns. Nothing divides ``reduction="sum"``.
 
     Without a criterion, the loss is the model's ``loss(outputs, batch)``, or a mean in its outputs,
     as of transformers, whose items are the labels that are not ignored and not shifted away, or

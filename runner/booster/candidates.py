@@ -70,7 +70,7 @@ def near(first: float, second: float, tolerance: float) -> bool:
     return abs(first - second) <= tolerance * abs(first)
 
 
-def _of_samples(terms: Sequence[Term]) -> Sequence[Term]:
+def of_samples_in(terms: Sequence[Term]) -> Sequence[Term]:
     """Return the parts of a loss, except penalties of parameters and parts multiplied by 0."""
     of_samples = [term for term in terms if not term.is_penalty]
     return [term for term in of_samples if term.factor] or of_samples or terms
@@ -267,7 +267,7 @@ class Candidates:
 
     def observe(self, items: float, is_zero: bool, terms: Sequence[Term]) -> Observed:
         """Return what the loss of a batch of ``items`` items shows."""
-        of_samples = _of_samples(terms)
+        of_samples = of_samples_in(terms)
         divisors = tuple(term.divisor for term in of_samples)
         factors = tuple(term.factor for term in of_samples)
         if self.outer:

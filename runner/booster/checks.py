@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from runner.booster.candidates import (
     is_silent,
     is_zero,
     near,
+    of_samples_in,
     tolerance_of,
 )
 from runner.booster.graph_places import GraphError, NotLinear
@@ -41,6 +42,10 @@ class UnshownWeights(Exception):
         self.weights = weights
 
 
+class UnshownPart(Exception):
+    """A loss has a part that was not there, or was multiplied by 0, when it was measured."""
+
+
 class _Seen(NamedTuple):
     """A loss of this window."""
 
@@ -63,6 +68,8 @@ class Checks:
         self._candidates = candidates
         self._scale = candidates.scale
         self._epsilon = candidates.epsilon
+        of_measured = [len(observed.divisors) for observed in candidates.first.observed]
+        self._most_parts: float = max(of_measured, default=math.inf)
         self._class_weights: list[Tensor] = []
         self._window: list[_Seen] = []
         self._windows = 0
@@ -119,13 +126,14 @@ class Checks:
         The number is as good as the items if the graph does not tell, or is not read.
 
         Raises:
+            UnshownPart: the loss has more parts than when it was measured.
             UnshownWeights: the loss weighs its items in a way that was not measured.
         """
         candidates = self._candidates
         expected = items + self._epsilon
         if not self.reads(loss.device.type != "cpu"):
             return expected
-        if loss.grad_fn is None or not isfinite(float(loss.detach())):
+        if loss.grad_fn is None or not math.isfinite(float(loss.detach())):
             return expected  # A loss that is not finite tells nothing: its step is skipped.
         try:
             terms = terms_of(loss)
@@ -133,6 +141,8 @@ class Checks:
             return None
         except GraphError:
             return expected
+        if not candidates.outer and len(of_samples_in(terms)) > self._most_parts:
+            raise UnshownPart
         self._require_shown_weights(terms)
         if candidates.outer and len(terms) == 1:
             return expected
@@ -154,6 +164,10 @@ class Checks:
         of_elements = [weight for term in terms if term.weighs_unequally for weight in term.weights]
         if of_elements:
             raise UnshownWeights(of_elements)
+
+    def accept_parts(self, loss: Tensor) -> None:
+        """Take all parts of a loss that was measured since for shown."""
+        self._most_parts = max(self._most_parts, len(of_samples_in(terms_of(loss))))
 
     def accept_weights(self, once: bool) -> None:
         """Take the weights of a loss that was measured since for shown; ``once`` in this batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,13 @@ from runner.booster.shown import (
 from runner.booster.untouched import Trace
 from runner.booster.verdict import Finding, divisor_of_calls, verdict
 
+_logger = logging.getLogger(__name__)
+
+_NEW_PART = (
+    "%s has a part that earlier batches did not show, and what its mean divides by was not "
+    "confirmed, because %s: it is taken for the mean over %s; loss.items=samples, labels or none "
+    "states it"
+)
 _NOT_INSIDE = (
     "{} weighs its items by numbers other than 0 and 1, which no earlier batch did, and whether "
     "these depend on the batch cannot be measured inside of a step, because {}: {}"
@@ -169,6 +177,37 @@ def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> 
         if finding.problem:
             raise DivisorError(finding.problem)
     return not weights or are_told_apart(weights)
+
+
+@torch.enable_grad()
+def look_at_part(model: MeasuredModel, batch: Any) -> None:
+    """Measure a batch of this rank inside of a step, as its loss has a part that is new.
+
+    It begins later, or exists in training alone. The part is warned of where that cannot be.
+
+    Raises:
+        DivisorError: the loss is a mean over something else than the items.
+    """
+    loss = model.loss
+    if batch_size(batch) == 1 and model.measured is not None:
+        batch = joined([batch, model.measured])
+    reasons = []
+    if model.communicates():
+        reasons = [_RANKS_WAIT]
+    elif not divides(batch):
+        reasons = [_ONE_SAMPLE]
+    else:
+        on_this_rank = replace(model, together=False, trains_first=model.module.training)
+        with on_this_rank.without_a_trace(batch) as trace:
+            findings = measured(on_this_rank, batch, trace)
+        for finding in findings:
+            if finding.problem:
+                raise DivisorError(finding.problem)
+        reasons = [finding.reason for finding in findings if finding.reason]
+    for reason in reasons:
+        if reason not in loss.warnings:
+            loss.warnings.append(reason)
+            _logger.warning(_NEW_PART, loss.name, reason, loss.counted_as(batch))
 
 
 def _is_held(weight: Tensor, batch: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.booster.batch import Calls, batch_size, mapped
 from runner.booster.candidates import Candidates, is_zero
-from runner.booster.checks import Checks, UnshownWeights
+from runner.booster.checks import Checks, UnshownPart, UnshownWeights
 from runner.booster.comparison import Comparison
 from runner.booster.criterion import (
     Criterion,
@@ -78,6 +78,7 @@ class WindowLoss:
         compares: brings outputs and targets to the shapes in which they are compared.
         variety: the kinds of values that no measured batch had; None if no batch may show more.
         look_again: measures a batch whose loss has weights that are new; set by ``settle``.
+        look_at_part: measures a batch whose loss has a part that is new; set by ``settle``.
         tries: how many batches told nothing.
         warnings: what was warned of.
     """
@@ -117,6 +118,7 @@ class WindowLoss:
         self.candidates: Candidates | None = None
         self.variety: Variety | None = None
         self.look_again: Callable[[Any, Sequence[Tensor]], bool] | None = None
+        self.look_at_part: Callable[[Any], None] | None = None
         self._checks: Checks | None = None
         self._scale = 1.0
         self._epsilon = 0.0
@@ -350,10 +352,14 @@ class WindowLoss:
             return items
         try:
             return self._checks.multiplier(loss, items)
+        except UnshownPart:
+            if self.look_at_part is not None:
+                self.look_at_part(batch)
+            self._checks.accept_parts(loss)
         except UnshownWeights as error:
             is_shown = self.look_again is None or self.look_again(batch, error.weights)
             self._checks.accept_weights(once=not is_shown)
-        return self._checks.multiplier(loss, items)
+        return self._multiplier(loss, items, batch)
 
     def _refused(self, loss: Tensor, items: float) -> Tensor:
         """Refuse a loss that divides by something else than the items that were counted.

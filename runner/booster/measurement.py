@@ -22,7 +22,14 @@ from torch import nn
 from runner.booster.batch import batch_size
 from runner.booster.candidates import Candidate, Candidates
 from runner.booster.divisor import NOTHING, Divisor
-from runner.booster.findings import divides, look_inside, looked_at, measured, measured_again
+from runner.booster.findings import (
+    divides,
+    look_at_part,
+    look_inside,
+    looked_at,
+    measured,
+    measured_again,
+)
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.parts import joined
 from runner.booster.shown import MeasuredModel
@@ -92,6 +99,7 @@ def settle(
     model = MeasuredModel(module, pipeline, loss, together)
     if loss.look_again is None:
         loss.look_again = partial(look_inside, model)
+        loss.look_at_part = partial(look_at_part, model)
     if loss.unproved:
         _measure(model, batches, to_device)
     start = 0

@@ -80,6 +80,8 @@ class MeasuredModel:
 
     ``is_inside`` is true in a forward pass in which other ranks may wait for this one. An exception
     there ends the run: the ranks would not meet again. ``measured`` is the last batch that was.
+    ``trains_first``: a batch is measured in training mode first, as parts of a loss may exist there
+    alone.
     """
 
     module: nn.Module
@@ -87,6 +89,7 @@ class MeasuredModel:
     loss: WindowLoss
     together: bool
     training: bool = False
+    trains_first: bool = False
     is_inside: bool = False
     measured: Any = None
 
@@ -150,7 +153,7 @@ def first_pass(
     nothing = ShowsNothing()
     is_exact = False
     loss_of: LossOf = lambda numbers: None  # noqa: E731
-    for training in (False, True):
+    for training in (model.trains_first, not model.trains_first):
         model.training = training
         trace.remove()
         try:

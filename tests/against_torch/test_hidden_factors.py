@@ -5,10 +5,12 @@ weights stay. The first step hides what the later ones show: weights of 1, a mas
 samples of one length, labels that no class is missing from.
 """
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from runner import Booster, Log, Trainer
@@ -446,3 +448,82 @@ def test_a_number_that_changes_from_step_to_step_on_all_ranks_is_that_of_the_ste
         for actual, expected in zip(rows, scheduled_in_one_batch(loss), strict=True):
             assert actual == pytest.approx(expected, rel=1e-12)
     assert "beside it" in refused
+
+
+class WithPart(nn.Module):
+    """Returns the cross entropy, and from the third forward pass on a part beside it.
+
+    ``always``: whether the part is there from the first one on, in training alone.
+    """
+
+    def __init__(self, part, always):
+        super().__init__()
+        self.linear = nn.Linear(3, 4).double()
+        self.part = part
+        self.always = always
+        self.passes = 0
+
+    def forward(self, x, targets):
+        outputs = self.linear(x)
+        loss = F.cross_entropy(outputs, targets)
+        self.passes += self.training
+        if self.training and (self.always or self.passes > 2):
+            loss = loss + 0.5 * self.part(outputs)
+        return {"logits": outputs, "loss": loss}
+
+
+def over_samples(outputs):
+    return outputs.pow(2).mean()
+
+
+def contrastive(outputs):
+    directions = F.normalize(outputs, dim=-1)
+    return F.cross_entropy(directions @ directions.T / 0.1, torch.arange(len(outputs)))
+
+
+def balance(outputs):
+    chosen = torch.bincount(outputs.argmax(-1), minlength=4) / len(outputs)
+    return 4 * (chosen * outputs.softmax(-1).mean(0)).sum()
+
+
+def train_with(part, always):
+    torch.manual_seed(0)
+    batches = []
+    for size in (4, 6, 5, 3):
+        inputs = torch.randn(size, 3, dtype=torch.float64)
+        batches.append({"x": inputs, "targets": torch.randint(0, 4, (size,))})
+    model = WithPart(part, always)
+    plain = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    Trainer(model, batches, "2ba", optimizers=sgd, accumulation_steps=2).fit()
+    return model, plain, batches
+
+
+parts_of_training = pytest.mark.parametrize("always", [True, False], ids=["in training", "later"])
+
+
+@parts_of_training
+def test_a_part_that_was_not_measured_and_is_a_mean_over_samples_is_that_of_one_batch(always):
+    model, plain, batches = train_with(over_samples, always)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for number, window in enumerate((batches[:2], batches[2:])):
+        outputs = plain.linear(torch.cat([batch["x"] for batch in window]))
+        loss = F.cross_entropy(outputs, torch.cat([batch["targets"] for batch in window]))
+        if always or number == 1:
+            loss = loss + 0.5 * over_samples(outputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+@parts_of_training
+def test_a_part_that_was_not_measured_and_depends_on_the_batch_is_warned_of(always, caplog):
+    train_with(contrastive, always)
+    assert "depends on the batch as a whole" in caplog.text
+
+
+@parts_of_training
+def test_a_part_that_was_not_measured_and_weighs_by_the_batch_is_refused(always):
+    with pytest.raises(DivisorError, match="numbers that depend on the batch"):
+        train_with(balance, always)

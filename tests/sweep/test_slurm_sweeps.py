@@ -15,7 +15,7 @@ pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 
 def test_jobs_that_are_queued_again_or_die_end_as_with_the_basic_launcher(tmp_path, command):
     net = command.net("+model.number=0,1,2", n2="raise")
-    words = ["-m", *net, *SMALL, "tracker=none", "train.max_duration=150ba"]
+    words = ["-m", *net, *SMALL, "tracker=none", "train.max_duration=600ba"]
     slurm = [*words, "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=60"]
     with running(tmp_path / "slurm", command.environment) as jobs:
         command.environment = {**jobs.environment}

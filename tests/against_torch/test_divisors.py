@@ -398,7 +398,7 @@ ELEMENTWISE = [
 ]
 
 
-@pytest.mark.parametrize("criterion", ELEMENTWISE, ids=str)
+@pytest.mark.parametrize("criterion", ELEMENTWISE, ids=["MSE", "BCE", "Huber", "l1", "partial"])
 def test_a_mean_of_torch_over_elements_has_the_weight_of_sequences_of_unequal_lengths(criterion):
     batches = [(torch.randn(2, n, 3).double(), torch.rand(2, n, 4).double()) for n in (2, 5, 3, 7)]
     model = nn.Sequential(nn.Linear(3, 4), nn.Sigmoid()).double()

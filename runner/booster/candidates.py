@@ -161,8 +161,15 @@ class Candidate:
         return True
 
     def _has_constant_factors(self, tolerance: float) -> bool:
-        """Return whether each part is multiplied with the same number in all batches."""
+        """Return whether each part is multiplied with the same number in all batches.
+
+        Numbers of several parts may change if their sum does not, as in a mixup of two targets.
+        """
         factors = [seen.factors for seen in self.observed if not seen.has_no_items]
+        sums = [sum(of_batch) for of_batch in factors if len(of_batch) > 1]
+        have_sums = bool(sums) and len(sums) == len(factors)
+        if have_sums and all(near(sums[0], total, tolerance) for total in sums):
+            return True
         for factors_of_part in zip(*factors, strict=False):
             first = factors_of_part[0]
             if not all(near(first, factor, tolerance) for factor in factors_of_part):

@@ -527,3 +527,38 @@ def test_a_part_that_was_not_measured_and_depends_on_the_batch_is_warned_of(alwa
 def test_a_part_that_was_not_measured_and_weighs_by_the_batch_is_refused(always):
     with pytest.raises(DivisorError, match="numbers that depend on the batch"):
         train_with(balance, always)
+
+
+def test_a_mixup_of_two_targets_with_a_share_of_each_microbatch_is_that_of_plain_pytorch():
+    torch.manual_seed(0)
+    batches = []
+    for size, share in ((4, 0.9), (6, 0.3), (3, 0.5), (5, 0.8)):
+        targets = torch.randint(0, 4, (size, 2))
+        inputs = torch.randn(size, 3, dtype=torch.float64)
+        batches.append({"x": inputs, "targets": targets, "share": torch.tensor(share).double()})
+    model = Mixup()
+    plain = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    Trainer(model, batches, "2ba", optimizers=sgd, accumulation_steps=2).fit()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for window in (batches[:2], batches[2:]):
+        samples = sum(len(batch["x"]) for batch in window)
+        optimizer.zero_grad()
+        for batch in window:
+            (plain(**batch)["loss"] * len(batch["x"]) / samples).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+class Mixup(nn.Module):
+    """Returns the cross entropies of two targets, weighted by a share of the microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4).double()
+
+    def forward(self, x, targets, share):
+        outputs = self.linear(x)
+        first = F.cross_entropy(outputs, targets[:, 0])
+        second = F.cross_entropy(outputs, targets[:, 1])
+        return {"logits": outputs, "loss": share * first + (1 - share) * second}

@@ -245,9 +245,7 @@ class Trainer:
         has_row = evaluates or state.meter.row_due(progress.step)
         gauges = state.meter.layers if has_row else None
         decision = self._clip(window, accumulated, each=gauges is not None and gauges.per_layer)
-
-        # Finite
-        self.skipped_steps.note(decision, before, window)
+        self.skipped_steps.note(decision, before, window)  # for the report of a skipped step
 
         # Step
         lr = optimizer.optimizers[0].param_groups[0]["lr"]

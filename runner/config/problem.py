@@ -97,6 +97,18 @@ class Suggesting(Exception):
         self.suggestion = suggestion
 
 
+class ArgumentError(ValueError):
+    """A wrong argument of a function or class that a configuration may name.
+
+    Attributes:
+        argument: its name.
+    """
+
+    def __init__(self, argument: str, reason: str) -> None:
+        super().__init__(f"{argument} {reason}")
+        self.argument = argument
+
+
 def _once(problems: Iterable[Problem]) -> Iterator[Problem]:
     """Yield each problem once; it names a job only if no other job has it too."""
     jobs: dict[tuple[str, str], list[Problem]] = {}

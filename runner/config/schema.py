@@ -362,11 +362,12 @@ def examine(
     judged = [
         error for error in errors if error["type"] != "conflict" or error["loc"][0] not in unsettled
     ]
-    problems = [
-        _with_modes(problem)
-        for problem in problems_of(judged, keys, plain)
-        if problem.key not in empty
-    ]
+    problems = []
+    for problem in problems_of(judged, keys, plain):
+        if problem.key not in keys:
+            problem = _with_modes(problem)
+        if problem.key not in empty:
+            problems.append(problem)
     problems += [Problem(name, MISSING, no_value(name, keys)) for name in dict.fromkeys(empty)]
     if config is not None and not problems and not unsettled:
         for name, message in config.across():
@@ -375,9 +376,9 @@ def examine(
 
 
 def _with_modes(problem: Problem) -> Problem:
-    """Name the modes that have an option that the chosen mode lacks."""
+    """Name the modes that have a key which does not exist beside the chosen mode."""
     section, _, option = problem.key.partition(".")
-    if section != "clip" or not problem.message.startswith("unknown key"):
+    if section != "clip":
         return problem
     modes = [f"clip={name}" for name, mode in MODES.items() if option in options_of(mode)]
     return replace(problem, message=f"is an option of {or_list(modes)}") if modes else problem

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, to_jsonable_python
 
 from runner.config.notation import Duration
@@ -59,12 +60,15 @@ def _step_range(value: Any) -> str:
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Text = Annotated[str, Field(pattern=r"\S")]
+_NOT_EMPTY = r"\S"
+_FOLDER_NAME = r"^[A-Za-z0-9][\w.\-]{0,99}$"
+_DOTTED_NAME = r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"
+Text = Annotated[str, Field(pattern=_NOT_EMPTY)]
 Texts = list[Text]
 # YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
 NormOrder = Annotated[float, PlainValidator(_order)]
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.\-]{0,99}$")]
-DottedName = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")]
+FolderName = Annotated[str, Field(pattern=_FOLDER_NAME)]
+DottedName = Annotated[str, Field(pattern=_DOTTED_NAME)]
 StepRange = Annotated[str, PlainValidator(_step_range)]
 DurationText = Annotated[Duration, PlainValidator(Duration.parse)]
 IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
@@ -73,13 +77,40 @@ IntervalText = Annotated[Duration, PlainValidator(Duration.parse_interval)]
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key", "unexpected_keyword_argument")
 """The types of pydantic's errors for a key that does not exist."""
 
-_REWORDED = {
-    "a valid i": "an i",
-    "a valid ": "a ",
-    "be greater than or equal to": "be at least",
-    "be less than or equal to": "be at most",
+_SENTENCES = {
+    "bool_type": "must be a boolean",
+    "dict_type": "must be a dictionary",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be an integer, without a fraction",
+    "int_type": "must be an integer",
+    "is_instance_of": "must be an instance of {class}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "model_type": "must be a mapping of keys",
+    "multiple_of": "must be a multiple of {multiple_of}",
+    "none_required": "must be null",
+    "set_type": "must be a set",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "string_too_long": "must have a length of at most {max_length}",
+    "string_too_short": "must have a length of at least {min_length}",
+    "string_type": "must be a string",
+    "too_long": "must have a length of at most {max_length}, not {actual_length}",
+    "too_short": "must have a length of at least {min_length}, not {actual_length}",
+    "tuple_type": "must be a tuple",
+    "value_error": "{error}",
 }
-"""Parts of pydantic's messages, and what ours say."""
+"""What is wrong with a value, by the type of pydantic's error; its context fills the braces."""
+
+_PATTERNS = {
+    _NOT_EMPTY: "must not be empty",
+    _FOLDER_NAME: "must begin with a letter or a digit, and have at most 100 of A-Z a-z 0-9 _ . -",
+    _DOTTED_NAME: "must be a full name, such as torch.optim.SGD",
+}
+"""What is wrong with a text, by the pattern that it does not match."""
 
 
 class Section(BaseModel):
@@ -150,7 +181,7 @@ def _conflict(message: str, suggestion: str) -> PydanticCustomError:
 
 
 def problems_of(
-    errors: Iterable[ErrorDetails], known: Mapping[str, Any], plain: Mapping[str, Any]
+    errors: Iterable[ErrorDetails], known: Mapping[str, FieldInfo], plain: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """Yield what pydantic's errors say about each key of ``plain``; ``known`` has the fields."""
     reasons: dict[str, list[str]] = {}  # by key: one for each type that a value may have
@@ -165,17 +196,18 @@ def problems_of(
         else:
             name = _field_of(error, known)
             if error["type"] == "literal_error":
-                suggestions[name] = near_name(error["input"], _choices(error))
+                suggestions[name] = near_name(error["input"], _choices(name, known))
             reason = _sentence(error, name, known)
             if reason not in reasons.setdefault(name, []):
                 reasons[name].append(reason)
     for name, sentences in reasons.items():
-        message = ", or ".join(sentences).replace(", or must be ", ", or ")
+        alternatives = [sentence.removeprefix("must be ") for sentence in sentences[1:]]
+        message = ", or ".join([sentences[0], *alternatives])
         yield Problem(name, value_at(plain, name), message, suggestions.get(name, ""))
 
 
 def _unknown_keys(
-    key: str, value: Any, known: Mapping[str, Any], plain: Mapping[str, Any]
+    key: str, value: Any, known: Mapping[str, FieldInfo], plain: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """Yield each key at and below one that does not exist."""
     sections = {name.partition(".")[0] for name in known}
@@ -185,7 +217,7 @@ def _unknown_keys(
         yield unknown_key(leaf, names, content)
 
 
-def _field_of(error: ErrorDetails, known: Mapping[str, Any]) -> str:
+def _field_of(error: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
     """Return the key whose value is wrong.
 
     An error may name what is inside of a value, or one of the types that it may have.
@@ -206,7 +238,9 @@ def read(model: type[Section], given: Mapping[str, Any]) -> Any:
         raise ValueError(sentence(error, model.model_fields, given)) from None
 
 
-def sentence(error: ValidationError, known: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def sentence(
+    error: ValidationError, known: Mapping[str, FieldInfo], given: Mapping[str, Any]
+) -> str:
     """Return what is wrong with the values of one section, or with the options of one mode."""
     problems = problems_of(error.errors(), known, given)
     return "; ".join(f"{problem.key} {problem.message}" for problem in problems)
@@ -233,17 +267,25 @@ def value_at(plain: Any, name: str) -> Any:
     return plain
 
 
-def no_value(name: str, known: Mapping[str, Any]) -> str:
+def no_value(name: str, known: Mapping[str, FieldInfo]) -> str:
     """Return the message of a key that must be given, with its meaning."""
     return "no value given" + (f" ({known[name].description})" if name in known else "")
 
 
-def _choices(error: ErrorDetails) -> list[str]:
-    """Return the values that a key of a few names may have."""
-    return re.findall(r"'([^']*)'", error["ctx"]["expected"])
+def _choices(name: str, known: Mapping[str, FieldInfo]) -> list[str]:
+    """Return the names that the value of a key may have: those of the ``Literal`` in its type."""
+    return list(_literals(known[name].annotation)) if name in known else []
 
 
-def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
+def _literals(annotation: Any) -> Iterator[str]:
+    for part in get_args(annotation):
+        if get_origin(annotation) is Literal:
+            yield str(part)
+        else:
+            yield from _literals(part)
+
+
+def _sentence(error: ErrorDetails, name: str, known: Mapping[str, FieldInfo]) -> str:
     """Return what an error says about the value of a key, without the key."""
     kind = error["type"]
     context = error.get("ctx", {})
@@ -252,17 +294,19 @@ def _sentence(error: ErrorDetails, name: str, known: Mapping[str, Any]) -> str:
     keys = [key for key in known if key.startswith(f"{name}.")]
     if keys:
         return f"must be a section with the keys {', '.join(keys)}"
-    if kind == "string_pattern_mismatch" and name.endswith("_target_"):
-        return "must be a full name, such as torch.optim.SGD"
-    if kind == "value_error":
-        return str(context["error"])
     if kind == "finite_number" and name.endswith("threshold"):
         return "must be a finite number; clip=none measures without clipping"
-    if kind == "literal_error":
-        names = _choices(error)
+    names = _choices(name, known)
+    if kind == "literal_error" and names:
         choice = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         return f"must be {choice}{did_you_mean(error['input'], names)}"
-    text = re.sub(r"^\w+ should ", "must ", error["msg"])
-    for pydantic_words, ours in _REWORDED.items():
-        text = text.replace(pydantic_words, ours)
-    return text
+    if kind == "string_pattern_mismatch" and context["pattern"] in _PATTERNS:
+        return _PATTERNS[context["pattern"]]
+    if kind not in _SENTENCES:  # of an option of a user's mode
+        return error["msg"]
+    return _SENTENCES[kind].format(**{name: _whole(limit) for name, limit in context.items()})
+
+
+def _whole(limit: Any) -> Any:
+    """Return the limit of a value as it is typed: 1 for 1.0."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from runner.config.problem import Suggesting
+from runner.config.problem import ArgumentError, Suggesting
 from runner.data.order import RandomState, generator_for, generators, set_epoch
 from runner.data.samples import draws_nothing, place_of
 
@@ -27,7 +27,17 @@ last the column of the targets. None: samples are dictionaries of all columns.""
 
 
 class DataUnavailable(Suggesting):
-    """Data is missing or cannot be read."""
+    """Data is missing or cannot be read.
+
+    Attributes:
+        argument: the argument in section ``data`` that is wrong; "" if it is none alone.
+        reason: what is wrong with it; the text of the exception names the argument before.
+    """
+
+    def __init__(self, reason: str, suggestion: str = "", *, argument: str = "") -> None:
+        super().__init__(f"data.{argument}: {reason}" if argument else reason, suggestion)
+        self.argument = argument
+        self.reason = reason
 
 
 _UNEQUAL = re.compile(r"equal size(?:, but got (\[.*?\]) at entry \d+ and (\[.*?\]))?")
@@ -163,7 +173,7 @@ def own(
 ) -> Data:
     """Train on one data set, evaluate on another or on a share of it; see conf/data/own.yaml."""
     if not 0 <= eval_fraction < 1:
-        raise ValueError(f"eval_fraction {eval_fraction} must be at least 0 and below 1")
+        raise ArgumentError("eval_fraction", f"{eval_fraction} must be at least 0 and below 1")
     _require_dataset("data.train", train)
     if eval is not None:
         _require_dataset("data.eval", eval)
@@ -185,10 +195,12 @@ def _require_dataset(key: str, value: Any) -> None:
 def split_off(samples: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Return the indices of samples to train on, and of a random share that is held out."""
     if not 0 <= fraction < 1:
-        raise ValueError(f"eval_fraction {fraction} must be at least 0 and below 1")
+        raise ArgumentError("eval_fraction", f"{fraction} must be at least 0 and below 1")
     held_out = max(1, round(fraction * samples)) if fraction > 0 else 0
     if held_out >= samples:
-        raise ValueError(f"eval_fraction {fraction} leaves none of {samples} samples to train on")
+        raise ArgumentError(
+            "eval_fraction", f"{fraction} leaves none of {samples} samples to train on"
+        )
     chosen = torch.randperm(samples, generator=generator_for("held out", seed, 0))
     return chosen[held_out:].sort().values, chosen[:held_out].sort().values
 
@@ -216,7 +228,9 @@ def _tensors(train: Any, eval: Any, columns: Columns) -> tuple[Any, Any]:
             tables.append(table.with_format("torch"))
             continue
         if len(columns) < 2 or not isinstance(columns[-1], str):
-            raise ValueError("columns needs those of the inputs, and last that of the targets")
+            raise ArgumentError(
+                "columns", "needs those of the inputs, and last that of the targets"
+            )
         if table is train:
             names = _class_names(table, columns[-1])
         tables.append(_Pairs(table, columns, names))
@@ -320,9 +334,11 @@ def synthetic(
     ``vocabulary`` and ``ignored_fraction``, the share of targets that do not count.
     """
     if kind not in ("images", "vectors", "tokens"):
-        raise ValueError(f"kind {kind!r} must be images, vectors or tokens")
+        raise ArgumentError("kind", f"{kind!r} must be images, vectors or tokens")
     if min(samples, test_samples) < 1:
-        raise ValueError(f"samples {samples} and test_samples {test_samples} must be at least 1")
+        raise ArgumentError(
+            "samples", f"{samples} and test_samples {test_samples} must be at least 1"
+        )
     generator = torch.Generator().manual_seed(seed)
     inputs, targets = _made(kind, samples + test_samples, generator, **sizes)
     train = TensorPairs(inputs[:samples], targets[:samples])
@@ -345,10 +361,11 @@ def _made(
     """Return float32 [count, *shape] and int64 [count], or tokens and next ones [count, length]."""
     fits = 0 <= ignored_fraction < 1 if kind == "tokens" else ignored_fraction == 0
     if min(*shape, num_classes, sequence_length, vocabulary) < 1 or not fits:
-        raise ValueError(
-            f"shape {list(shape)}, num_classes {num_classes}, sequence_length {sequence_length} "
+        raise ArgumentError(
+            "shape",
+            f"{list(shape)}, num_classes {num_classes}, sequence_length {sequence_length} "
             f"and vocabulary {vocabulary} must be at least 1, and ignored_fraction "
-            f"{ignored_fraction} at least 0 and below 1, or 0 without tokens"
+            f"{ignored_fraction} at least 0 and below 1, or 0 without tokens",
         )
     if kind != "tokens":
         inputs = torch.randn(count, *shape, generator=generator)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runner.config.problem import ArgumentError
 from runner.data.dataset import Data, TensorPairs
 
 BRIGHTEST = 16.0
@@ -38,7 +39,9 @@ def _split(targets: Integers, test_fraction: float, seed: int) -> tuple[Integers
     held_out = math.ceil(test_fraction * len(targets))
     sizes = np.bincount(targets)
     if not len(sizes) <= held_out <= len(targets) - len(sizes):
-        raise ValueError(f"test_fraction {test_fraction} leaves too few samples of some classes")
+        raise ArgumentError(
+            "test_fraction", f"{test_fraction} leaves too few samples of some classes"
+        )
     draw = np.random.RandomState(seed)
     training = _shares(sizes, len(targets) - held_out, draw)
     testing = _shares(sizes - training, held_out, draw)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
 
+from runner.config.problem import ArgumentError
 from runner.data.dataset import Data, DataUnavailable, data_folder
 from runner.data.order import generator_for
 
@@ -86,7 +87,7 @@ def _tensor(statistics: tuple[Sequence[float], Sequence[float]]) -> v2.Transform
 def image_folder(root: str | None, size: int, augment: bool, seed: int) -> Data:
     """Load `root/train` and `root/val`: normalised float32 images [3, size, size] and classes."""
     if size < 1:
-        raise ValueError(f"size {size} must be at least 1")
+        raise ArgumentError("size", f"{size} must be at least 1")
     place = data_folder(root, FOLDER_ADVICE)
     try:
         train = ImageFolder(place / "train")

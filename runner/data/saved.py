@@ -39,7 +39,7 @@ def saved(
 def load(path: str | None = None, split: str = "train", **arguments: Any) -> Any:
     """Return a split of the table in a file or a folder, as ``datasets`` reads it."""
     if path is None:
-        raise DataUnavailable("data.path: name a folder or a file, as data.path=rows.jsonl")
+        raise DataUnavailable("name a folder or a file, as data.path=rows.jsonl", argument="path")
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -52,7 +52,7 @@ def load(path: str | None = None, split: str = "train", **arguments: Any) -> Any
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__
         text = " ".join(str(error).split())[:300]
-        raise DataUnavailable(f"data.path: {path} cannot be read: {text}") from None
+        raise DataUnavailable(f"{path} cannot be read: {text}", argument="path") from None
 
 
 def _load(datasets: Any, path: str, split: str, arguments: Mapping[str, Any]) -> Any:
@@ -66,7 +66,7 @@ def _load(datasets: Any, path: str, split: str, arguments: Mapping[str, Any]) ->
     if kind and place.is_file():
         return datasets.load_dataset(kind, data_files=str(place), split="train", **arguments)
     if kind and not place.is_dir():
-        raise DataUnavailable(f"data.path: there is no file {place.absolute()}")
+        raise DataUnavailable(f"there is no file {place.absolute()}", argument="path")
     return datasets.load_dataset(path, split=split, **arguments)
 
 

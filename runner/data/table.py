@@ -127,14 +127,14 @@ def table(
         encoding: of the text.
         delimiter: of a .csv file; None: the one of ``, ; | tab`` that the first line has most of.
     """
-    seen = _read(Path(path).expanduser(), "data.path", encoding, delimiter)
+    seen = _read(Path(path).expanduser(), "path", encoding, delimiter)
     names = list(columns) if columns is not None else [n for n in seen.names if n != target]
     kinds = _Targets(seen, target, classes)
     largest = _LARGEST_STANDARDIZED if standardize else _LARGEST
     inputs = _numbers(seen, names, target, largest)
     targets = kinds.of(seen)
     if eval_path is not None:
-        held_out = _read(Path(eval_path).expanduser(), "data.eval_path", encoding, delimiter)
+        held_out = _read(Path(eval_path).expanduser(), "eval_path", encoding, delimiter)
         test_inputs = _numbers(held_out, names, target, largest)
         test_targets = kinds.of(held_out)
     else:
@@ -225,7 +225,7 @@ def _numbers(rows: Table, names: Sequence[str], target: str, largest: float) -> 
         text = f"{rows.file.name} has no column of inputs beside the target {target}"
         raise DataUnavailable(text)
     if target in names:
-        raise DataUnavailable(f"data.columns: {target} is the target, and no input")
+        raise DataUnavailable(f"{target} is the target, and no input", argument="columns")
     advice = "data.columns chooses columns of numbers"
     columns = []
     for name in names:
@@ -302,13 +302,14 @@ def _number(cell: Cell, value: Any, largest: float, advice: str) -> float:
 # -- files
 
 
-def _read(file: Path, key: str, encoding: str, delimiter: str | None) -> Table:
+def _read(file: Path, argument: str, encoding: str, delimiter: str | None) -> Table:
     """Return the rows of a file. A DataUnavailable says in one sentence why it cannot be read."""
     reader = {".jsonl": _json_lines, ".ndjson": _json_lines, ".parquet": _parquet}
     if file.is_dir():
-        raise DataUnavailable(f"{key}: {file} is a folder: data=datasets data.path={file}")
+        text = f"{file} is a folder: data=datasets data.path={file}"
+        raise DataUnavailable(text, argument=argument)
     if not file.is_file():
-        raise DataUnavailable(f"{key}: there is no file {file.absolute()}")
+        raise DataUnavailable(f"there is no file {file.absolute()}", argument=argument)
     try:
         if file.suffix in reader:
             rows = reader[file.suffix](file, encoding)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.config.problem import ArgumentError
 from runner.data.dataset import IGNORED, Data, DataUnavailable
 from runner.data.order import generator_for
 
@@ -112,7 +113,7 @@ def masked_text(
 ) -> Data:
     """Load bytes for masked language modelling; every evaluation has the same masks."""
     if not 0 < masked_fraction <= 1:
-        raise ValueError(f"masked_fraction {masked_fraction} must be above 0 and at most 1")
+        raise ArgumentError("masked_fraction", f"{masked_fraction} must be above 0 and at most 1")
     parts = _parts(path, sequence_length, test_fraction, max_bytes)
     train, test = (MaskedWindows(p, sequence_length, masked_fraction, seed) for p in parts)
     # Only bytes to predict count as tokens, and their number in a sample is random.
@@ -122,23 +123,24 @@ def masked_text(
 def _parts(path: str | None, length: int, test_fraction: float, limit: int) -> tuple[bytes, bytes]:
     """Return the bytes to train on, and the end of the text, which is held out."""
     if length < 1 or limit < 1 or not 0 < test_fraction < 1:
-        raise ValueError(
-            f"sequence_length {length} and max_bytes {limit} must be at least 1, "
-            f"test_fraction {test_fraction} between 0 and 1"
+        raise ArgumentError(
+            "sequence_length",
+            f"{length} and max_bytes {limit} must be at least 1, "
+            f"test_fraction {test_fraction} between 0 and 1",
         )
     root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser()
     read = _read(root, standard_library=path is None, limit=limit)
     held_out = round(len(read) * test_fraction)
     if min(held_out, len(read) - held_out) < 2:
         few = f"{root} gives {len(read)} bytes, too few for data.test_fraction={test_fraction}"
-        raise DataUnavailable(f"data.path: {few}. {ADVICE}")
+        raise DataUnavailable(f"{few}. {ADVICE}", argument="path")
     return read[:-held_out], read[-held_out:]
 
 
 def _read(root: Path, standard_library: bool, limit: int) -> bytes:
     """Read the first `limit` bytes of the concatenated files at `root`."""
     if not root.exists():
-        raise DataUnavailable(f"data.path: {root} does not exist. {ADVICE}")
+        raise DataUnavailable(f"{root} does not exist. {ADVICE}", argument="path")
     collected = bytearray()
     try:
         for file in [root] if root.is_file() else _files(root, standard_library):
@@ -148,7 +150,7 @@ def _read(root: Path, standard_library: bool, limit: int) -> bytes:
                 break
     except OSError as error:
         where = f"{error.filename or root} cannot be read ({error.strerror})"
-        raise DataUnavailable(f"data.path: {where}. {ADVICE}") from error
+        raise DataUnavailable(f"{where}. {ADVICE}", argument="path") from error
     return bytes(collected)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runner.config.problem import ArgumentError
 from runner.models.gpt import GPT, MLP
 
 
@@ -25,7 +26,7 @@ class Mixture(nn.Module):
     def __init__(self, width: int, experts: int, top_k: int, bias: bool) -> None:
         super().__init__()
         if not 1 <= top_k <= experts:
-            raise ValueError(f"top_k {top_k} is not between 1 and the {experts} experts")
+            raise ArgumentError("top_k", f"{top_k} is not between 1 and the {experts} experts")
         self.top_k = top_k
         self.router = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(MLP(width, bias) for _ in range(experts))

@@ -27,6 +27,8 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from runner.config.problem import ArgumentError
+
 ADAMW = "adamw_"
 """Prefix of the arguments of :func:`muon_with_adamw` that are AdamW's."""
 
@@ -73,7 +75,7 @@ def hidden_matrices(
     names = [name for name, _ in model.named_parameters()]
     for pattern in exclude:
         if not fnmatch.filter(names, pattern):
-            raise ValueError(f"exclude: {pattern} matches no parameter")
+            raise ArgumentError("exclude", f"{pattern} matches no parameter")
     embeddings = {
         id(parameter)
         for module in model.modules()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer, lr_scheduler
 
 from runner.config.notation import higher_is_better
+from runner.config.problem import ArgumentError
 
 
 class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
@@ -97,7 +98,7 @@ class LinearWarmupPolynomialLR(_FactorLR):
         warmup_steps: int | None = None,
     ) -> None:
         if not power >= 0:
-            raise ValueError(f"power must be at least 0, not {power}")
+            raise ArgumentError("power", f"must be at least 0, not {power}")
         warmup = _warmup(total_steps, warmup_fraction, warmup_steps)
 
         def decay(step: int) -> float:
@@ -125,7 +126,9 @@ class LinearWarmupLR(_FactorLR):
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
         if not 0 <= warmup_steps < total_steps:
-            raise ValueError(f"warmup_steps must lie in [0, {total_steps}), not {warmup_steps}")
+            raise ArgumentError(
+                "warmup_steps", f"must lie in [0, {total_steps}), not {warmup_steps}"
+            )
 
         def scale(step: int) -> float:
             if step < warmup_steps:
@@ -151,9 +154,9 @@ class StaircaseLR(_FactorLR):
         last_epoch: int = -1,
     ) -> None:
         if stairs < 1:
-            raise ValueError(f"stairs must be at least 1, not {stairs}")
+            raise ArgumentError("stairs", f"must be at least 1, not {stairs}")
         if not 0 < factor <= 1:
-            raise ValueError(f"factor must lie in (0, 1], not {factor}")
+            raise ArgumentError("factor", f"must lie in (0, 1], not {factor}")
 
         def scale(step: int) -> float:
             return float(factor ** min(stairs - 1, step * stairs // total_steps))
@@ -191,9 +194,9 @@ class WarmupStableDecayLR(_FactorLR):
         warmup_steps: int | None = None,
     ) -> None:
         if not 0 <= decay_fraction <= 1:
-            raise ValueError(f"decay_fraction must lie in [0, 1], not {decay_fraction}")
+            raise ArgumentError("decay_fraction", f"must lie in [0, 1], not {decay_fraction}")
         if shape not in ("sqrt", "linear"):
-            raise ValueError(f"shape must be sqrt or linear, not {shape}")
+            raise ArgumentError("shape", f"must be sqrt or linear, not {shape}")
         warmup = _warmup(total_steps, warmup_fraction, warmup_steps)
         decay = math.ceil(total_steps * decay_fraction)
         if warmup + decay > total_steps:
@@ -252,10 +255,10 @@ def _warmup(total_steps: int, fraction: float, steps: int | None) -> int:
     """Return the length of a warm-up in steps, which may be given as a share of the run."""
     if steps is None:
         if not 0 <= fraction < 1:
-            raise ValueError(f"warmup_fraction must lie in [0, 1), not {fraction}")
+            raise ArgumentError("warmup_fraction", f"must lie in [0, 1), not {fraction}")
         return math.ceil(total_steps * fraction)
     if not 0 <= steps < total_steps:
-        raise ValueError(f"warmup_steps must lie in [0, {total_steps}), not {steps}")
+        raise ArgumentError("warmup_steps", f"must lie in [0, {total_steps}), not {steps}")
     return steps
 
 

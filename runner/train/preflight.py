@@ -20,7 +20,7 @@ from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.identity import NO_PATH, digest
 from runner.config.notation import first_line, message_of
-from runner.config.problem import NOTHING, Problem, RequestError, Suggesting
+from runner.config.problem import NOTHING, ArgumentError, Problem, RequestError, Suggesting
 from runner.config.schema import OptimizerSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable
@@ -271,19 +271,13 @@ class _Checks:
 
 
 def _refused(section: str, target: Any, error: Exception) -> Problem:
-    """Return the problem of a target that cannot be made.
-
-    An error that begins with the name of an argument is told of this argument.
-    """
+    """Return the problem of a target that cannot be made, or of its argument that is wrong."""
     suggestion = error.suggestion if isinstance(error, Suggesting) else ""
     message = message_of(error)
-    first_word = message.partition(" ")[0]
-    argument = first_word.removeprefix(f"{section}.").removesuffix(":")
-    if argument in target.arguments:
-        if first_word.endswith(":"):
-            message = message.removeprefix(first_word).strip()
-        value = target.arguments[argument]
-        return Problem(f"{section}.{argument}", value, message, suggestion)
+    if isinstance(error, ArgumentError | DataUnavailable) and error.argument in target.arguments:
+        reason = error.reason if isinstance(error, DataUnavailable) else message
+        value = target.arguments[error.argument]
+        return Problem(f"{section}.{error.argument}", value, reason, suggestion)
     if not isinstance(error, EXPLAINS):
         message = f"refused its arguments: {first_line(error)}"
     return Problem(f"{section}._target_", target.target, message, suggestion)

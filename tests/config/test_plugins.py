@@ -134,7 +134,7 @@ def test_sizes_that_do_not_fit_are_refused_with_a_way_out(
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 TYPED = "plugin.tp_plan={blocks.*.up:colwise,blocks.*.down:rowwise}"
 NO_PLANS = {
-    "": "at least 1 item",
+    "": "a length of at least 1",
     "a: colwise\na: rowwise\n": "duplicate key",
     "a: [colwise\n": "line 2, column 1",
 }

@@ -50,7 +50,7 @@ def test_hidden_matrices_are_those_of_inner_layers():
     assert matrices == {"recurrent.weight_ih_l0", "recurrent.weight_hh_l0", "router.weight"}
     assert "classifier.weight" in set(hidden_matrices(model))  # without heads it is a matrix
     assert set(hidden_matrices(model, heads, ["router.*"])) == matrices - {"router.weight"}
-    words = "exclude: ruoter.* matches no parameter"
+    words = "exclude ruoter.* matches no parameter"
     last = nn.Sequential(nn.Linear(4, 2))
     refused(ValueError, words, lambda: list(hidden_matrices(model, (), ["ruoter.*"])))
     words = "Sequential has no hidden matrix"

@@ -1,9 +1,13 @@
-"""Section ``clip``: the keys of all modes, and which steps are left out as spikes."""
+"""Section ``clip``: the mode with its options, and which steps are left out.
+
+The options, of which all modes have some, are declared by `runner.config.mode` and
+`runner.config.modes`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +23,7 @@ from pydantic import (
 from runner.config import section as t
 from runner.config.mode import Mode, ModeInfo, validated
 from runner.config.modes import class_of
-from runner.config.section import Conflicts, Section, key, together
+from runner.config.section import Conflicts, Section, key, refusal, together
 
 WINDOW = 128  # kept steps that ``sigma`` compares with by default
 _SHORT = BeforeValidator(
@@ -53,18 +57,15 @@ class Skip(Section):
 
 
 class Clip(Section):
-    """The keys of all modes, and under any further key the options of the mode."""
+    """The keys that are no options of a mode; further keys are the options of the chosen one."""
 
     model_config = ConfigDict(extra="allow")
 
     mode: t.Text = key("choose what is clipped, and how")
     target: Any = key("clip by this class of your own", None, alias="_target_")
-    threshold: t.Positive | None = key("lower it to clip more; `calibrate` suggests one")
-    norm_type: t.NormOrder = key("measure this norm of the gradient: 1, 2 or inf")
     nonfinite: Literal["skip", "error", "ignore"] = key("what to do with a step of NaN or inf")
     max_skips: t.Count | None = key("end the run after so many skips in a row; null: never")
     # With a default, unlike other keys: files of users, and runs recorded earlier, lack them.
-    scales: Literal["auto", "all"] = key("scale all gradients; auto: not Muon's matrices", "auto")
     when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
     step_in_backward: bool = key("step each parameter in the backward pass too", False)
     skip: Annotated[Skip, _SHORT] = key("leave out steps whose gradient norm is a spike", Skip())
@@ -77,14 +78,12 @@ class Clip(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _with_options(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the keys of all modes and the options of this one; errors of both together."""
+        """Validate these keys, and the options of the mode; errors of both together."""
         errors = []
         options = Mode()
         if isinstance(given, Mapping) and given.keys() & {"mode", "_target_"}:
             keys = {field.alias or name for name, field in cls.model_fields.items()}
             values = {name: value for name, value in given.items() if name not in keys}
-            if "threshold" in given:
-                values["threshold"] = given["threshold"]
             try:
                 options = validated(class_of(given), values)
             except ValidationError as error:
@@ -95,8 +94,28 @@ class Clip(Section):
             errors += error.errors(include_url=False)
         if errors:
             raise together(errors)
-        clip._options = replace(options, norm_type=clip.norm_type, scales=clip.scales)
+        clip._options = options
+        conflicts = list(clip._conflicts_with_mode())
+        if conflicts:
+            raise refusal(conflicts)
         return clip
+
+    def conflicts(self) -> Conflicts:
+        """Yield a step in the backward pass that would be taken before the gradient is clipped."""
+        if self.step_in_backward and self.when != "backward":
+            yield "step_in_backward", "needs clip.when=backward"
+
+    def _conflicts_with_mode(self) -> Conflicts:
+        """Yield values that the mode does not take, or that only a program may give to it."""
+        info = type(self._options).info
+        if self.threshold == math.inf:
+            yield "threshold", "must be a finite number; clip=none measures without clipping"
+        if self.norm_type not in (1, 2, math.inf):
+            yield "norm_type", "must be 1, 2 or inf"
+        if self.scales == "all" and info.parts is not None:
+            yield "scales", "this mode multiplies no gradients by one coefficient: use auto"
+        if self.what_if and (info.nested or info.follows == "norms"):
+            yield "what_if", f"clip={self.mode} has no fixed threshold: leave it empty"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Clip) and self.model_dump() == other.model_dump()
@@ -105,6 +124,21 @@ class Clip(Section):
     def options(self) -> Mode:
         """The mode with its options, as :func:`runner.clip.build` takes it."""
         return self._options
+
+    @property
+    def threshold(self) -> float | None:
+        """λ of the mode; None if it has none of its own."""
+        return self._options.threshold
+
+    @property
+    def norm_type(self) -> float:
+        """The order of the norm of the gradient that is measured."""
+        return self._options.norm_type
+
+    @property
+    def scales(self) -> str:
+        """The gradients that one coefficient multiplies: ``auto`` or ``all``."""
+        return self._options.scales
 
     @cached_property
     def info(self) -> ModeInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -9,7 +10,7 @@ from importlib import import_module
 from inspect import get_annotations, isabstract
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, to_jsonable_python
 
@@ -70,6 +71,14 @@ def option(default: Any, meaning: str, **limits: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+# YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
+_Order = Annotated[
+    float,
+    Field(ge=1, allow_inf_nan=True),
+    BeforeValidator(lambda order: math.inf if order == "inf" else order),
+]
+
+
 @dataclass(eq=False)
 class Mode:
     """A clipping mode with its options: a dataclass whose fields pydantic validates.
@@ -96,8 +105,10 @@ class Mode:
     threshold: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = option(
         None, "lower it to clip more; `calibrate` suggests one"
     )
-    norm_type: float = option(2.0, "measure this norm of the gradient", ge=1, allow_inf_nan=True)
-    scales: Literal["auto", "all"] = option("auto", "scale all gradients; auto: not Muon's")
+    norm_type: _Order = option(2.0, "measure this norm of the gradient: 1, 2 or inf")
+    scales: Literal["auto", "all"] = option(
+        "auto", "scale all gradients; auto: not Muon's matrices"
+    )
 
     def info_here(self) -> ModeInfo:
         """Return the facts about the mode with these options, on which they may depend."""
@@ -108,13 +119,14 @@ class Mode:
         yield from ()
 
 
-COMMON = ("norm_type", "scales")  # options that a mode inside of another one takes from it
+COMMON = ("norm_type", "scales")
+"""Options that ``conf/clip_keys.yaml`` gives; an inner mode takes them from the one around it."""
 AnyMode = TypeVar("AnyMode", bound=Mode)
 _CHECKED: dict[Any, tuple[Mapping[str, FieldInfo], TypeAdapter[Any]]] = {}
 
 
 def options_of(kind: type[Mode]) -> Mapping[str, FieldInfo]:
-    """Return λ and the own options of a mode."""
+    """Return the options of a mode: those of all modes, and its own."""
     return _checked(kind)[0]
 
 
@@ -125,7 +137,7 @@ def _checked(kind: Any) -> tuple[Mapping[str, FieldInfo], TypeAdapter[Any]]:
         options = {
             declared.name: FieldInfo.from_annotated_attribute(hints[declared.name], declared)
             for declared in fields(kind)
-            if declared.init and declared.name not in COMMON
+            if declared.init
         }
         _CHECKED[kind] = (options, TypeAdapter(kind))
     return _CHECKED[kind]

@@ -1,28 +1,20 @@
-"""The configuration of a run: the type, the range and the meaning of each key, and its check.
+"""The configuration of a run: the type, the range and the meaning of each key.
 
 Sections ``plugin`` and ``clip`` have modules of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, Field
 
 from runner.config.clip_section import Clip
 from runner.config.folders import options
-from runner.config.mode import options_of
-from runner.config.modes import MODES, NAMES, class_of
+from runner.config.modes import MODES, NAMES
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
-from runner.config.problem import MISSING, Problem, RequestError, leaves, or_list
 from runner.config.section import (
     Conflicts,
     Count,
@@ -39,10 +31,7 @@ from runner.config.section import (
     Texts,
     key,
     listed,
-    no_value,
     not_finite,
-    problems_of,
-    value_at,
 )
 
 Direction = Literal["minimize", "maximize"] | None
@@ -274,14 +263,12 @@ class Verify(Section):
         return self.tolerance or (1e-9 if self.dtype == "float64" else 1e-5)
 
 
-# -- the whole
-
 SHORT = {"resume": "resume.from", "clip.skip": "clip.skip.rule"}
 """Sections that may be given a value, and the key that it is the value of."""
 
 
 class RunConfig(Section):
-    """The configuration of one run. :func:`parse` makes one of a plain dict."""
+    """The configuration of one run. `runner.config.check` makes one of a plain dict."""
 
     plugin: PluginSection
     clip: Clip
@@ -313,97 +300,13 @@ class RunConfig(Section):
     trust: bool = key("resume, evaluate: call any target that the run's config.yaml names", False)
     recipe: Text = key("start from this published setting; none: from none")
 
-    def across(self) -> Conflicts:
-        """Yield values of several sections that exclude each other: the key, and why."""
-        clip = self.clip
-        info = type(clip.options).info
-        if clip.scales == "all" and info.parts is not None:
-            yield "clip.scales", "this mode multiplies no gradients by one coefficient: use auto"
-        if clip.what_if and (info.nested or info.follows == "norms"):
-            yield "clip.what_if", f"clip={clip.mode} has no fixed threshold: leave it empty"
-        if clip.step_in_backward and clip.when != "backward":
-            yield "clip.step_in_backward", "needs clip.when=backward"
-        if info.needs_optimizer and self.optimizer.leaves_out:
-            text = f"leaves {self.optimizer.leaves_out} out of clipping, but clip={clip.mode}"
+    def conflicts(self) -> Conflicts:
+        """Yield values of several sections that exclude each other."""
+        mode = self.clip.mode
+        if self.clip.info.needs_optimizer and self.optimizer.leaves_out:
+            text = f"leaves {self.optimizer.leaves_out} out of clipping, but clip={mode}"
             yield "optimizer.groups", f"{text} limits the step of all parameters: use clip=norm"
         for name in self.verify.modes or ():
             nested = MODES[name].info.nested
-            if nested and name != clip.mode:
+            if nested and name != mode:
                 yield "verify.modes", f"{name} needs clip.{nested}: give clip={name} too"
-
-
-# -- the check
-
-
-def parse(plain: Mapping[str, Any]) -> RunConfig:
-    """Return the typed configuration; a RequestError names everything that is wrong with it."""
-    config, problems = examine(plain)
-    if config is None:
-        raise RequestError(problems)
-    return config
-
-
-def examine(
-    plain: Mapping[str, Any], unsettled: Collection[str] = ()
-) -> tuple[RunConfig | None, list[Problem]]:
-    """Return the typed configuration, or None and what is wrong with ``plain``.
-
-    The option of the sections ``unsettled`` does not exist: their values are not compared with
-    each other.
-    """
-    keys = owned_keys(plain)
-    config: RunConfig | None = None
-    errors: list[ErrorDetails] = []
-    try:
-        config = RunConfig.model_validate(plain)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    empty = [name for name, value in leaves("", plain) if value == MISSING]
-    judged = [
-        error for error in errors if error["type"] != "conflict" or error["loc"][0] not in unsettled
-    ]
-    problems = []
-    for problem in problems_of(judged, keys, plain):
-        if problem.key not in keys:
-            problem = _with_modes(problem)
-        if problem.key not in empty:
-            problems.append(problem)
-    problems += [Problem(name, MISSING, no_value(name, keys)) for name in dict.fromkeys(empty)]
-    if config is not None and not problems and not unsettled:
-        for name, message in config.across():
-            problems.append(Problem(name, value_at(plain, name), message))
-    return None if problems else config, problems
-
-
-def _with_modes(problem: Problem) -> Problem:
-    """Name the modes that have a key which does not exist beside the chosen mode."""
-    section, _, option = problem.key.partition(".")
-    if section != "clip":
-        return problem
-    modes = [f"clip={name}" for name, mode in MODES.items() if option in options_of(mode)]
-    return replace(problem, message=f"is an option of {or_list(modes)}") if modes else problem
-
-
-def owned_keys(plain: Mapping[str, Any] | None = None) -> Mapping[str, FieldInfo]:
-    """Return the keys that this project owns by their dotted names, in the order of the schema."""
-    keys = dict(_fixed_keys())
-    clip = (plain or {}).get("clip")
-    if isinstance(clip, Mapping):
-        with suppress(ValidationError):  # of a mode that does not exist
-            for name, field in options_of(class_of(clip)).items():
-                keys[f"clip.{name}"] = field
-    return keys
-
-
-@cache
-def _fixed_keys() -> Mapping[str, FieldInfo]:
-    def below(section: type[Section], path: str) -> Iterator[tuple[str, FieldInfo]]:
-        for name, field in section.model_fields.items():
-            key = f"{path}{field.alias or name}"
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from below(kind, f"{key}.")
-            else:
-                yield key, field
-
-    return dict(below(RunConfig, ""))

@@ -5,7 +5,6 @@ A value is read strictly: text is never a number, nor true 1.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
@@ -43,12 +42,6 @@ def listed(value: object) -> object:
     return [value] if type(value) in (int, float, str) else value
 
 
-def _order(value: Any) -> float:
-    if value is True or value not in (1, 2, math.inf, "inf"):
-        raise ValueError("must be 1, 2 or inf")
-    return float(value)
-
-
 def _step_range(value: Any) -> str:
     """Check a range of steps such as ``10:13``, both ends included."""
     match = re.fullmatch(r"(\d+):(\d+)", value) if isinstance(value, str) else None
@@ -65,8 +58,6 @@ _FOLDER_NAME = r"^[A-Za-z0-9][\w.\-]{0,99}$"
 _DOTTED_NAME = r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"
 Text = Annotated[str, Field(pattern=_NOT_EMPTY)]
 Texts = list[Text]
-# YAML writes infinity as .inf; a plain ``inf`` in a file is text, on the command line a number.
-NormOrder = Annotated[float, PlainValidator(_order)]
 FolderName = Annotated[str, Field(pattern=_FOLDER_NAME)]
 DottedName = Annotated[str, Field(pattern=_DOTTED_NAME)]
 StepRange = Annotated[str, PlainValidator(_step_range)]
@@ -294,8 +285,6 @@ def _sentence(error: ErrorDetails, name: str, known: Mapping[str, FieldInfo]) ->
     keys = [key for key in known if key.startswith(f"{name}.")]
     if keys:
         return f"must be a section with the keys {', '.join(keys)}"
-    if kind == "finite_number" and name.endswith("threshold"):
-        return "must be a finite number; clip=none measures without clipping"
     names = _choices(name, known)
     if kind == "literal_error" and names:
         choice = names[0] if len(names) == 1 else f"one of {', '.join(names)}"

@@ -17,10 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic.fields import FieldInfo
 
+from runner.config.check import owned_keys
 from runner.config.folders import find
 from runner.config.masking import hidden, masked, masked_words
 from runner.config.problem import NOTHING, Problem, RequestError, leaves, shown
-from runner.config.schema import SHORT, RunConfig, owned_keys
+from runner.config.schema import SHORT, RunConfig
 from runner.request.composer import Composer
 from runner.request.composition import reason, refer_to
 from runner.request.overrides import OPEN

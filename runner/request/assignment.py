@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.check import owned_keys
+from runner.config.mode import COMMON
 from runner.config.modes import MODES, NAMES, options_of
 from runner.config.problem import NOTHING, Problem, leaves, unknown_key
-from runner.config.schema import owned_keys
 from runner.request.composition import Composition, reason
 from runner.request.overrides import OPEN
 
@@ -133,5 +134,5 @@ def add_defaults_of_the_mode(config: DictConfig) -> None:
         return
     with open_dict(clip):
         for name, declared in options_of(MODES[mode]).items():
-            if name not in clip:
+            if name not in clip and name not in COMMON:
                 clip[name] = declared.get_default(call_default_factory=True)

@@ -16,11 +16,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.check import examine
 from runner.config.identity import config_hash
 from runner.config.masking import masked, masked_words, remember, secrets_in
 from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
-from runner.config.schema import RunConfig, examine
+from runner.config.schema import RunConfig
 from runner.config.trust import Recorded, unknown
 from runner.request.composition import Composition, reason, refer_to
 

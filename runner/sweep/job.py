@@ -16,11 +16,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from runner.config.check import parse
 from runner.config.environment import slurm_job
 from runner.config.folders import outputs
 from runner.config.identity import config_hash
 from runner.config.masking import masked_words
-from runner.config.schema import RunConfig, parse
+from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure
 from runner.report.page import written

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
+from runner.config.check import parse
 from runner.config.problem import RequestError
-from runner.config.schema import parse
 from runner.request.request import request
 
 

@@ -6,8 +6,8 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
+from runner.config.check import parse
 from runner.config.notation import UNITS, Duration
-from runner.config.schema import parse
 from tests.config.composed import changed, plain, problems
 
 WRONG = {

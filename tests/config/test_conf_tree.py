@@ -7,9 +7,10 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
+from runner.config.check import owned_keys, parse
 from runner.config.folders import find, options, read_yaml
 from runner.config.modes import MODES, NAMES, options_of
-from runner.config.schema import parse
+from runner.config.problem import leaves
 from runner.request.request import request
 from tests.config.composed import changed, plain, problems
 
@@ -51,6 +52,13 @@ def test_a_default_of_a_clipping_mode_stands_in_its_dataclass_alone():
         for option in content.keys() & options_of(mode).keys() - {"threshold"}:
             default = options_of(mode)[option].get_default(call_default_factory=True)
             assert content[option] != default, (name, option)
+
+
+def test_a_key_that_records_may_lack_has_its_default_of_conf_in_the_schema_too():
+    composed = dict(leaves("", plain()))
+    for name, field in owned_keys().items():
+        if name in composed and name != "clip.threshold" and not field.is_required():
+            assert field.get_default(call_default_factory=True) == composed[name], name
 
 
 def commands():

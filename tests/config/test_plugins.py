@@ -5,10 +5,10 @@ from typing import get_args
 import pytest
 
 from runner.booster.plugin import SCHEDULES
+from runner.config.check import examine, parse
 from runner.config.folders import options
 from runner.config.plugin_section import PluginSection, uses
 from runner.config.problem import RequestError
-from runner.config.schema import examine, parse
 from runner.train import preflight
 from runner.train.build import mesh_of
 from tests.config.composed import plain, problems

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from runner.cli import arguments
+from runner.config.check import owned_keys
 from runner.config.folders import find
 from runner.config.identity import config_hash
 from runner.config.problem import RequestError
-from runner.config.schema import owned_keys
 
 GROUPS = sorted(folder.name for folder in find("conf").iterdir() if folder.is_dir())
 NAMES = sorted(file.stem for home in ("conf", "recipes") for file in find(home).rglob("*.yaml"))

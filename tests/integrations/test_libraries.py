@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
+from runner.config.check import parse
 from runner.config.problem import RequestError
-from runner.config.schema import parse
 from runner.data import Data
 from runner.request.request import request
 from runner.train import build

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.config.schema import parse
+from runner.config.check import parse
 from runner.train.communication import gradients_sent
 from tests.config.composed import plain
 

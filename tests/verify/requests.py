@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from runner.booster import PipelineParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from runner.booster.plugin import ParallelModel
-from runner.config.schema import parse
+from runner.config.check import parse
 from runner.gradients import Layout
 from runner.request.request import request
 from runner.train import build

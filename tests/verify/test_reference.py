@@ -9,7 +9,7 @@ import torchvision
 from torch import nn
 
 from runner.booster.plugin import SinglePlugin
-from runner.config.schema import parse
+from runner.config.check import parse
 from runner.train import build
 from runner.train.maker import maker
 from runner.verify.reference import Reference, make_mode, make_samples, switch_off_dropout

@@ -24,7 +24,6 @@ from runner.cli.main import main
 from runner.launch import supervise
 from runner.report import page  # noqa: F401  # and what a run imports
 from runner.train import preflight, targets  # noqa: F401
-from tests.process import ROOT
 
 HOUSE = Path(runner.__file__).parent
 TRIES = 12
@@ -87,11 +86,15 @@ def place_of(frame: FrameType) -> str:
     return f"{file}: {frame.f_code.co_qualname}"
 
 
+def parameters_of(frame: FrameType) -> tuple[str, ...]:
+    code = frame.f_code
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
 def renamed(frame: FrameType, caller: FrameType) -> tuple[str, ...]:
     """The arguments whose parameter has another name than what the caller gives."""
-    code = frame.f_code
     changes = []
-    for parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+    for parameter in parameters_of(frame):
         value = frame.f_locals.get(parameter)
         if parameter in ("self", "cls") or not holds(value):
             continue
@@ -128,7 +131,9 @@ def walk(words: list[str]) -> list[Step]:
         tried[pair] += 1
         if caller is None or pair in steps or tried[pair] > TRIES:
             return
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        names = frame.f_code.co_varnames[
+            : frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+        ]
         if not any(holds(frame.f_locals.get(name)) for name in names):
             return
         file = function.partition(":")[0]
@@ -157,7 +162,7 @@ if __name__ == "__main__":
     for step in steps:
         marks = ("climb" if step.climbs else "", "return" if step.returns else "", *step.renamed)
         print(f"{step.caller:55} {step.function:55} {'  '.join(filter(None, marks))}")
-    print(len(steps), "steps,", len({step.function.partition(':')[0] for step in steps}), "files")
+    print(len(steps), "steps,", len({step.function.partition(":")[0] for step in steps}), "files")
     print(sum(step.climbs for step in steps), "climbs,", end=" ")
     print(sum(step.returns for step in steps), "returns,", end=" ")
     print(sum(len(step.renamed) for step in steps), "new names")

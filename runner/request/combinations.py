@@ -7,11 +7,12 @@ from itertools import islice, product
 from math import prod
 from typing import Any
 
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from omegaconf import DictConfig
 
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import SHORT
+from runner.request.overrides import Override
 from runner.request.sweep_settings import searches, setting
 
 Axis = list[list[str]]
@@ -65,11 +66,11 @@ def _axes(
     axes: dict[str, Axis] = {}
     problems: list[Problem] = []
     for override in overrides:
-        key = override.get_key_element()
+        key = override.signed_key
         try:
             axes[key] = [[text] for text in _values(override, limit, search)]
         except Exception as error:  # Hydra raises HydraException, ValueError, TypeError and more
-            problems.append(Problem(key, override.get_value_string(), str(error)))
+            problems.append(Problem(key, override.value_text, str(error)))
     return axes, problems
 
 
@@ -78,12 +79,12 @@ def _values(override: Override, limit: int, search: bool) -> Iterator[str]:
 
     Of a range that is longer than ``limit`` it yields the first ``limit`` + 1 values.
     """
-    key = override.get_key_element()
-    value = override.value()
-    if not override.is_sweep_override():
-        yield override.input_line or ""
+    key = override.signed_key
+    value = override.value
+    if not override.lists:
+        yield override.text
         return
-    if override.is_hydra_override() or override.key_or_group.partition(".")[0] == "sweep":
+    if override.is_for_hydra or override.group.partition(".")[0] == "sweep":
         raise ValueError("must be one value: all runs of a sweep share it")
     if isinstance(value, IntervalSweep):
         if not search:
@@ -95,7 +96,7 @@ def _values(override: Override, limit: int, search: bool) -> Iterator[str]:
     if isinstance(value, RangeSweep):  # it may have billions of values
         listed = list(islice(value.range(), limit + 1))
     if len(listed) <= limit:
-        listed = list(override.sweep_string_iterator())
+        listed = list(override.parsed.sweep_string_iterator())
     if not listed:
         raise ValueError("must have at least one value")
     for item in listed:

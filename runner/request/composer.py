@@ -25,7 +25,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -37,8 +37,8 @@ from runner.config.problem import NOTHING, Problem, RequestError
 from runner.config.trust import Origin
 from runner.request.assignment import Assignment, add_defaults_of_the_mode, assign
 from runner.request.base import base_of, source_of, unrecorded_secrets
-from runner.request.composition import Composition, near_option, no_option, reason
-from runner.request.overrides import key_of, read_overrides, text_of
+from runner.request.composition import Composition, near_option, no_option, reason, refer_to
+from runner.request.overrides import Override, read_overrides
 from runner.request.recipes import Recipe, files_of, read
 
 SUBDIR = "hydra.sweep.subdir="
@@ -128,10 +128,10 @@ class Composer:
 
     def chooses(self, override: Override) -> bool:
         """Return whether an override chooses an option of a group, or is for Hydra."""
-        if override.is_hydra_override():
+        if override.is_for_hydra:
             return True
-        is_option = not isinstance(override.value(), dict)
-        return is_option and bool(self.options(override.key_or_group))
+        is_option = not isinstance(override.value, dict)
+        return is_option and bool(self.options(override.group))
 
     def compose(
         self, overrides: Sequence[Override], base: Mapping[str, Any] | None = None
@@ -162,7 +162,7 @@ class Composer:
         composition.origin = Origin(names=self._names_of_folder())
         for override in overrides:
             whole = self.chooses(override)
-            composition.origin.add(key_of(override), override.value(), whole=whole)
+            composition.origin.add(override.key, override.value, whole=whole)
         return composition
 
     def _names_of_folder(self) -> set[str]:
@@ -179,14 +179,14 @@ class Composer:
         values: list[Override] = []
         for override in overrides:
             if self.chooses(override):
-                chosen[key_of(override)] = override
+                chosen[override.key] = override
             else:
                 values.append(override)
         layers, choices, problems = self._layers(chosen)
         composition = self._choose(choices)
         composition.problems += problems
         config = composition.config
-        texts = [text_of(override) for override in overrides if not override.is_hydra_override()]
+        texts = [override.text for override in overrides if not override.is_for_hydra]
         config.hydra.overrides.task = texts
         # A folder may be named after it.
         config.hydra.job.override_dirname = ",".join(sorted(masked_words(texts)))
@@ -195,13 +195,14 @@ class Composer:
         # A recipe may have set keys of Hydra: those that are typed are set once more.
         typed = [chosen[key] for key in chosen if layers and key.startswith("hydra.")]
         # Arguments are set after the target that they are for.
-        values.sort(key=lambda override: not override.key_or_group.endswith("._target_"))
+        values.sort(key=lambda override: not override.key.endswith("._target_"))
         for override in (*typed, *values):
-            assignment = _assignment(override)
-            if assignment.key not in composition.unsettled:
-                assignments.append(assignment)
+            if override.key not in composition.unsettled:
+                value = NOTHING if override.removes else override.value
+                assignments.append(Assignment(override.text, override.key, value, override.adds))
         assign(assignments, composition)
         add_defaults_of_the_mode(composition.config)
+        refer_to(composition.config)
         return composition
 
     def _layers(
@@ -215,34 +216,33 @@ class Composer:
         choices: dict[str, str] = {}
         problems: list[Problem] = []
         for group, override in chosen.items():
-            text = text_of(override)
             try:
                 layer = self._layer(group, override)
             except Refusal as error:
-                name = str(override.value())
+                name = str(override.value)
                 options = self.options(group)
                 near = "" if name in options else near_option(group, name, options)
-                problems.append(Problem(group, override.value(), str(error), near))
+                problems.append(Problem(group, override.value, str(error), near))
                 continue
             if layer is not None:
-                layers[text] = layer
+                layers[override.text] = layer
                 for key, option in layer.choices.items():
                     if key not in chosen:
-                        choices[f"{key}={option}"] = text
+                        choices[f"{key}={option}"] = override.text
             elif group != "recipe":
-                choices[text] = text
+                choices[override.text] = override.text
         return layers, choices, problems
 
     def _layer(self, group: str, override: Override) -> Recipe | None:
         """Return the recipe or the experiment that an override chooses."""
-        name: Any = override.value()
+        name: Any = override.value
         if group == "recipe" and name not in ("none", None):
             if name not in self.options(group):
                 raise Refusal(no_option(group, str(name), self.options(group)))
             recipe = self._recipe(self.recipes[name])
             recipe.content["recipe"] = name
             return recipe
-        if self.config_dir and override.is_add() and name in self.options(group):
+        if self.config_dir and override.adds and name in self.options(group):
             file = self.config_dir / group / f"{name}.yaml"
             if file in self._read or file.is_file():
                 recipe = self._recipe(file)
@@ -317,16 +317,16 @@ class Composer:
         What they say about Hydra counts for a whole command, and no run of a sweep is a sweep.
         """
         for override in overrides:
-            group = override.get_key_element().lstrip("+")
-            if override.is_range_sweep() or override.is_interval_sweep() or not self.options(group):
+            group = override.key
+            if not isinstance(override.value, ChoiceSweep | Glob) or not self.options(group):
                 continue
             with suppress(Exception):  # such a list is reported where its runs are composed
-                for value in list(override.sweep_string_iterator()):
-                    [choice], _ = read_overrides([f"{override.get_key_element()}={value}"])
+                for value in list(override.parsed.sweep_string_iterator()):
+                    [choice], _ = read_overrides([f"{override.signed_key}={value}"])
                     layer = self._layer(group, choice)
                     if layer is not None and "hydra" in layer.content:
                         message = f"{value} says for itself how a sweep runs: give it alone"
-                        yield Problem(group, override.get_value_string(), message)
+                        yield Problem(group, override.value_text, message)
 
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
@@ -384,15 +384,9 @@ def _of_layers(
     Values for a section whose option or target a recipe names hold only with this one: the learning
     rate of a recipe for SGD is no learning rate for AdamW.
     """
-    names = ChainMap({group: override.value() for group, override in chosen.items()})
+    names = ChainMap({group: override.value for group, override in chosen.items()})
     names.maps += [layer.names for layer in reversed([*layers.values()])]
     for text, layer in layers.items():
         for section, content in layer.content.items():
             if section not in layer.names or layer.names[section] == names.get(section):
                 yield Assignment(text, section, content, adds=True)
-
-
-def _assignment(override: Override) -> Assignment:
-    value = NOTHING if override.is_delete() else override.value()
-    adds = override.is_add() or override.is_force_add()
-    return Assignment(text_of(override), key_of(override), value, adds)

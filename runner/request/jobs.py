@@ -23,7 +23,7 @@ from runner.config.plugin_section import read_plan
 from runner.config.problem import NOTHING, Problem, RequestError, leaves
 from runner.config.schema import RunConfig
 from runner.config.trust import Recorded, unknown
-from runner.request.composition import Composition, reason, refer_to
+from runner.request.composition import Composition, reason
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ def job_of(
     if number is not None:  # as the launcher of a sweep does
         hydra.job.update(num=number, id=str(number))
     hydra.runtime.output_dir = str(folder)
-    refer_to(composition.config)
     config = pickle.loads(pickle.dumps(composition.config))
     with open_dict(config):
         del config.hydra

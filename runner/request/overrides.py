@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep
+from hydra.core.override_parser.types import Override as HydrasOverride
 from omegaconf import OmegaConf
 
 from runner.config.masking import masked_words, remember, secrets_in
@@ -27,6 +29,50 @@ _TABLES = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
 _IN_NO_FILE = re.compile("[\0\ud800-\udfff]")
 
 
+@dataclass(frozen=True)
+class Override:
+    """One override, read by Hydra's parser.
+
+    Attributes:
+        typed: its text as it was typed.
+        text: its text as it is spelled out, such as ``resume.from=RUN`` for ``resume=RUN``.
+        signed_key: the key or the group, with its package and its signs.
+        key: the same without signs.
+        group: the same without signs and package.
+        value: the value in plain containers; what Hydra makes of a list of values.
+        value_text: the value as it is spelled out.
+        lists: whether it lists values, for a sweep.
+        adds: whether the key may be new, as it has a plus.
+        removes: whether the key is removed, as it has a ``~``.
+        is_for_hydra: whether the key is one of Hydra's own.
+        parsed: what Hydra's parser has made.
+    """
+
+    typed: str
+    text: str
+    signed_key: str
+    key: str
+    group: str
+    value: Any
+    value_text: str
+    lists: bool
+    adds: bool
+    removes: bool
+    is_for_hydra: bool
+    parsed: HydrasOverride
+
+
+def read_typed(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
+    """Return the overrides that a user typed, and a problem for each that is none.
+
+    Keys that are given twice are problems too: the last value alone would count.
+    ``~key +key=value`` gives a key once, and so do equal overrides.
+    """
+    overrides, problems = read_overrides(texts)
+    problems += _repeated(overrides)
+    return overrides, problems
+
+
 def read_overrides(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
     """Return the parsed overrides, and a problem for each text that is none.
 
@@ -35,12 +81,65 @@ def read_overrides(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     overrides: list[Override] = []
     problems: list[Problem] = []
-    for text in spelled_out(texts):
+    for text in texts:
         try:
-            overrides.append(_parsed(parser, text))
+            overrides.append(_read(text, parser))
         except Exception:  # HydraException, RecursionError, ValueError of a number
-            problems.append(Problem(text, NOTHING, _why_unreadable(text)))
+            spelled = spelled_out(text)
+            problems.append(Problem(spelled, NOTHING, _why_unreadable(spelled)))
     return overrides, problems
+
+
+def _read(typed: str, parser: OverridesParser) -> Override:
+    """Read one override, and remember the secrets in it."""
+    text = spelled_out(typed)
+    if _IN_NO_FILE.search(text):
+        raise ValueError(text)
+    OmegaConf.create([text])  # Hydra records it, which fails for ${.}
+    [parsed] = parser.parse_overrides([text])
+    value = parsed.value()
+    signed_key = parsed.get_key_element()
+    choices = value
+    if isinstance(value, ChoiceSweep):
+        choices = [getattr(item, "text", item) for item in value.list]
+    remember(secrets_in(choices, signed_key))
+    return Override(
+        typed=typed,
+        text=text,
+        signed_key=signed_key,
+        key=signed_key.lstrip("+~"),
+        group=parsed.key_or_group,
+        value=value,
+        value_text=text.partition("=")[2],
+        lists=parsed.is_sweep_override(),
+        adds=parsed.is_add() or parsed.is_force_add(),
+        removes=parsed.is_delete(),
+        is_for_hydra=parsed.is_hydra_override(),
+        parsed=parsed,
+    )
+
+
+_NAME = r"(?:\w+\.)+[^\W\d]\w*"
+_SECTIONS = "|".join((*OPEN, r"data\.collate"))
+_TARGET = re.compile(rf"^({_SECTIONS})=({_NAME}(?:,{_NAME})*)$")
+_SHORT = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
+_CALLBACKS = re.compile(r"callbacks=\[((?:\w+\.)+\w+(?:,(?:\w+\.)+\w+)*)\]")
+
+
+def spelled_out(text: str) -> str:
+    """Return an override without its short form.
+
+    ``resume=RUN`` is ``resume.from=RUN``, a class for a section is the ``_target_`` of the section,
+    and so is each in ``callbacks=[mine.Printer]``.
+    """
+    callbacks = _CALLBACKS.fullmatch(text)
+    if callbacks is not None:
+        targets = [f"{{_target_:{name}}}" for name in callbacks[1].split(",")]
+        return f"callbacks=[{','.join(targets)}]"
+    short = _SHORT.match(text)
+    if short is not None:
+        return f"{short[1]}{SHORT[short[2]]}={text[short.end() :]}"
+    return _TARGET.sub(r"\1._target_=\2", text)
 
 
 def _why_unreadable(text: str) -> str:
@@ -60,105 +159,27 @@ def _why_unreadable(text: str) -> str:
     return _UNREADABLE
 
 
-def _parsed(parser: OverridesParser, text: str) -> Override:
-    if _IN_NO_FILE.search(text):
-        raise ValueError(text)
-    OmegaConf.create([text])  # Hydra records it, which fails for ${.}
-    [override] = parser.parse_overrides([text])
-    remember(secrets_in(_plain_value(override), override.get_key_element()))
-    return override
+def _repeated(overrides: Sequence[Override]) -> Iterator[Problem]:
+    """Yield a problem for each override that gives a key again, and so hides an earlier one."""
+    earlier: dict[str, Override] = {}
+    for override in overrides:
+        for key in sorted(_keys_of(override)):
+            before = earlier.get(key)
+            earlier[key] = override
+            if before is not None and _hides(override, before):
+                first, second = masked_words([before.typed, override.typed])
+                message = f"is given twice ({first} and {second}): leave one of them out"
+                yield Problem(key, NOTHING, message)
+                break
 
 
-def _plain_value(override: Override) -> Any:
-    """Return the value of an override in plain containers, or the list of values to choose from."""
-    value = override.value()
-    if isinstance(value, ChoiceSweep):
-        return [getattr(item, "text", item) for item in value.list]
-    return value
+def _hides(override: Override, before: Override) -> bool:
+    """Return whether an override hides another one of the same key, which was typed before."""
+    return before.typed != override.typed and not (before.removes and override.adds)
 
 
-def spelled_out(texts: Iterable[str]) -> list[str]:
-    """Return overrides with ``resume.from=`` for ``resume=``, ``model._target_=`` for a class."""
-    name = r"(?:\w+\.)+[^\W\d]\w*"
-    sections = "|".join((*OPEN, r"data\.collate"))
-    target = re.compile(rf"^({sections})=({name}(?:,{name})*)$")
-    short = re.compile(rf"^(\+*)({'|'.join(SHORT)})=(?!{{)")
-
-    def with_key(match: re.Match[str]) -> str:
-        return f"{match[1]}{SHORT[match[2]]}="
-
-    with_targets = (target.sub(r"\1._target_=\2", _callbacks(text)) for text in texts)
-    return [short.sub(with_key, text) for text in with_targets]
-
-
-def _callbacks(text: str) -> str:
-    """Return ``callbacks=[{_target_:mine.Printer}]`` for ``callbacks=[mine.Printer]``."""
-    match = re.fullmatch(r"callbacks=\[((?:\w+\.)+\w+(?:,(?:\w+\.)+\w+)*)\]", text)
-    if match is None:
-        return text
-    targets = [f"{{_target_:{name}}}" for name in match[1].split(",")]
-    return f"callbacks=[{','.join(targets)}]"
-
-
-def read_typed(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
-    """Return the overrides that a user typed, and a problem for each that is none.
-
-    Keys that are given twice are problems too: the last value alone would count.
-    ``~key +key=value`` gives a key once, and so do equal overrides.
-    """
-    overrides: list[Override] = []
-    problems: list[Problem] = []
-    earlier: dict[str, _Typed] = {}
-    for text in texts:
-        parsed, unreadable = read_overrides([text])
-        overrides += parsed
-        problems += unreadable
-        for override in parsed:
-            problems += _repeated(_Typed(text, override), earlier)
-    return overrides, problems
-
-
-class _Typed(NamedTuple):
-    """An override with its text, as it was typed."""
-
-    text: str
-    override: Override
-
-
-def _repeated(typed: _Typed, earlier: dict[str, _Typed]) -> list[Problem]:
-    """Return a problem if an override gives a key again, and note its keys in ``earlier``."""
-    for key in sorted(_keys_of(typed)):
-        before = earlier.get(key)
-        earlier[key] = typed
-        if before is not None and _excludes(before, typed):
-            first, second = masked_words([before.text, typed.text])
-            message = f"is given twice ({first} and {second}): leave one of them out"
-            return [Problem(key, NOTHING, message)]
-    return []
-
-
-def _excludes(before: _Typed, after: _Typed) -> bool:
-    """Return whether the second of two overrides of one key hides the first."""
-    if before.text == after.text:
-        return False
-    adds = after.override.is_add() or after.override.is_force_add()
-    return not (before.override.is_delete() and adds)
-
-
-def _keys_of(typed: _Typed) -> set[str]:
+def _keys_of(override: Override) -> set[str]:
     """Return the keys that an override sets: as they are typed, and as they are spelled out."""
-    spelled = key_of(typed.override)
-    value = typed.override.value()
-    if isinstance(value, dict):
-        return {key for key, _ in leaves(spelled, value)} - {spelled}
-    return {typed.text.partition("=")[0].lstrip("+~"), spelled}
-
-
-def key_of(override: Override) -> str:
-    """Return the key or the group of an override, without its signs."""
-    return str(override.get_key_element().lstrip("+~"))
-
-
-def text_of(override: Override) -> str:
-    """Return an override as it is spelled out; empty if it was not typed."""
-    return override.input_line or ""
+    if isinstance(override.value, dict):
+        return {key for key, _ in leaves(override.key, override.value)} - {override.key}
+    return {override.typed.partition("=")[0].lstrip("+~"), override.key}

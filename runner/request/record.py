@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.masking import masked, masked_words, remembered
@@ -16,7 +15,7 @@ from runner.config.problem import Problem
 from runner.request.base import configuration
 from runner.request.composer import Composer
 from runner.request.jobs import Job, job_of
-from runner.request.overrides import read_typed
+from runner.request.overrides import Override, read_typed
 
 
 def write_composition(folder: Path, config: DictConfig) -> None:
@@ -56,7 +55,7 @@ def recorded_job(file: Path, overrides: Sequence[str], config_dir: Path | None =
         fixed = [override for override in parsed if _is_fixed(override)]
         message = "must be one value of this run's configuration: the run is trained already"
         for override in fixed:
-            problems.append(Problem(override.key_or_group, override.get_value_string(), message))
+            problems.append(Problem(override.group, override.value_text, message))
         free = [override for override in parsed if not _is_fixed(override)]
         composition = composer.compose(free, content)
         composition.problems += problems
@@ -65,5 +64,4 @@ def recorded_job(file: Path, overrides: Sequence[str], config_dir: Path | None =
 
 def _is_fixed(override: Override) -> bool:
     """Return whether an override cannot be given for a run that is trained already."""
-    is_sweep = override.is_sweep_override() or override.is_hydra_override()
-    return is_sweep or override.key_or_group == "recipe"
+    return override.lists or override.is_for_hydra or override.group == "recipe"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import run_job
 from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
@@ -20,9 +19,9 @@ from runner.config.identity import digest
 from runner.config.problem import Problem, RequestError
 from runner.request.combinations import combinations
 from runner.request.composer import Composer
-from runner.request.composition import Composition
+from runner.request.composition import Composition, refer_to
 from runner.request.jobs import Job, job_of
-from runner.request.overrides import read_overrides, read_typed, text_of
+from runner.request.overrides import Override, read_overrides, read_typed
 from runner.request.sweep_settings import (
     Place,
     destination,
@@ -82,7 +81,7 @@ def request(
     composer = Composer(config_dir)
     with composer.active():
         parsed, problems = read_typed(overrides)
-        single = [override for override in parsed if not override.is_sweep_override()]
+        single = [override for override in parsed if not override.lists]
         composition = composer.compose(single)
         unresolved = list(unresolved_settings(composition.config))
         if unresolved:
@@ -106,8 +105,7 @@ def _one_run(
     with _noted(problems):
         folder = destination(composition.config, "run")
     for override in lists.values():
-        key, _, values = text_of(override).partition("=")
-        problems.append(Problem(key, values, _LISTED))
+        problems.append(Problem(override.signed_key, override.value_text, _LISTED))
     jobs: list[Job] = []
     with _noted(problems):
         jobs.append(job_of(composition, folder))
@@ -132,10 +130,10 @@ def _sweep(
     problems += unreadable
     problems += launcher_problems(shared.config)
     # A typed override replaces the sweeper's.
-    by_key = {override.get_key_element(): override for override in [*of_sweeper, *overrides]}
+    by_key = {override.signed_key: override for override in [*of_sweeper, *overrides]}
     lists = _lists(by_key.values())
     problems += composer.sweeps_in_lists(lists.values())
-    rows = iter([[text_of(override) for key, override in by_key.items() if key not in lists]])
+    rows = iter([[override.text for key, override in by_key.items() if key not in lists]])
     with _noted(problems):
         destination(shared.config, "sweep")
     with _noted(problems):
@@ -152,22 +150,19 @@ def _sweep(
             break
     _refuse(problems)
     composer.plan()
-    texts = {key: text_of(override) for key, override in lists.items()}
+    texts = {key: override.text for key, override in lists.items()}
     return _named(Request(composer, tuple(jobs), shared, outputs(), lists=texts))
 
 
 def _lists(overrides: Iterable[Override]) -> dict[str, Override]:
     """Return the overrides that list values, by their keys."""
-    return {
-        override.get_key_element(): override
-        for override in overrides
-        if override.is_sweep_override()
-    }
+    return {override.signed_key: override for override in overrides if override.lists}
 
 
 def _named(sweep: Request) -> Request:
     """Return a sweep with its name, which follows from its jobs, so that it is found again."""
     config = sweep.composition.config
+    refer_to(config)  # after each of its jobs
     section = sweep.jobs[0].config.sweep
     search = searches(config)
     settings: list[str] = []

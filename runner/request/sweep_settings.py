@@ -12,7 +12,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from runner.config.ordinary import show_path
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.request.composition import reason, refer_to
+from runner.request.composition import reason
 
 Place: TypeAlias = Literal["here", "beside", "elsewhere"]
 """Where runs run: in the process of the command, in others of its machine, or anywhere."""
@@ -37,7 +37,6 @@ def setting(shared: DictConfig, key: str) -> Any:
 
 def unresolved_settings(config: DictConfig) -> Iterator[Problem]:
     """Yield what Hydra would read of its own part as it runs a job, and that refers to nothing."""
-    refer_to(config)
     # override_dirname repeats the overrides, whose own keys are named where they are wrong.
     of_job = [f"job.{name}" for name in config.hydra.job if name != "override_dirname"]
     for name in ("mode", "verbose", *of_job, "job_logging", "hydra_logging", "help"):
@@ -64,7 +63,6 @@ def place_of(shared: DictConfig) -> Place:
 
 def destination(config: DictConfig, kind: Literal["run", "sweep"]) -> Path:
     """Return the folder of a run or a sweep."""
-    refer_to(config)
     key = f"hydra.{kind}.dir"
     try:
         path = Path(str(OmegaConf.select(config, key, throw_on_missing=True))).absolute()

@@ -70,7 +70,7 @@ def _search(request: Request) -> None:
         config = request.composition.config
         params = setting(config, "hydra.sweeper.params")
         if params:
-            texts = spelled_out(f"{key}={value}" for key, value in params.items())
+            texts = [spelled_out(f"{key}={value}") for key, value in params.items()]
             config.hydra.sweeper.params = dict(text.split("=", 1) for text in texts)
         if not is_watched(sys.stderr):
             os.environ.setdefault("NO_COLOR", "1")  # Optuna would write colours into a file

@@ -35,7 +35,6 @@ def examine(
     The option of the sections ``unsettled`` does not exist: their values are not compared with
     each other.
     """
-    keys = owned_keys(plain)
     config: RunConfig | None = None
     errors: list[ErrorDetails] = []
     try:
@@ -43,6 +42,9 @@ def examine(
     except ValidationError as error:
         errors = error.errors(include_url=False)
     empty = [name for name, value in leaves("", plain) if value == MISSING]
+    if config is not None and not empty:
+        return config, []
+    keys = owned_keys(plain)
     judged = [
         error for error in errors if error["type"] != "conflict" or error["loc"][0] not in unsettled
     ]
@@ -53,7 +55,7 @@ def examine(
         if problem.key not in empty:
             problems.append(problem)
     problems += [Problem(name, MISSING, no_value(name, keys)) for name in dict.fromkeys(empty)]
-    return None if problems else config, problems
+    return None, problems
 
 
 def _with_modes(problem: Problem) -> Problem:

@@ -107,12 +107,13 @@ class Clip(Section):
 
     def _conflicts_with_mode(self) -> Conflicts:
         """Yield values that the mode does not take, or that only a program may give to it."""
-        info = type(self._options).info
-        if self.threshold == math.inf:
+        options = self._options
+        info = type(options).info
+        if options.threshold == math.inf:
             yield "threshold", "must be a finite number; clip=none measures without clipping"
-        if self.norm_type not in (1, 2, math.inf):
+        if options.norm_type not in (1, 2, math.inf):
             yield "norm_type", "must be 1, 2 or inf"
-        if self.scales == "all" and info.parts is not None:
+        if options.scales == "all" and info.parts is not None:
             yield "scales", "this mode multiplies no gradients by one coefficient: use auto"
         if self.what_if and (info.nested or info.follows == "norms"):
             yield "what_if", f"clip={self.mode} has no fixed threshold: leave it empty"
@@ -134,11 +135,6 @@ class Clip(Section):
     def norm_type(self) -> float:
         """The order of the norm of the gradient that is measured."""
         return self._options.norm_type
-
-    @property
-    def scales(self) -> str:
-        """The gradients that one coefficient multiplies: ``auto`` or ``all``."""
-        return self._options.scales
 
     @cached_property
     def info(self) -> ModeInfo:

@@ -121,29 +121,35 @@ def make_optimizers(target: OptimizerSection, model: nn.Module) -> list[Optimize
     patterns = target.groups or {}
     drops_decay = target.no_decay == "auto"
     has_groups = bool(patterns) or drops_decay
-    is_fusable = takes(make, "fused")
     if takes_model and has_groups:
         raise GroupError(f"{target.target} makes its groups itself, from the model")
     if takes_model:
-        make = partial(make, model=model)
-        if takes(make, "heads"):
-            make = partial(make, heads=head_weights(model))
+        optimizers = _fused(make, _of_model(make, model))
     else:
         parameters: list[Any] = list(model.parameters())
         if has_groups:
             parameters = parameter_groups(model, patterns, drops_decay)
-        make = partial(_over, make, parameters)
-    optimizers = None
-    if is_fusable:
-        with suppress(RuntimeError):  # Not supported on this device or with these options.
-            optimizers = make(fused=True)
-    if optimizers is None:
-        optimizers = make()
+        optimizers = _fused(make, partial(_over, make, parameters))
     if not (takes_model and isinstance(optimizers, list | tuple) and optimizers):
         optimizers = [optimizers]
     for optimizer in optimizers:
         require_settings(required(Optimizer, optimizer, target), patterns, drops_decay)
     return list(optimizers)
+
+
+def _of_model(make: partial[Any], model: nn.Module) -> partial[Any]:
+    """Bind the model, and the weights of its heads, to what makes optimizers of them."""
+    if takes(make, "heads"):
+        return partial(make, model=model, heads=head_weights(model))
+    return partial(make, model=model)
+
+
+def _fused(target: partial[Any], make: Callable[..., Any]) -> Any:
+    """Call ``make``, for the fused form where the target has one for this device and options."""
+    if takes(target, "fused"):
+        with suppress(RuntimeError):  # Not supported on this device or with these options.
+            return make(fused=True)
+    return make()
 
 
 def _over(make: partial[Any], parameters: Sequence[Any], **arguments: Any) -> Any:
@@ -180,16 +186,14 @@ def make_callbacks(config: RunConfig) -> list[object]:
 
 def make_plugin(config: RunConfig) -> Plugin:
     """Make the plugin, with the options that it uses."""
-    kind, options = plugin_of(config)
+    kind, options = plugin_of(config.plugin)
     return kind(**options)
 
 
-def plugin_of(config: RunConfig) -> tuple[type[Plugin], dict[str, Any]]:
+def plugin_of(plugin: PluginSection) -> tuple[type[Plugin], dict[str, Any]]:
     """Return the class of the plugin, and the options of section ``plugin`` that it uses."""
-    name = config.plugin.name
-    options = {
-        key: getattr(config.plugin, key) for key, (_, plugins) in uses().items() if name in plugins
-    }
+    name = plugin.name
+    options = {key: getattr(plugin, key) for key, (_, users) in uses().items() if name in users}
     return PLUGINS[name], options
 
 

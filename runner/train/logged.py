@@ -42,17 +42,18 @@ def unlogged_keys(config: RunConfig, data: Data, compared: bool) -> Iterator[Pro
     ``compared``: the run is one of a sweep, whose runs are compared by ``sweep.objective``.
     """
     objective = config.sweep.objective
-    names = logged(config, data)
+    of_evaluations = evaluated(config, data)
     of_layer = config.telemetry.per_layer and objective.startswith(keys.LAYER_NORM)
     # The objective of a single run without held-out data is the default one, which nobody chose.
     chosen = compared or data.test is not None or not objective.startswith(keys.EVAL)
-    if objective not in names and not of_layer and chosen:
-        near = near_name(objective, names)
-        meant = did_you_mean(objective, names)
-        message = f"is not logged by this run{meant} (it logs {', '.join(names)})"
-        yield Problem("sweep.objective", objective, message, near)
+    if chosen and not of_layer and objective not in of_evaluations:
+        names = logged(config, data)
+        if objective not in names:
+            near = near_name(objective, names)
+            meant = did_you_mean(objective, names)
+            message = f"is not logged by this run{meant} (it logs {', '.join(names)})"
+            yield Problem("sweep.objective", objective, message, near)
     watched = config.early_stopping.metric
-    of_evaluations = evaluated(config, data)
     if config.early_stopping.patience is not None and watched not in of_evaluations:
         have = or_list(of_evaluations or ["none"])
         message = f"is no metric of evaluations (they have {have})"

@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from runner.booster import SinglePlugin
+from runner.booster.criterion import Criterion
 from runner.booster.in_backward import refused_in_backward, why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.identity import NO_PATH, digest
 from runner.config.notation import first_line, message_of
 from runner.config.problem import NOTHING, ArgumentError, Problem, RequestError, Suggesting
-from runner.config.schema import OptimizerSection, RunConfig
+from runner.config.schema import ModelSection, OptimizerSection, RunConfig
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
@@ -51,11 +52,9 @@ class ComparedWeights:
     def __init__(self) -> None:
         self._refusals: dict[str, str] = {}  # by section ``model``; empty: they fit
 
-    def problems(self, config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+    def problems(self, section: ModelSection, model: nn.Module) -> Iterator[Problem]:
         """Yield why the weights cannot be loaded into the model, by their names and shapes."""
-        section = config.model
-        if section.file is None or config.resume.source not in NO_PATH:
-            return  # a checkpoint has all weights
+        assert section.file is not None
         setting = digest(section.model_dump(mode="json"))
         if setting not in self._refusals:
             self._refusals[setting] = ""
@@ -82,37 +81,53 @@ def check(
         here: whether it runs on this machine.
         weights: what was read for earlier jobs of the same request.
     """
-    checks = _Checks(config)
-    unfit = unfit_size(config)
+    checks = _Checks()
+    ranks = build.ranks_of(config)
+    data_parts = build.data_parallel_size(config.plugin, ranks)
+    unfit = unfit_size(config.plugin, ranks)
     if unfit is not None:
         checks.problems.append(unfit)
     if here:
-        checks.problems += _machine(config)
+        checks.problems += _machine(config, ranks)
     checks.problems += _noise_scale(config)
     data = checks.make("data", config.data, build.make_data)
     model = checks.make("model", config.model, make_on_meta)
-    if model is not None:
-        compared_weights = ComparedWeights() if weights is None else weights
-        checks.problems += compared_weights.problems(config, model)
     criterion = checks.make("loss", config.loss, build.make_criterion)
     if data is not None:
-        checks.problems += _durations(config, data)
+        checks.problems += _durations(config, data, data_parts)
         checks.problems += unlogged_keys(config, data, compared)
+    if model is not None:
+        checks.problems += _weights(config, model, weights or ComparedWeights())
     if model is not None and unfit is None:
         tokens = None if data is None else data.tokens_per_sample
-        checks.problems += unfit_model(config, model, tokens)
-    has_loss = criterion is not None or config.loss.target is None
-    if model is not None and data is not None and has_loss:
-        checks.problems += misfits_of_samples(config, model, data, criterion)
+        batch = config.data.batch_size
+        checks.problems += unfit_model(config.plugin, ranks, model, batch, tokens)
+    if model is not None and data is not None:
+        checks.problems += _samples(config, model, data, criterion)
     checks.problems += _mode(config, model)
-    checks.optimizer_and_scheduler(data, model)
+    checks.optimizer_and_scheduler(config, data, model, data_parts)
     for target in config.callbacks:
         checks.make("callbacks", target, _make_callback)
     if checks.problems:
         raise RequestError(checks.problems)
 
 
-def _machine(config: RunConfig) -> Iterator[Problem]:
+def _weights(config: RunConfig, model: nn.Module, weights: ComparedWeights) -> Iterator[Problem]:
+    """Yield why the weights that a run starts from do not fit the model."""
+    if config.model.file is None or config.resume.source not in NO_PATH:
+        return  # a checkpoint has all weights
+    yield from weights.problems(config.model, model)
+
+
+def _samples(
+    config: RunConfig, model: nn.Module, data: Data, criterion: Criterion | None
+) -> Iterator[Problem]:
+    """Yield why two samples do not go through the model and the criterion, if this was made."""
+    if criterion is not None or config.loss.target is None:
+        yield from misfits_of_samples(config, model, data, criterion)
+
+
+def _machine(config: RunConfig, ranks: int) -> Iterator[Problem]:
     """Yield what this machine lacks for the run."""
     gpu = torch.cuda.is_available() and config.device != "cpu"
     if config.device == "cuda" and not gpu:
@@ -122,7 +137,7 @@ def _machine(config: RunConfig) -> Iterator[Problem]:
     if config.tracker.uses("tensorboard") and find_spec("tensorboard") is None:
         key = "tracker" if config.tracker.name == "tensorboard" else "tracker.also"
         yield Problem(key, "tensorboard", INSTALL)
-    problem = too_many(config, uses_gpus=gpu)
+    problem = too_many(config.plugin, ranks, uses_gpus=gpu)
     if problem is not None:
         yield problem
 
@@ -135,7 +150,7 @@ def _noise_scale(config: RunConfig) -> Iterator[Problem]:
         yield Problem("telemetry.noise_scale", True, NO_NOISE_SCALE)
 
 
-def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
+def _durations(config: RunConfig, data: Data, data_parts: int) -> Iterator[Problem]:
     """Yield durations that the data cannot measure, and a microbatch that is larger than it."""
     if data.tokens_per_sample is None:
         ends = {
@@ -147,7 +162,7 @@ def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
                 message = f"{config.data.target} has no tokens; give it in ep, ba or sp"
                 yield Problem(key, str(duration), message)
     samples = length_of(data.train)
-    needed = config.data.batch_size * build.data_parts(config)
+    needed = config.data.batch_size * data_parts
     if samples == 0 or (samples is not None and config.data.drop_last and samples < needed):
         message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
         yield Problem("data.batch_size", config.data.batch_size, message)
@@ -199,8 +214,7 @@ def _make_callback(target: Target) -> Callbacks:
 class _Checks:
     """Makes the objects of a run, and collects what is wrong with them in ``problems``."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self.problems: list[Problem] = []
 
     def make(self, section: str, target: Any, make: Callable[[Any], T]) -> T | None:
@@ -214,16 +228,18 @@ class _Checks:
             self.problems += wrong_arguments or [_refused(section, target, error)]
             return None
 
-    def optimizer_and_scheduler(self, data: Data | None, model: nn.Module | None) -> None:
+    def optimizer_and_scheduler(
+        self, config: RunConfig, data: Data | None, model: nn.Module | None, data_parts: int
+    ) -> None:
         """Make them over the model; over another one if it cannot be made."""
+        steps = 1 if data is None else build.steps_of(config, data, data_parts)
         over = model
         if over is None:
             over = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
-        steps = 1 if data is None else build.steps_of(self._config, data)
 
         def make_optimizer(target: OptimizerSection) -> torch.optim.Optimizer:
             optimizers = self._optimizers(target, over, is_own_model=model is not None)
-            self._require_fit(target, optimizers)
+            _require_fit(config, target, optimizers)
             return optimizers[0]
 
         def make_scheduler(target: Target) -> None:
@@ -231,11 +247,11 @@ class _Checks:
             if not isinstance(scheduler, ReduceLROnPlateau):
                 require_plain_step(target, scheduler)
             elif data is not None:
-                _require_metric(self._config, data, scheduler)
+                _require_metric(config, data, scheduler)
 
-        optimizer = self.make("optimizer", self._config.optimizer, make_optimizer)
+        optimizer = self.make("optimizer", config.optimizer, make_optimizer)
         first_optimizer = optimizer or torch.optim.SGD(over.parameters(), lr=0.1)
-        self.make("scheduler", self._config.scheduler, make_scheduler)
+        self.make("scheduler", config.scheduler, make_scheduler)
 
     def _optimizers(
         self, target: OptimizerSection, model: nn.Module, is_own_model: bool
@@ -253,22 +269,6 @@ class _Checks:
             without_groups = target.model_copy(update={"groups": None, "no_decay": None})
             return build.make_optimizers(without_groups, model)
 
-    def _require_fit(self, target: Target, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Refuse optimizers that cannot step as the plugin or the clipping mode asks them to."""
-        clip = self._config.clip
-        plugin = self._config.plugin
-        shards = plugin.name == "fsdp" or plugin.zero_stage > 1 or plugin.tp_size != 1
-        for optimizer in optimizers:
-            require_plain_step(target, optimizer)
-            if isinstance(optimizer, torch.optim.Adafactor) and shards:
-                raise TargetError("steps whole parameters: use plugin=ddp, which shards none")
-            if clip.step_in_backward:
-                reason = why_not_in_parts(optimizer)
-                if reason:
-                    raise TargetError(reason)
-        if clip.info.needs_optimizer and clip.target is None:
-            build_mode(clip.options).require_optimizers(optimizers[:1])
-
 
 def _refused(section: str, target: Any, error: Exception) -> Problem:
     """Return the problem of a target that cannot be made, or of its argument that is wrong."""
@@ -281,6 +281,25 @@ def _refused(section: str, target: Any, error: Exception) -> Problem:
     if not isinstance(error, EXPLAINS):
         message = f"refused its arguments: {first_line(error)}"
     return Problem(f"{section}._target_", target.target, message, suggestion)
+
+
+def _require_fit(
+    config: RunConfig, target: Target, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Refuse optimizers that cannot step as the plugin or the clipping mode asks them to."""
+    clip = config.clip
+    plugin = config.plugin
+    shards = plugin.name == "fsdp" or plugin.zero_stage > 1 or plugin.tp_size != 1
+    for optimizer in optimizers:
+        require_plain_step(target, optimizer)
+        if isinstance(optimizer, torch.optim.Adafactor) and shards:
+            raise TargetError("steps whole parameters: use plugin=ddp, which shards none")
+        if clip.step_in_backward:
+            reason = why_not_in_parts(optimizer)
+            if reason:
+                raise TargetError(reason)
+    if clip.info.needs_optimizer and clip.target is None:
+        build_mode(clip.options).require_optimizers(optimizers[:1])
 
 
 def _require_metric(config: RunConfig, data: Data, scheduler: ReduceLROnPlateau) -> None:

@@ -18,19 +18,16 @@ from runner.config.environment import (
 from runner.config.notation import plural
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import Problem
-from runner.config.schema import RunConfig
 from runner.train import build
 
 
-def unfit_size(config: RunConfig) -> Problem | None:
-    """Return what is wrong with the sizes of the plugin for the ranks of this run."""
+def unfit_size(plugin: PluginSection, ranks: int) -> Problem | None:
+    """Return what is wrong with the sizes of the plugin for the ranks of a run."""
     started = started_rank()
     if started is not None:
-        problem = _unfit_for_started(config, started)
+        problem = _unfit_for_started(plugin, started)
         if problem is not None:
             return problem
-    plugin = config.plugin
-    ranks = build.ranks_of(config)
     try:
         sizes = build.mesh_of(plugin, ranks)
     except SizeError as error:
@@ -38,12 +35,12 @@ def unfit_size(config: RunConfig) -> Problem | None:
     return _unfit_for_machines(plugin, ranks, sizes, started)
 
 
-def _unfit_for_started(config: RunConfig, started: StartedRank) -> Problem | None:
+def _unfit_for_started(plugin: PluginSection, started: StartedRank) -> Problem | None:
     """Return why a run cannot use the ranks that torchrun or srun started."""
     ranks = started.world_size
-    nproc = config.plugin.nproc
+    nproc = plugin.nproc
     starter = "srun" if in_slurm_step() else "torchrun"
-    if config.plugin.name == "single" and ranks > 1:
+    if plugin.name == "single" and ranks > 1:
         text = f"trains on one rank, and {starter} started {ranks}: plugin=ddp trains on all"
         if starter == "srun":
             text += "; separate runs: srun env -u SLURM_PROCID python -m runner"
@@ -91,22 +88,27 @@ def _unfit_for_machines(
     return None
 
 
-def too_many(config: RunConfig, uses_gpus: bool) -> Problem | None:
+def too_many(plugin: PluginSection, ranks: int, uses_gpus: bool) -> Problem | None:
     """Return the problem of more local ranks than there are GPUs, or than cores can share."""
     if started_rank() is not None:
         return None
     gpus = torch.cuda.device_count() if uses_gpus else None
-    return config.plugin.too_many_ranks(build.ranks_of(config), gpus)
+    return plugin.too_many_ranks(ranks, gpus)
 
 
-def unfit_model(config: RunConfig, model: nn.Module, tokens: int | None) -> Iterator[Problem]:
+def unfit_model(
+    plugin: PluginSection, ranks: int, model: nn.Module, batch: int, tokens: int | None
+) -> Iterator[Problem]:
     """Yield why a plugin, whose sizes fit the ranks, cannot split this model or its batches.
 
-    ``tokens`` is the length of the sequences in the data; None if it has none.
+    Args:
+        plugin: the section of the plugin.
+        ranks: the world size.
+        model: the whole model.
+        batch: samples in a microbatch of one data-parallel rank.
+        tokens: length of the sequences in the data; None if it has none.
     """
-    plugin = config.plugin
-    ranks = build.ranks_of(config)
-    kind, options = build.plugin_of(config)
+    kind, options = build.plugin_of(plugin)
     for key, value, message in kind.problems(model, ranks, options):
         yield Problem(f"plugin.{key}", value, message)
     sizes = build.mesh_of(plugin, ranks)
@@ -118,7 +120,6 @@ def unfit_model(config: RunConfig, model: nn.Module, tokens: int | None) -> Iter
     if sizes.pp > 1:
         stages = sizes.pp * SCHEDULES[plugin.schedule].stages_per_rank
         parts = plugin.num_microbatches or stages
-        batch = config.data.batch_size
         if batch < parts:
             message = f"must be {parts} or more: plugin.num_microbatches"
             yield Problem("data.batch_size", batch, message)

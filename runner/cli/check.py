@@ -32,10 +32,7 @@ def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
         problems = _problems(jobs, on_this_machine)
     if problems:
         raise RequestError(problems)
-    starts_ranks = on_this_machine and started is None
-    notes = {note for job in jobs for note in _notes(job.config, starts_ranks)}
-    for note in sorted(notes):
-        print_line(f"clip-runner: note: {note}", sys.stderr)
+    _print_notes(jobs, starts_ranks=on_this_machine and started is None)
 
 
 def _require_few_ranks(jobs: Sequence[Job]) -> None:
@@ -75,6 +72,13 @@ def _distinct(jobs: Sequence[Job]) -> list[Job]:
     """Return one job, the last, of those that differ in their seed alone."""
     by_setting = {digest({**job.plain, "seed": 0}): job for job in jobs}
     return list(by_setting.values())
+
+
+def _print_notes(jobs: Sequence[Job], starts_ranks: bool) -> None:
+    """Print each note on the jobs once."""
+    notes = {note for job in jobs for note in _notes(job.config, starts_ranks)}
+    for note in sorted(notes):
+        print_line(f"clip-runner: note: {note}", sys.stderr)
 
 
 def _notes(config: RunConfig, starts_ranks: bool) -> Iterator[str]:

@@ -51,6 +51,9 @@ COMMANDS = {
 It returns an exit code, or an :class:`Answer` with what ``--json`` prints.
 """
 
+TRAINING = ("calibrate", "evaluate", "plan", "run", "verify")
+"""Commands that may be started on several ranks, by torchrun or in a step of Slurm."""
+
 FINISHED = 0
 FAILED = 1
 WRONG_REQUEST = 2
@@ -163,8 +166,7 @@ def _command(argv: list[str]) -> Answer:
         _print_version()
         return Answer(FINISHED)
     flags = {argument for argument in argv if argument.startswith("-")}
-    trains = command != "bench" and module != "pages"
-    if trains:
+    if command in TRAINING:
         join_slurm_step()
         if flags <= {"-m", "--multirun"}:
             announce("clip-runner: reading the configuration")
@@ -176,9 +178,9 @@ def _command(argv: list[str]) -> Answer:
     try:
         returned = run_command(argv)
     except RequestError as error:
-        if trains:
-            raise _refused(error) from None
-        raise
+        if command not in TRAINING:
+            raise
+        raise _refused(error) from None
     return returned if isinstance(returned, Answer) else Answer(int(returned))
 
 

@@ -16,7 +16,6 @@ from runner.config.problem import NOTHING, Problem, RequestError
 from runner.launch import resume, signals
 from runner.request.answers import composed_text, help_text, print_answer_of_hydra
 from runner.request.jobs import Job
-from runner.request.record import write_composition
 from runner.request.request import Request
 from runner.run_folder import files
 from runner.run_folder.status import claimed
@@ -39,7 +38,7 @@ def run(argv: Sequence[str]) -> Answer:
     if request.sweep:
         exit_code = _sweep(request, arguments.command).start()
         return Answer(exit_code, {"folder": str(request.folder)})
-    return SingleRun(request).start()
+    return _one_run(request)
 
 
 def _print_answer(arguments: Arguments) -> None:
@@ -68,45 +67,32 @@ def _sweep(request: Request, command: Sequence[str]) -> "Sweep":
     return Sweep(request, command, check_jobs)
 
 
-class SingleRun:
-    """The one job of a request, in the folder of a run."""
+def _one_run(request: Request) -> Answer:
+    """Run the one job of a request in the folder of a run, or join the ranks that do."""
+    [job] = request.jobs
+    if started_rank() is None:
+        resume.require_readable(job.config.resume.source, request.folder)
+    check_jobs([job])
+    require_same(job)
+    if joins():
+        from runner.launch.rank import join
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        [self.job] = request.jobs
+        return Answer(join(timeout=job.config.launch.timeout))
+    with signals.deferred():
+        from runner.launch import supervise
+        from runner.report.page import written
 
-    def start(self) -> Answer:
-        """Run the job, or join the ranks that do."""
-        job = self.job
-        if started_rank() is None:
-            resume.require_readable(job.config.resume.source, self.request.folder)
-        check_jobs([job])
-        require_same(job)
-        if joins():
-            from runner.launch.rank import join
-
-            return Answer(join(timeout=job.config.launch.timeout))
-        with signals.deferred():
-            from runner.launch import supervise
-            from runner.report.page import written
-
-        folder = resume.requeued(job.plain, self.request.folder) or self.request.folder
-        status = read_object(folder / files.STATUS)
-        start = resume.decide(job.config, job.plain, folder)  # refuses before anything is created
-        with claimed(folder):
-            if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
-                start = resume.decide(job.config, job.plain, folder)
-
-            def train(config: Any) -> int:
-                write_composition(folder / files.HYDRA, config)
-                overrides = masked_words(job.overrides)
-                failure = supervise.run(
-                    job.config, job.plain, folder, overrides, start=start, page=written
-                )
-                return failure.exit_code if failure else 0
-
-            exit_code = int(self.request.run(train, folder))
-        return Answer(exit_code, lambda: _recorded(folder, failed=exit_code != 0))
+    folder = resume.requeued(job.plain, request.folder) or request.folder
+    status = read_object(folder / files.STATUS)
+    start = resume.decide(job.config, job.plain, folder)  # refuses before anything is created
+    with claimed(folder):
+        if read_object(folder / files.STATUS) != status:  # another run has ended here meanwhile
+            start = resume.decide(job.config, job.plain, folder)
+        overrides = masked_words(job.overrides)
+        run = supervise.Run(job.config, job.plain, folder, overrides, start, page=written)
+        failure = request.run(lambda: supervise.run(run), folder)
+    exit_code = failure.exit_code if failure else 0
+    return Answer(exit_code, lambda: _recorded(folder, failed=exit_code != 0))
 
 
 def _recorded(folder: Path, failed: bool) -> dict[str, Any]:

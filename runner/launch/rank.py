@@ -49,7 +49,7 @@ PATIENCE = 2.0  # seconds by which a rank that lost a connection ends after the 
 
 
 @dataclass(frozen=True)
-class Job:
+class Task:
     """What the ranks of a run have to do; without ``work`` they train in its folder.
 
     Local ranks report to the process that started them, by the ``port`` of its store.
@@ -65,21 +65,21 @@ class Job:
     secrets: tuple[str, ...] = ()  # not to be written by any rank
 
 
-def local_main(job: Job) -> dict[str, Any]:
-    """Train as a rank that this program has started; report how it ends by the store of ``job``."""
-    remember(job.secrets)
+def local_main(task: Task) -> dict[str, Any]:
+    """Train as a rank that this program has started, and report how that ends."""
+    remember(task.secrets)
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     started = started_rank()
     assert started is not None
-    assert job.port is not None
-    reported = Reports.at(job.port)
+    assert task.port is not None
+    reported = Reports.at(task.port)
     reported.begin(started.rank)
-    _answer_signals(job, reported)
+    _answer_signals(task, reported)
     torch.set_num_threads(max(1, _usable_cores() // started.local_world_size))
-    _log_to(job.folder / files.LOG, started.rank)
+    _log_to(task.folder / files.LOG, started.rank)
     try:
         with _reporting_exits(reported):
-            return train_as_rank(job, job.config.launch.timeout, reported, seed=job.config.seed)
+            return train_as_rank(task, task.config.launch.timeout, reported, seed=task.config.seed)
     except BaseException as error:
         abandon()
         number = stopped_by(error)
@@ -130,13 +130,13 @@ def join(work: Work | None = None, timeout: float = 600.0) -> int:
 
 
 def train_as_rank(
-    job: Job | None,
+    task: Task | None,
     timeout: float,
     reported: Reports,
     shown: Sequence[Sink] = (),
     seed: int = 1024,
 ) -> dict[str, Any]:
-    """Join the other ranks, and do what the first one, which alone has to know ``job``, says."""
+    """Join the other ranks, and do what the first one, which alone has to know ``task``, says."""
     started = started_rank()
     assert started is not None
     if dist.is_initialized():  # the requests of the ranks were compared
@@ -144,25 +144,25 @@ def train_as_rank(
     else:
         launch_from_torch(seed=seed, verbose=False, timeout=timeout + LATER)
     restarted = variable("TORCHELASTIC_RESTART_COUNT")
-    if job is not None and job.port is not None and started.rank == 0 and restarted:
-        again = newest(job.folder)  # an attempt failed, and torch's agent starts all ranks again
-        cut(job.folder / files.ROWS, again.step if again.checkpoint else job.step)
-        job = replace(job, resume=again.checkpoint or job.resume)
-    sent: list[Any] = [job]
+    if task is not None and task.port is not None and started.rank == 0 and restarted:
+        again = newest(task.folder)  # an attempt failed, and torch's agent starts all ranks again
+        cut(task.folder / files.ROWS, again.step if again.checkpoint else task.step)
+        task = replace(task, resume=again.checkpoint or task.resume)
+    sent: list[Any] = [task]
     dist.broadcast_object_list(sent, src=0)
-    [job] = sent
-    if isinstance(job, RefusedOnAllRanks):  # where the first rank looked: the folder of the run
-        raise job
-    assert job is not None
-    remember(job.secrets)
-    show_path(job.folder)
+    [task] = sent
+    if isinstance(task, RefusedOnAllRanks):  # where the first rank looked: the folder of the run
+        raise task
+    assert task is not None
+    remember(task.secrets)
+    show_path(task.folder)
     reported.begin(started.rank)
-    reports.watch(job.folder, started.rank, timeout)
+    reports.watch(task.folder, started.rank, timeout)
     if not logging.root.handlers:
-        _log_to(job.folder / files.LOG, started.rank)
-    signals.set_timeout(job.config.shutdown.timeout)
+        _log_to(task.folder / files.LOG, started.rank)
+    signals.set_timeout(task.config.shutdown.timeout)
     try:
-        ended = perform(job, None if started.rank else shown)
+        ended = perform(task, None if started.rank else shown)
     except BaseException as error:
         reported.fail(error)
         raise
@@ -170,19 +170,19 @@ def train_as_rank(
     return ended
 
 
-def perform(job: Job, shown: Sequence[Sink] | None) -> dict[str, Any]:
-    """Do what a job asks for on this rank; ``shown`` is None on a rank without sinks."""
-    keep_freed_memory(build.device_of(job.config.device).type)
-    work = job.work or partial(execute, folder=job.folder, resume=job.resume)
+def perform(task: Task, shown: Sequence[Sink] | None) -> dict[str, Any]:
+    """Do what a task asks for on this rank; ``shown`` is None on a rank without sinks."""
+    keep_freed_memory(build.device_of(task.config.device).type)
+    work = task.work or partial(execute, folder=task.folder, resume=task.resume)
     if shown is None:
-        return work(job.config, [])
-    with JsonlSink(job.folder / files.ROWS) as rows:
-        return work(job.config, [rows, *shown])
+        return work(task.config, [])
+    with JsonlSink(task.folder / files.ROWS) as rows:
+        return work(task.config, [rows, *shown])
 
 
-def _answer_signals(job: Job, reported: Reports) -> None:
+def _answer_signals(task: Task, reported: Reports) -> None:
     def note(number: int, frame: FrameType | None) -> None:
-        if number not in job.handled and number != signal.SIGTERM:  # by which the agent ends ranks
+        if number not in task.handled and number != signal.SIGTERM:  # by which the agent ends ranks
             return
         stop.request(number)
         if not stop.is_deferred():

@@ -1,4 +1,4 @@
-"""Run one job, and keep its record: in this process, on local ranks, or as torchrun's first rank.
+"""Train a run, and keep its record: in this process, on local ranks, or as torchrun's first rank.
 
 Local ranks are started by torch's elastic agent. This process then trains nothing and follows
 ``metrics.jsonl``, so that the record is whole if a rank is killed.
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from runner.telemetry.sinks.wandb_sink import WandbSink, new_run_id
 from runner.train import stop
 
 if TYPE_CHECKING:
-    from runner.launch.rank import Job, Work
+    from runner.launch.rank import Task, Work
     from runner.launch.reports import Reports
 
 log = logging.getLogger(__name__)
@@ -57,14 +57,14 @@ def train(
     """Train in this process, on local ranks, or as the first rank of torchrun."""
     with signals.deferred():
         from runner.launch.process_group import leave, stand_alone
-        from runner.launch.rank import Job, perform
+        from runner.launch.rank import Task, perform
         from runner.train import build
 
     started = started_rank()
     device = build.device_of(config.device)
     if is_watched(sys.stderr) and device.type == "cpu":
         config = config.model_copy(update={"log": config.log.model_copy(update={"flush": 1})})
-    job = Job(
+    task = Task(
         config,
         folder.absolute(),
         work,
@@ -74,29 +74,29 @@ def train(
         secrets=remembered(),
     )
     if started is not None and config.plugin.name != "single":
-        return _train_as_first_rank(job, shown, started)
+        return _train_as_first_rank(task, shown, started)
     ranks = build.ranks_of(config)
     if started is None and (ranks > 1 or config.launch.max_restarts):
-        return train_on_ranks(job, ranks, shown)
+        return train_on_ranks(task, ranks, shown)
     try:
         if config.plugin.name != "single":
             stand_alone()
-        return perform(job, shown)
+        return perform(task, shown)
     finally:
         leave()
 
 
-def _train_as_first_rank(job: Job, shown: Sequence[Sink], started: StartedRank) -> dict[str, Any]:
+def _train_as_first_rank(task: Task, shown: Sequence[Sink], started: StartedRank) -> dict[str, Any]:
     """Train as the first rank of torchrun; a Failure names the rank that ended the others."""
     with signals.deferred():
         from runner.launch.process_group import abandon, leave
         from runner.launch.rank import train_as_rank
         from runner.launch.reports import Reports
 
-    timeout = job.config.launch.timeout
+    timeout = task.config.launch.timeout
     reported = Reports()
     try:
-        result = train_as_rank(job, timeout, reported, shown)
+        result = train_as_rank(task, timeout, reported, shown)
     except stop.Stopped:
         leave()
         raise
@@ -105,17 +105,17 @@ def _train_as_first_rank(job: Job, shown: Sequence[Sink], started: StartedRank) 
         # A rank that lost a peer may have been asked to end by torchrun, because of that peer
         failed = isinstance(error, Exception) and not stopped_by(error)
         if started.world_size > 1 and (failed or is_lost_peer(error)):
-            raise reported.blamed(job.folder, started.world_size, timeout) from error
+            raise reported.blamed(task.folder, started.world_size, timeout) from error
         raise
     leave()
     return result
 
 
-def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
+def train_on_ranks(task: Task, ranks: int, shown: Sequence[Sink]) -> dict[str, Any]:
     """Start the ranks of a run on this machine, and show their rows until they have ended."""
     stop.defer()  # a signal is passed on to the ranks
     ended = threading.Event()
-    file = job.folder / files.ROWS
+    file = task.folder / files.ROWS
     rows = follow(file, ended, start=file.stat().st_size if file.exists() else 0)
 
     def show() -> None:
@@ -126,13 +126,13 @@ def train_on_ranks(job: Job, ranks: int, shown: Sequence[Sink]) -> dict[str, Any
     follower = threading.Thread(target=show, name="rows")
     follower.start()
     try:
-        return _launch(job, ranks)
+        return _launch(task, ranks)
     finally:
         ended.set()
         follower.join()
 
 
-def _launch(job: Job, ranks: int) -> dict[str, Any]:
+def _launch(task: Task, ranks: int) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -148,7 +148,7 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
     rendezvous_handler_registry.register("one machine", OneMachine)
     ensure_fork_server()
     reported = Reports.served()
-    job = replace(job, port=reported.port)
+    task = replace(task, port=reported.port)
     launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -156,11 +156,11 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
         run_id="local",
         rdzv_backend="one machine",
         local_addr="127.0.0.1",
-        max_restarts=job.config.launch.max_restarts,
+        max_restarts=task.config.launch.max_restarts,
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="",
-        shutdown_timeout=int(job.config.shutdown.timeout) + 10,  # the ranks end before
+        shutdown_timeout=int(task.config.shutdown.timeout) + 10,  # the ranks end before
     )
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -170,22 +170,22 @@ def _launch(job: Job, ranks: int) -> dict[str, Any]:
         if first:
             raise SignalException(signal.Signals(number).name, signal.Signals(number))
 
-    before = {number: signal.signal(number, end) for number in job.handled}
+    before = {number: signal.signal(number, end) for number in task.handled}
     try:
         requested = stop.requested()
         if requested:
             raise stop.Stopped(requested)
-        return dict(elastic_launch(launch_config, local_main)(job)[0])
+        return dict(elastic_launch(launch_config, local_main)(task)[0])
     except SignalException as error:
         raise stop.Stopped(int(error.sigval)) from None
     except ChildFailedError as error:
-        raise _end_of(job, reported, ranks, *error.get_first_failure()) from None
+        raise _end_of(task, reported, ranks, *error.get_first_failure()) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end_of(job: Job, reported: Reports, size: int, rank: int, process: Any) -> Exception:
+def _end_of(task: Task, reported: Reports, size: int, rank: int, process: Any) -> Exception:
     code = process.exitcode  # of the first one that ended; it may only have lost a connection
     if code in (129, 130, 143):  # a signal reached this rank alone
         return stop.Stopped(code - 128)
@@ -193,94 +193,113 @@ def _end_of(job: Job, reported: Reports, size: int, rank: int, process: Any) -> 
     if failure is not None:
         return failure
     if code in (1, -signal.SIGABRT):  # by which NCCL ends a rank that waits for too long
-        return reported.blamed(job.folder, size, job.config.launch.timeout)
+        return reported.blamed(task.folder, size, task.config.launch.timeout)
     if code > 0:
         return Failure(f"rank {rank} exited with code {code}", rank)
     memory = f", as the system does if it runs {KNOBS}" if code == -signal.SIGKILL else ""
     return Failure(f"rank {rank} was ended by {process.signal_name()}{memory}", rank)
 
 
-def run(
-    config: RunConfig,
-    plain: dict[str, Any],
-    folder: Path,
-    words: Sequence[str] = (),
-    *,
-    start: Start = ANEW,
-    swept: Sequence[str] | None = None,
-    alone: bool = True,
-    page: Callable[[Path], Path | None] | None = None,
-) -> Failure | None:
-    """Run one job, and keep its record in its folder.
+@dataclass(frozen=True)
+class Run:
+    """One run, as it is handed to :func:`run`.
 
-    Args:
+    Attributes:
         config: the checked configuration.
         plain: the configuration as it is recorded.
         folder: the folder of the run.
-        words: its overrides.
+        overrides: the overrides that asked for it, without secrets.
         start: where it starts.
         swept: keys that vary in the sweep that it belongs to; None for a run of its own.
         alone: whether it has the terminal for itself.
         page: writes the page of the run, whose path is printed.
-
-    Returns:
-        Why the run failed; None if it finished.
     """
-    signals.set_timeout(config.shutdown.timeout)
-    show_path(folder)
-    record = Record(folder)
-    run_id = _wandb_run_id(config, start)
-    made_with = provenance()  # may take seconds, after which an interrupt would not be recorded
-    stop.defer()  # a signal is recorded from here on
-    resumed = start.status()
-    status = record.begin(plain, run_id, **resumed)
-    cut(folder / files.ROWS, start.step if start.former else 0)
-    shutil.rmtree(folder / files.RANKS, ignore_errors=True)
-    shown: list[Sink] = [record, RunLog(folder, words, made_with)]
-    _announce(start)
 
-    def show_and_train() -> dict[str, Any]:
+    config: RunConfig
+    plain: dict[str, Any]
+    folder: Path
+    overrides: Sequence[str] = ()
+    start: Start = ANEW
+    swept: Sequence[str] | None = None
+    alone: bool = True
+    page: Callable[[Path], Path | None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the run for its trackers."""
+        return name_of(self.overrides, self.swept, self.folder)
+
+
+def run(run: Run) -> Failure | None:
+    """Train a run, and keep its record; return why it failed, None if it finished."""
+    signals.set_timeout(run.config.shutdown.timeout)
+    show_path(run.folder)
+    supervised = _Supervised(run)
+    _announce(run.start)
+    logging.captureWarnings(True)  # and so in runner.log
+    with signals.last_words(supervised.note_interrupt):
+        outcome = attempt(supervised.train)
+        logging.captureWarnings(False)
+        failure = outcome if isinstance(outcome, Failure) else None
+        _record_end(supervised.record, failure)
+    shutil.rmtree(run.folder / files.RANKS, ignore_errors=True)
+    summary = None if isinstance(outcome, Failure) else outcome
+    exit_code = failure.exit_code if failure else 0
+    for sink in supervised.sinks:
+        sink.close(summary, exit_code)  # after the status: closing wandb may take seconds
+    in_sweep = run.swept is not None
+    if failure is not None:
+        _log_failure(failure, run.folder, logging.INFO if in_sweep else logging.ERROR)
+    if run.page is not None:
+        place = run.page(run.folder) or run.folder
+        _advise(run.folder, run.overrides, stopped=exit_code > 128)
+        print_line(str(place))
+    _raise_signal(exit_code, in_sweep)
+    return failure
+
+
+class _Supervised:
+    """A run that has begun: its record, and the sinks that get its rows."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.record = Record(run.folder)
+        run_id = _wandb_run_id(run.config, run.start)
+        # It may take seconds, in which an interrupt ends a run that has not begun.
+        self._made_with = provenance()
+        stop.defer()  # a signal is recorded from here on
+        self._status = self.record.begin(run.plain, run_id, **run.start.status())
+        cut(run.folder / files.ROWS, run.start.step if run.start.former else 0)
+        shutil.rmtree(run.folder / files.RANKS, ignore_errors=True)
+        self.sinks: list[Sink] = [
+            self.record,
+            RunLog(run.folder, run.overrides, self._made_with),
+        ]
+
+    def note_interrupt(self, code: int, reason: str) -> None:
+        """Write to the record that the process is ended as it is."""
+        self.record.end("interrupted", code, reason)
+
+    def train(self) -> dict[str, Any]:
+        """Train, and write the summary, which is returned."""
         from runner.train import build
 
-        title = folder.name if swept is None else f"run {folder.name}"
+        run = self._run
+        config = run.config
+        title = run.folder.name if run.swept is None else f"run {run.folder.name}"
         steps = build.steps_of(config, build.make_data(config.data))
         interval = max(config.log.interval, config.log.flush)  # a line a step would bury the rest
-        shown.append(TerminalSink(steps, interval, title, alone=alone))
-        shown.extend(_trackers(config, plain, folder, name_of(words, swept, folder), status))
-        trained = train(config, folder, shown, start=start)
-        trained[keys.WALL_SECONDS] += resumed.get(keys.WALL_SECONDS, 0.0)
-        trained["guidance"] = sentences(trained.get("remarks", ()), swept or ())
-        trained |= made_with
-        record.summary(trained)
-        reason = trained.get(keys.ENDED_EARLY)
-        if reason and swept is None:
+        self.sinks.append(TerminalSink(steps, interval, title, alone=run.alone))
+        self.sinks.extend(_trackers(run, self._status))
+        summary = train(config, run.folder, self.sinks, start=run.start)
+        summary[keys.WALL_SECONDS] += run.start.status().get(keys.WALL_SECONDS, 0.0)
+        summary["guidance"] = sentences(summary.get("remarks", ()), run.swept or ())
+        summary |= self._made_with
+        self.record.summary(summary)
+        reason = summary.get(keys.ENDED_EARLY)
+        if reason and run.swept is None:
             print_line(f"clip-runner: ended early: {reason}", sys.stderr)
-        return trained
-
-    logging.captureWarnings(True)  # and so in runner.log
-    with signals.last_words(lambda code, why: record.end("interrupted", code, why)):
-        outcome = attempt(show_and_train)
-        logging.captureWarnings(False)
-        # The status first: closing wandb may take seconds.
-        failed: Failure | None = None
-        summary: dict[str, Any] | None = None
-        if isinstance(outcome, Failure):
-            failed = outcome
-        else:
-            summary = outcome
-        _record_end(record, failed)
-    shutil.rmtree(folder / files.RANKS, ignore_errors=True)
-    exit_code = failed.exit_code if failed else 0
-    for sink in shown:
-        sink.close(summary, exit_code)
-    if failed is not None:
-        _log_failure(failed, folder, logging.ERROR if swept is None else logging.INFO)
-    if page is not None:
-        place = page(folder) or folder
-        _advise(folder, words, stopped=exit_code > 128)
-        print_line(str(place))
-    _raise_signal(exit_code, swept is not None)
-    return failed
+        return summary
 
 
 def _wandb_run_id(config: RunConfig, start: Start) -> str | None:
@@ -326,44 +345,45 @@ def _raise_signal(exit_code: int, in_sweep: bool) -> None:
         raise signals.Terminated(late)
 
 
-def _advise(folder: Path, words: Sequence[str], stopped: bool) -> None:
+def _advise(folder: Path, overrides: Sequence[str], stopped: bool) -> None:
     """Print the commands that continue a run which was stopped, and that upload it to wandb."""
     if stopped and newest(folder).checkpoint is not None:
-        kept = [word for word in words if not word.startswith("resume")]
+        kept = [text for text in overrides if not text.startswith("resume")]
         again = shlex.join([f"resume={folder}", *kept])
         print_line(f"clip-runner: to continue: python -m runner {again}", sys.stderr)
-    if any(word.startswith("tracker") for word in words) or os.environ.get("WANDB_API_KEY"):
+    names_tracker = any(text.startswith("tracker") for text in overrides)
+    if names_tracker or os.environ.get("WANDB_API_KEY"):
         for offline in folder.glob("wandb/offline-run-*"):
             path = min(str(offline), os.path.relpath(offline), key=len)
             print_line(f"clip-runner: to upload: wandb sync {path}", sys.stderr)
 
 
-def name_of(words: Sequence[str], swept: Sequence[str] | None, folder: Path) -> str:
+def name_of(overrides: Sequence[str], swept: Sequence[str] | None, folder: Path) -> str:
     """Return the name of a run for its trackers: what sets it apart, in at most 60 characters."""
     apart = []
-    for word in words:
-        key = word.partition("=")[0]
+    for text in overrides:
+        key = text.partition("=")[0]
         section = key.lstrip("+~").partition(".")[0]
         if section not in (*NOT_HASHED, "launch") if swept is None else key in swept:
-            apart.append(with_short_numbers(word))
+            apart.append(with_short_numbers(text))
     name = " ".join(apart) or folder.name
     return name if len(name) <= 60 else f"{name[:59]}…"
 
 
-def _trackers(
-    config: RunConfig, plain: dict[str, Any], folder: Path, name: str, status: dict[str, Any]
-) -> Iterator[Sink]:
+def _trackers(run: Run, status: dict[str, Any]) -> Iterator[Sink]:
+    """Yield the trackers of a run. They have imported nothing before it begins."""
+    tracker = run.config.tracker
     continued_after = status["step"] if RESUMED in status else None
-    if config.tracker.uses("wandb"):
+    if tracker.uses("wandb"):
         aside = ("calibrate", "verify", "sweep", "report")  # they say nothing about a run itself
         yield WandbSink(
-            folder,
-            **hidden_in(config.tracker.model_dump(exclude={"name", "also"})),
-            name=hidden(name),
+            run.folder,
+            **hidden_in(tracker.model_dump(exclude={"name", "also"})),
+            name=hidden(run.name),
             run_id=status["wandb_run_id"],
-            config={key: value for key, value in plain.items() if key not in aside},
+            config={key: value for key, value in run.plain.items() if key not in aside},
             continued_after=continued_after,
             time_left=lambda: signals.time_left() - 2.0,  # for the page of the run
         )
-    if config.tracker.uses("tensorboard"):
-        yield TensorboardSink(folder, continued_after)
+    if tracker.uses("tensorboard"):
+        yield TensorboardSink(run.folder, continued_after)

@@ -22,6 +22,7 @@ from runner.request.composer import Composer
 from runner.request.composition import Composition, refer_to
 from runner.request.jobs import Job, job_of
 from runner.request.overrides import Override, read_overrides, read_typed
+from runner.request.record import write_composition
 from runner.request.sweep_settings import (
     Place,
     destination,
@@ -31,6 +32,7 @@ from runner.request.sweep_settings import (
     setting,
     unresolved_settings,
 )
+from runner.run_folder import files
 
 _LISTED = "a list of values is a sweep: add -m; one value goes in brackets, [a,b], or in quotes"
 _MOST_PROBLEMS = 50  # the problems of further jobs are usually the same
@@ -55,40 +57,44 @@ class Request:
         """Whether a sweeper chooses the runs by the results of earlier ones."""
         return self.trials is not None
 
-    def run(self, work: Callable[[DictConfig], Any], folder: Path) -> Any:
-        """Return what ``work`` returns; Hydra makes ``folder`` and sets up logging before."""
+    def run(self, train: Callable[[], Any], folder: Path) -> Any:
+        """Return what ``train`` returns; Hydra makes ``folder`` and sets up logging before."""
+
+        def write_and_train(config: DictConfig) -> Any:
+            write_composition(folder / files.HYDRA, config)
+            return train()
+
         config = self.composition.config
         config.hydra.mode = RunMode.RUN
         config.hydra.output_subdir = None  # the files of Hydra's own would hold secrets
         config.hydra.run.dir = _literal(folder)
         with self.composer.active():
             context = HydraContext(self.composer, Callback())  # type: ignore[arg-type]
-            return run_job(work, config, "hydra.run.dir", None, context).return_value
+            return run_job(write_and_train, config, "hydra.run.dir", None, context).return_value
 
 
 def request(
-    overrides: Sequence[str],
+    texts: Sequence[str],
     *,
     multirun: bool = False,
     config_dir: Path | None = None,
     after_each: Callable[[], object] = lambda: None,
 ) -> Request:
-    """Return the request of the overrides, every job composed and checked. Nothing is written.
+    """Return the request of overrides, every job composed and checked. Nothing is written.
 
     ``after_each`` is called after each job: there may be thousands. A RequestError names everything
     that is wrong.
     """
     composer = Composer(config_dir)
     with composer.active():
-        parsed, problems = read_typed(overrides)
-        single = [override for override in parsed if not override.lists]
-        composition = composer.compose(single)
+        overrides, problems = read_typed(texts)
+        composition = composer.compose([override for override in overrides if not override.lists])
         unresolved = list(unresolved_settings(composition.config))
         if unresolved:
             raise RequestError([*problems, *composition.problems, *unresolved])
         if multirun or composition.config.hydra.mode == RunMode.MULTIRUN:
-            return _sweep(composer, composition, parsed, problems, after_each)
-        return _one_run(composer, composition, parsed, problems, after_each)
+            return _sweep(composer, composition, overrides, problems, after_each)
+        return _one_run(composer, composition, overrides, problems, after_each)
 
 
 def _one_run(

@@ -169,7 +169,7 @@ def _train(
 
     with claimed(folder):
         write_composition(folder / files.HYDRA, config)
-        return supervise.run(
+        run = supervise.Run(
             typed,
             plain,
             folder,
@@ -178,6 +178,7 @@ def _train(
             swept=varied,
             alone=place != "beside",
         )
+        return supervise.run(run)
 
 
 def _end(sweep: Path, entry: Entry, objective: str | None) -> SweepRecord:

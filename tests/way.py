@@ -3,8 +3,8 @@
 ``python -m tests.way`` prints it. Each pair of caller and called function counts once, by its first
 call, if an argument holds what was typed.
 
-* climb: the call comes from another function than the one that was reached last, so that a reader
-  goes back up to the caller.
+* climb: the call comes from a function two levels or more above the one that was reached last. A
+  function that calls one after the other is read downwards: going back to it is no climb.
 * return: the call leads into a file that the way has left before.
 * new name: the parameter has another name than the variable or the attribute that is given.
 """
@@ -81,6 +81,16 @@ def house_frame(frame: FrameType | None) -> FrameType | None:
     return None
 
 
+def depth_of(frame: FrameType) -> int:
+    """The number of functions of the house on the stack."""
+    depth = 0
+    caller: FrameType | None = frame
+    while caller is not None:
+        depth += 1
+        caller = house_frame(caller.f_back)
+    return depth
+
+
 def place_of(frame: FrameType) -> str:
     file = Path(frame.f_code.co_filename).relative_to(HOUSE)
     return f"{file}: {frame.f_code.co_qualname}"
@@ -114,10 +124,11 @@ def walk(words: list[str]) -> list[Step]:
     left: list[str] = []  # files in their order
     tried = Counter[tuple[str, str]]()
     last = ""
+    depth_of_last = 0
     begun = False
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal last, begun
+        nonlocal last, depth_of_last, begun
         if event != "call" or house_frame(frame) is not frame:
             return
         if frame.f_code is supervise.run.__code__:
@@ -139,14 +150,16 @@ def walk(words: list[str]) -> list[Step]:
         file = function.partition(":")[0]
         here = left[-1] if left else ""
         changes = renamed(frame, caller)
+        depth = depth_of(frame)
         steps[pair] = Step(
             *pair,
-            climbs=bool(last) and pair[0] != last,
+            climbs=bool(last) and depth_of_last - depth >= 1,
             returns=file != here and file in left,
             renamed=changes,
         )
         left.append(file)
         last = function
+        depth_of_last = depth
 
     sys.settrace(note)
     try:

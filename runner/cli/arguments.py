@@ -51,7 +51,8 @@ class Arguments(argparse.Namespace):
     @property
     def prints(self) -> bool:
         """Whether a flag asks for an answer instead of a run."""
-        return bool(self.help or self.cfg or self.info or self.of_hydra)
+        flags = (self.help, self.cfg, self.info, self.hydra_help, self.shell_completion)
+        return any(flags)
 
     @property
     def of_hydra(self) -> list[str]:

@@ -1,14 +1,13 @@
 """Checks of jobs that need torch: targets, data, device and clipping mode."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from runner.config.environment import started_rank
 from runner.config.identity import digest
 from runner.config.problem import Problem, RequestError
-from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.request.jobs import Job
 from runner.request.sweep_settings import Place
@@ -29,10 +28,11 @@ def check_jobs(jobs: Sequence[Job], place: Place = "here") -> None:
         # Ranks import torch while this process does.
         prepare(*(job.config for job in jobs))
     with importing_torch():
-        problems = _problems(jobs, on_this_machine)
+        problems, notes = _checked(jobs, on_this_machine)
     if problems:
         raise RequestError(problems)
-    _print_notes(jobs, starts_ranks=on_this_machine and started is None)
+    for note in sorted(notes):
+        print_line(f"clip-runner: note: {note}", sys.stderr)
 
 
 def _require_few_ranks(jobs: Sequence[Job]) -> None:
@@ -49,50 +49,26 @@ def _require_few_ranks(jobs: Sequence[Job]) -> None:
         raise RequestError(problems)
 
 
-def _problems(jobs: Sequence[Job], on_this_machine: bool) -> list[Problem]:
-    """Return what is wrong with targets of a record, or else with the training of the jobs."""
+def _checked(jobs: Sequence[Job], on_this_machine: bool) -> tuple[list[Problem], set[str]]:
+    """Return what is wrong with targets of a record, or else with the jobs, and notes on these."""
     with signals.deferred():
         from runner.train import preflight, targets
 
     problems = [problem for job in jobs for problem in targets.problems(job.targets)]
+    notes: set[str] = set()
     if problems:
-        return problems
+        return problems, notes
+    compared = len(jobs) > 1
     weights = preflight.ComparedWeights()
     for job in _distinct(jobs):
         try:
-            preflight.check(
-                job.config, compared=len(jobs) > 1, here=on_this_machine, weights=weights
-            )
+            notes |= preflight.check(job.config, compared, here=on_this_machine, weights=weights)
         except RequestError as error:
             problems += [replace(problem, job=job.label) for problem in error.problems]
-    return problems
+    return problems, notes
 
 
 def _distinct(jobs: Sequence[Job]) -> list[Job]:
     """Return one job, the last, of those that differ in their seed alone."""
     by_setting = {digest({**job.plain, "seed": 0}): job for job in jobs}
     return list(by_setting.values())
-
-
-def _print_notes(jobs: Sequence[Job], starts_ranks: bool) -> None:
-    """Print each note on the jobs once."""
-    notes = {note for job in jobs for note in _notes(job.config, starts_ranks)}
-    for note in sorted(notes):
-        print_line(f"clip-runner: note: {note}", sys.stderr)
-
-
-def _notes(config: RunConfig, starts_ranks: bool) -> Iterator[str]:
-    """Yield what a user may not expect of a job that can be trained."""
-    from runner.train import build
-
-    samples, samples_of_step = build.samples_of(config)
-    if samples is not None and samples_of_step > samples:
-        yield (
-            f"a step has all {samples:,} samples of the data, not {samples_of_step:,}: "
-            "lower data.batch_size"
-        )
-    if starts_ranks and config.plugin.may_grow and build.ranks_of(config) == 1:
-        yield (
-            f"plugin={config.plugin.name} runs on one rank: plugin.nproc is not given, and "
-            "this run uses at most one GPU. plugin.nproc=2 starts two ranks."
-        )

@@ -80,12 +80,12 @@ class Clip(Section):
     def _with_options(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate these keys, and the options of the mode; errors of both together."""
         errors = []
-        options = Mode()
+        mode = Mode()
         if isinstance(given, Mapping) and given.keys() & {"mode", "_target_"}:
             keys = {field.alias or name for name, field in cls.model_fields.items()}
-            values = {name: value for name, value in given.items() if name not in keys}
+            options = {name: value for name, value in given.items() if name not in keys}
             try:
-                options = validated(class_of(given), values)
+                mode = validated(class_of(given), options)
             except ValidationError as error:
                 errors += error.errors(include_url=False)
         try:
@@ -94,7 +94,7 @@ class Clip(Section):
             errors += error.errors(include_url=False)
         if errors:
             raise together(errors)
-        clip._options = options
+        clip._options = mode
         conflicts = list(clip._conflicts_with_mode())
         if conflicts:
             raise refusal(conflicts)

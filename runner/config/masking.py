@@ -103,20 +103,20 @@ def _list_masked(values: list[Any], key: str, secret: bool, known: list[str]) ->
     return items
 
 
-def masked_words(words: Iterable[str]) -> list[str]:
+def masked_words(texts: Iterable[str]) -> list[str]:
     """Return overrides, or arguments of a command, without secrets."""
     known = [*_of_environment(), *_remembered]
-    return [_word_masked(word, known) for word in words]
+    return [_word_masked(text, known) for text in texts]
 
 
-def _word_masked(word: str, known: list[str]) -> str:
-    key, equals, value = word.partition("=")
+def _word_masked(text: str, known: list[str]) -> str:
+    key, equals, value = text.partition("=")
     name = key.lstrip("+~-")
     inside = any(is_secret(inner) for inner in _INSIDE.findall(value))
     if equals and re.match(r"[\w.@/:-]+$", name) and (inside or hides(name, value)):
-        text = _defaults_masked(value, secret=True)
-        return f"{key}={text if is_reference(text) else MASK}"
-    return _text_masked(word, known)
+        reference = _defaults_masked(value, secret=True)
+        return f"{key}={reference if is_reference(reference) else MASK}"
+    return _text_masked(text, known)
 
 
 def hidden(text: str) -> str:

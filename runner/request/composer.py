@@ -190,7 +190,8 @@ class Composer:
         config.hydra.overrides.task = texts
         # A folder may be named after it.
         config.hydra.job.override_dirname = ",".join(sorted(masked_words(texts)))
-        _set_base(config, base, {*chosen, *_groups_of(layers)})
+        if base:
+            _set_base(config, base, {*chosen, *_groups_of(layers)})
         assignments = list(_of_layers(layers, chosen))
         # A recipe may have set keys of Hydra: those that are typed are set once more.
         typed = [chosen[key] for key in chosen if layers and key.startswith("hydra.")]

@@ -106,25 +106,27 @@ def resolved_and_recorded(config: DictConfig) -> tuple[dict[str, Any], dict[str,
     return resolved, masked(_recorded(written, resolved, referred), known=secrets)
 
 
-def _recorded(text: Any, value: Any, referred: set[str]) -> Any:
-    """Return ``value``, but as it is written if it quotes one of the values ``referred`` to."""
-    if isinstance(text, dict) and isinstance(value, dict):
-        return {name: _recorded(text.get(name), item, referred) for name, item in value.items()}
-    if isinstance(text, list) and isinstance(value, list):
-        pairs = zip(text, value, strict=True)
-        return [_recorded(item_text, item, referred) for item_text, item in pairs]
-    if "${" not in str(text):
-        return value
-    quotes = any(secret in str(value) for secret in referred)
-    return text if quotes or "oc.env:" in str(text) else value
+def _recorded(written: Any, resolved: Any, referred: set[str]) -> Any:
+    """Return a value as it is resolved, or as it is written if it quotes one of ``referred``."""
+    if isinstance(written, dict) and isinstance(resolved, dict):
+        return {
+            name: _recorded(written.get(name), item, referred) for name, item in resolved.items()
+        }
+    if isinstance(written, list) and isinstance(resolved, list):
+        pairs = zip(written, resolved, strict=True)
+        return [_recorded(item_written, item, referred) for item_written, item in pairs]
+    if "${" not in str(written):
+        return resolved
+    quotes = any(secret in str(resolved) for secret in referred)
+    return written if quotes or "oc.env:" in str(written) else resolved
 
 
-def _from_environment(text: Any, value: Any) -> set[str]:
+def _from_environment(written: Any, resolved: Any) -> set[str]:
     """Return the values that are written with a variable of the environment."""
-    if isinstance(text, dict) and isinstance(value, dict):
-        pairs = [(text.get(name), item) for name, item in value.items()]
-    elif isinstance(text, list) and isinstance(value, list):
-        pairs = list(zip(text, value, strict=True))
+    if isinstance(written, dict) and isinstance(resolved, dict):
+        pairs = [(written.get(name), item) for name, item in resolved.items()]
+    elif isinstance(written, list) and isinstance(resolved, list):
+        pairs = list(zip(written, resolved, strict=True))
     else:
-        return {str(value)} - {""} if "oc.env:" in str(text) else set()
-    return set().union(*(_from_environment(item_text, item) for item_text, item in pairs))
+        return {str(resolved)} - {""} if "oc.env:" in str(written) else set()
+    return set().union(*(_from_environment(item_written, item) for item_written, item in pairs))

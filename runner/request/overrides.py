@@ -90,13 +90,13 @@ def read_overrides(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]
     return overrides, problems
 
 
-def _read(typed: str, parser: OverridesParser) -> Override:
+def _read(text: str, parser: OverridesParser) -> Override:
     """Read one override, and remember the secrets in it."""
-    text = spelled_out(typed)
-    if _IN_NO_FILE.search(text):
-        raise ValueError(text)
-    OmegaConf.create([text])  # Hydra records it, which fails for ${.}
-    [parsed] = parser.parse_overrides([text])
+    spelled = spelled_out(text)
+    if _IN_NO_FILE.search(spelled):
+        raise ValueError(spelled)
+    OmegaConf.create([spelled])  # Hydra records it, which fails for ${.}
+    [parsed] = parser.parse_overrides([spelled])
     value = parsed.value()
     signed_key = parsed.get_key_element()
     choices = value
@@ -104,13 +104,13 @@ def _read(typed: str, parser: OverridesParser) -> Override:
         choices = [getattr(item, "text", item) for item in value.list]
     remember(secrets_in(choices, signed_key))
     return Override(
-        typed=typed,
-        text=text,
+        typed=text,
+        text=spelled,
         signed_key=signed_key,
         key=signed_key.lstrip("+~"),
         group=parsed.key_or_group,
         value=value,
-        value_text=text.partition("=")[2],
+        value_text=spelled.partition("=")[2],
         lists=parsed.is_sweep_override(),
         adds=parsed.is_add() or parsed.is_force_add(),
         removes=parsed.is_delete(),

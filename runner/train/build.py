@@ -208,12 +208,6 @@ def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int
     return total_steps(config.train.max_duration, epoch, step, data.tokens_per_sample)
 
 
-def samples_of(config: RunConfig) -> tuple[int | None, int]:
-    """Return the samples of the training data, None of a stream, and those a step asks for."""
-    step = config.data.batch_size * config.accumulation.steps * data_parts(config)
-    return length_of(make_data(config.data).train), step
-
-
 def data_parts(config: RunConfig) -> int:
     """Return the data-parallel size of a run."""
     return data_parallel_size(config.plugin, ranks_of(config))

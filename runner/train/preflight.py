@@ -19,6 +19,7 @@ from runner.booster.criterion import Criterion
 from runner.booster.in_backward import refused_in_backward, why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
+from runner.config.environment import started_rank
 from runner.config.identity import NO_PATH, digest
 from runner.config.notation import first_line, message_of
 from runner.config.problem import NOTHING, ArgumentError, Problem, RequestError, Suggesting
@@ -72,8 +73,8 @@ def check(
     *,
     here: bool = True,
     weights: ComparedWeights | None = None,
-) -> None:
-    """Raise a RequestError of all that is wrong with a run.
+) -> set[str]:
+    """Raise a RequestError of all that is wrong with a run; return notes on what is right.
 
     Args:
         config: the checked configuration.
@@ -110,6 +111,25 @@ def check(
         checks.make("callbacks", target, _make_callback)
     if checks.problems:
         raise RequestError(checks.problems)
+    samples = None if data is None else length_of(data.train)
+    return {*_notes(config, ranks, data_parts, samples, here)}
+
+
+def _notes(
+    config: RunConfig, ranks: int, data_parts: int, samples: int | None, here: bool
+) -> Iterator[str]:
+    """Yield what a user may not expect of a run that can be trained."""
+    samples_of_step = config.data.batch_size * config.accumulation.steps * data_parts
+    if samples is not None and samples_of_step > samples:
+        yield (
+            f"a step has all {samples:,} samples of the data, not {samples_of_step:,}: "
+            "lower data.batch_size"
+        )
+    if here and started_rank() is None and config.plugin.may_grow and ranks == 1:
+        yield (
+            f"plugin={config.plugin.name} runs on one rank: plugin.nproc is not given, and "
+            "this run uses at most one GPU. plugin.nproc=2 starts two ranks."
+        )
 
 
 def _weights(config: RunConfig, model: nn.Module, weights: ComparedWeights) -> Iterator[Problem]:

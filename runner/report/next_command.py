@@ -7,7 +7,7 @@ from runner.report.edges import edge_values
 from runner.report.findings import DONE, Findings
 from runner.report.run import Run, SweepRuns, command_of
 from runner.report.settings import NAMES, RATE, THRESHOLD, Setting
-from runner.report.worth import SINGLE, kind, undecided
+from runner.report.worth import FEW, SAME, SINGLE, TIE, names, rivals_by_worth, undecided
 from runner.run_folder import keys
 
 NO_COMMAND = ("", "")
@@ -31,12 +31,21 @@ def _after_a_result(findings: Findings, best: Setting) -> tuple[str, str]:
     sweep = findings.sweep
     more = "" if sweep.searches else _seeds_to_decide(findings)
     if more:
-        return more, "More seeds would decide:"
+        return more, _purpose_of_seeds(findings)
     if findings.identical:
         return _lower_thresholds(findings, best)
     if sweep.searches:
         return _with_five_seeds(best)
     return _beyond_an_end(findings) or _train_with(findings, best)
+
+
+def _purpose_of_seeds(findings: Findings) -> str:
+    """Return what more seeds are for: they decide, unless some settings are a tie."""
+    by_worth = rivals_by_worth(findings)
+    if not (TIE in by_worth or SAME in by_worth) or findings.best is None:
+        return "More seeds would decide:"
+    rivals = names(by_worth.get(FEW, []))
+    return f"More seeds would tell {rivals} from {findings.best.label}:"
 
 
 def _beyond_an_end(findings: Findings) -> tuple[str, str] | None:
@@ -120,8 +129,11 @@ def _seeds_to_decide(findings: Findings) -> str:
     rivals = findings.ranked[1:]
     if not rivals or findings.winner is not None:
         return ""
-    if any(kind(findings.rivals.get(rival.index)) == SINGLE for rival in rivals):
+    by_worth = rivals_by_worth(findings)
+    if SINGLE in by_worth:
         return _with_seeds(findings, 5)
+    if FEW not in by_worth and (TIE in by_worth or SAME in by_worth):
+        return ""  # it stays a tie, whatever is found of settings that are probably worse
     needed = [difference.needed or 0 for _, difference in undecided(findings)]
     return _with_seeds(findings, max(needed)) if needed else ""
 

@@ -29,7 +29,9 @@ def next_command(findings: Findings) -> tuple[str, str]:
 def _after_a_result(findings: Findings, best: Setting) -> tuple[str, str]:
     """Return the command after a sweep in which some setting has a result."""
     sweep = findings.sweep
-    more = "" if sweep.searches else _seeds_to_decide(findings)
+    # A branch has the seed of the run in which it begins.
+    one_seed = sweep.searches or any(run.branch for run in sweep.runs)
+    more = "" if one_seed else _seeds_to_decide(findings)
     if more:
         return more, _purpose_of_seeds(findings)
     if findings.identical:

@@ -250,6 +250,8 @@ def _how_sure(findings: Findings) -> Iterator[str]:
         most = max(len(findings.scores.seeds(setting)) for setting in findings.ranked)
         each = f"One {_noun(findings)} each" if most == 1 else "Seeds differ between settings"
         yield f"{each}: small differences may be chance."
+        if any(run.branch for run in findings.sweep.runs):
+            yield "The same branches of a run with another seed would tell more."
     most = 4 if len(findings.swept) == 1 else 2
     groups = []
     for worth, text in texts.items():

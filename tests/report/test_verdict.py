@@ -199,6 +199,15 @@ def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
     assert (many.lists["seed"], len(many.jobs)) == ("seed=range(12)", 4 * 12)
 
 
+def test_branches_are_offered_no_other_seeds(tmp_path):
+    folder = sweep(tmp_path / "s", NORM[1:3], steps=40)
+    for file in folder.glob("*/config.yaml"):
+        file.write_text(f"{file.read_text()}resume: {{from: parent@20}}\n")
+    answer = verdict(find(read(folder)))
+    assert "seed=" not in answer.command  # a branch of another seed is refused
+    assert "another seed" in " ".join(answer.sentences)
+
+
 def test_a_single_run_proposes_thresholds_at_its_norms(tmp_path):
     folder = write_run(tmp_path / "run", rows(), config(), overrides=("clip=norm", "seed=0"))
     answer = verdict(find(read(folder)))

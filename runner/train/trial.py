@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,12 @@ from runner.train import build
 from runner.train.maker import TargetError
 from runner.train.metrics import EvalMetrics, MetricError
 from runner.train.model import is_about_meta
+
+_SIZES_OF_INPUTS = (
+    *("in_features", "input_size", "input_dim", "in_dim", "d_in", "n_inputs", "num_inputs"),
+    *("n_features", "num_features", "inputs", "features"),
+)
+"""Names that the size of its inputs has among the arguments of a model."""
 
 
 def misfits_of_samples(
@@ -179,11 +186,29 @@ class _Trial:
         data = self._config.data.target
         inputs = self._samples[0] if isinstance(self._samples, tuple | list) else None
         if isinstance(inputs, Tensor) and inputs.ndim == 2 and inputs.is_floating_point():
-            size = inputs.shape[1]
-            reason += f"; torch.nn.Linear with model.in_features={size} takes vectors of {size}"
+            reason += f"; {self._model_of_vectors(inputs.shape[1])}"
         if self.at_fault[0] == "loss._target_":
             reason += self._how_to_get_numbers()
         return f"does not take a sample of {data} ({', '.join(shapes)}): {reason}"
+
+    def _model_of_vectors(self, size: int) -> str:
+        """Return which model takes vectors of ``size`` numbers."""
+        target = self._config.model.target
+        if target.startswith("runner."):  # as of images: another model is needed
+            return f"torch.nn.Linear with model.in_features={size} takes vectors of {size}"
+        key = _size_of_inputs(self._model) if target.endswith(type(self._model).__name__) else None
+        if key is not None:
+            return f"model.{key}={size} takes vectors of {size}"
+        text = f"the first layer of {target} must take vectors of {size}"
+        if self._config.data.target == "runner.data.table.table":
+            text += ", or data.columns=[NAME,NAME] chooses columns of the table"
+        return text
+
+
+def _size_of_inputs(model: nn.Module) -> str | None:
+    """Return the argument of a model's class that is the size of its inputs, by its name."""
+    parameters = inspect.signature(type(model)).parameters
+    return next((name for name in _SIZES_OF_INPUTS if name in parameters), None)
 
 
 def _were_broadcast(caught: Sequence[warnings.WarningMessage]) -> bool:

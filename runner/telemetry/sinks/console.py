@@ -269,7 +269,7 @@ class TerminalSink:
         if steps is not None:
             # A summary counts the steps of a branch from its beginning.
             if self._total is not None and max(steps, self._step) < self._total:
-                text = f" after {steps} of {self._total} steps"
+                text = f" after {steps} of {plural(self._total, 'step')}"
             else:
                 text = f" after {plural(steps, 'step')}"
         if keys.WALL_SECONDS in summary:

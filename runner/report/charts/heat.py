@@ -13,7 +13,8 @@ from runner.report import figure
 from runner.report.figure import Chart, Entry, Trace
 from runner.report.look import INK, PAPER, rounded, viridis
 
-_HATCHES = 5  # lines in a cell
+_HATCHES = 7  # lines in a cell
+_EDGE = 0.47  # distance of the edges of a hatched cell from its middle
 _STOPS = np.linspace(0, 1, 17).tolist()  # places at which the scale of colours is given
 
 
@@ -149,14 +150,18 @@ def _categories(title: str, values: Sequence[str]) -> dict[str, Any]:
 
 
 def _hatch(column: int, row: int) -> dict[str, Any]:
-    """Return diagonal lines over a cell."""
+    """Return diagonal lines over a cell, and its edges."""
+    left = column - _EDGE
+    right = column + _EDGE
+    low = row - _EDGE
+    high = row + _EDGE
+    path = f"M{left:.3f},{low:.3f}H{right:.3f}V{high:.3f}H{left:.3f}Z"
     steps = np.linspace(0, 2, _HATCHES + 2)[1:-1]
-    path = ""
     for step in steps:
         start = (max(step - 1, 0.0), min(step, 1.0))
         end = (min(step, 1.0), max(step - 1, 0.0))
         for command, (x, y) in (("M", start), ("L", end)):
-            path += f"{command}{column - 0.46 + 0.92 * x:.3f},{row - 0.46 + 0.92 * y:.3f}"
+            path += f"{command}{left + 2 * _EDGE * x:.3f},{low + 2 * _EDGE * y:.3f}"
     return {"type": "path", "path": path, "line": {"color": INK, "width": 1.2}, "layer": "above"}
 
 

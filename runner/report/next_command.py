@@ -11,6 +11,7 @@ from runner.report.worth import FEW, SAME, SINGLE, TIE, names, rivals_by_worth, 
 from runner.run_folder import keys
 
 NO_COMMAND = ("", "")
+_OF_SWEEPS = ("seed=", "sweep.name=")  # what a command for one setting leaves out
 
 
 def next_command(findings: Findings) -> tuple[str, str]:
@@ -62,7 +63,7 @@ def _beyond_an_end(findings: Findings) -> tuple[str, str] | None:
 
 def _with_five_seeds(best: Setting) -> tuple[str, str]:
     """Return the command that repeats the best trial of a search."""
-    words = [word for word in best.runs[0].overrides if not word.startswith("seed=")]
+    words = [word for word in best.runs[0].overrides if not word.startswith(_OF_SWEEPS)]
     return command_of(["-m", *words, "seed=0,1,2,3,4"]), "The best trial, with five seeds:"
 
 
@@ -76,7 +77,7 @@ def _has_commands(sweep: SweepRuns) -> bool:
 def _train_with(findings: Findings, best: Setting) -> tuple[str, str]:
     """Return the command that trains with the best setting."""
     sweep = findings.sweep
-    words = [word for word in best.runs[0].overrides if not word.startswith("seed=")]
+    words = [word for word in best.runs[0].overrides if not word.startswith(_OF_SWEEPS)]
     if "-m" not in sweep.words and "--multirun" not in sweep.words:
         words.append("hydra.mode=RUN")  # a recipe asked for the sweep
     return command_of([*sweep.flags, *words]), "Train with it:"

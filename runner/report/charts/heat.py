@@ -114,7 +114,7 @@ def _scaled(means: NDArray[np.float64], all_means: Sequence[float]) -> NDArray[n
         every = np.log(every)
         means = np.log(means)
     width = float(np.ptp(every)) or 1.0
-    return (means - every.min()) / width
+    return np.asarray((means - every.min()) / width, dtype=np.float64)
 
 
 def _color(place: float, lower_is_better: bool) -> str:

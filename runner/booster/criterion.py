@@ -74,8 +74,11 @@ def is_of_torch(criterion: Any) -> bool:
 
 def averages_elements(criterion: Any) -> bool:
     """Return whether a criterion is one of torch whose mean is over the elements of its targets."""
-    if option_of(criterion, "reduction", "mean") != "mean":
-        return False
+    return option_of(criterion, "reduction", "mean") == "mean" and compares_elements(criterion)
+
+
+def compares_elements(criterion: Any) -> bool:
+    """Return whether a criterion is one of torch that compares outputs and targets of one shape."""
     if isinstance(criterion, nn.Module):
         return type(criterion).forward in _OVER_ELEMENTS
     function = criterion.func if isinstance(criterion, partial) else criterion

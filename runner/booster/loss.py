@@ -22,6 +22,7 @@ from runner.booster.comparison import Comparison
 from runner.booster.criterion import (
     Criterion,
     binary_outputs,
+    compares_elements,
     cross_entropy_mean,
     cross_entropy_sum,
     is_of_torch,
@@ -110,7 +111,9 @@ class WindowLoss:
 
         # What is counted
         self._counter = ItemCounter(model, stated, self._form)
-        self.compares = Comparison(self.name, self._form, self._counter)
+        # The binary ones refuse other shapes themselves.
+        by_element = compares_elements(criterion) and self.binary is None
+        self.compares = Comparison(self.name, self._form, self._counter, by_element=by_element)
         by_construction = criterion is not None and (self._sums or is_of_torch(criterion))
         self.unproved = not (self._counter.is_stated or by_construction)
         self.tries = 0

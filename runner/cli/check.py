@@ -7,6 +7,7 @@ from pathlib import Path
 
 from runner.config.environment import started_rank
 from runner.config.identity import digest
+from runner.config.notation import plural
 from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.launch import signals
@@ -84,8 +85,8 @@ def _notes(config: RunConfig, starts_ranks: bool) -> Iterator[str]:
     samples, samples_of_step = build.samples_of(config)
     if samples is not None and samples_of_step > samples:
         yield (
-            f"a step has all {samples:,} samples of the data, not {samples_of_step:,}: "
-            "lower data.batch_size"
+            f"a step has all {plural(samples, 'sample', ',')} of the data, not "
+            f"{samples_of_step:,}: lower data.batch_size"
         )
     if starts_ranks and config.plugin.may_grow and build.ranks_of(config) == 1:
         yield (

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from runner.config.notation import plural
 from runner.config.problem import did_you_mean, near_name
 from runner.data.dataset import Data, DataUnavailable, TensorPairs, split_off
 
@@ -350,8 +351,8 @@ def _csv(file: Path, encoding: str, delimiter: str | None) -> Table:
                 continue  # an empty line
             if len(row) != len(names):
                 raise ValueError(
-                    f"line {reader.line_num} has {len(row)} values, and the first line names "
-                    f"{len(names)} columns"
+                    f"line {reader.line_num} has {plural(len(row), 'value')}, and the first line "
+                    f"names {plural(len(names), 'column')}"
                 )
             rows.append(row)
             lines.append(reader.line_num)

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -23,10 +24,33 @@ class WeightsError(ValueError):
     """Weights that are not there, cannot be read, or do not fit the model."""
 
 
+class Loaded(NamedTuple):
+    """What was loaded into a model.
+
+    Attributes:
+        path: the file or folder.
+        tensors: number of tensors of the model that come from it, ``of`` all that the model has.
+        left_out: names of the tensors of the file that ``leave_out`` left out.
+        difference: what only the model, or only the file, has, in a sentence; empty if nothing.
+    """
+
+    path: Path
+    tensors: int
+    of: int
+    left_out: tuple[str, ...]
+    difference: str
+
+    def __str__(self) -> str:
+        text = f"{self.tensors} of {plural(self.of, 'tensor')} of the model come from {self.path}"
+        if self.left_out:
+            text += f"; left out by model.leave_out: {first_few(self.left_out, 6)}"
+        return f"{text}; {self.difference}" if self.difference else text
+
+
 def load_weights(
     model: nn.Module, path: Path, strict: bool = True, leave_out: Sequence[str] = ()
-) -> str:
-    """Load weights into a model; return in a sentence what is missing and left over, or "".
+) -> Loaded:
+    """Load weights into a model; return what was loaded, left out, and is missing.
 
     With a model on torch's meta device they are only compared.
 
@@ -57,7 +81,8 @@ def load_weights(
         raise WeightsError(f"{difference}. model.strict=false starts all the same")
     if not is_meta:
         model.load_state_dict(to_load, strict=False)
-    return difference
+    left_out = tuple(name for name in stored if name not in tensors)
+    return Loaded(path, len(to_load), len(targets), left_out, difference)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

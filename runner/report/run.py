@@ -78,6 +78,11 @@ class Run:
         return f"run {self.number}" if seed is None else str(seed)
 
     @property
+    def has_seed(self) -> bool:
+        """Whether the seed is known."""
+        return not self.seed.startswith("run ")
+
+    @property
     def mode(self) -> str:
         """Name of the clipping mode; empty if nothing tells it."""
         mode = self.config.get("clip.mode") if self.config else self.typed.get("clip")

@@ -6,7 +6,7 @@ of the data go through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from runner.booster.in_backward import refused_in_backward, why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.identity import NO_PATH, digest
-from runner.config.notation import first_line, message_of
+from runner.config.notation import first_line, message_of, plural
 from runner.config.problem import NOTHING, Problem, RequestError, Suggesting
 from runner.config.schema import OptimizerSection, RunConfig
 from runner.config.section import Target
@@ -149,7 +149,8 @@ def _durations(config: RunConfig, data: Data) -> Iterator[Problem]:
     samples = length_of(data.train)
     needed = config.data.batch_size * build.data_parts(config)
     if samples == 0 or (samples is not None and config.data.drop_last and samples < needed):
-        message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
+        whole = plural(samples, "sample")
+        message = f"with drop_last a microbatch of all ranks is {needed} of only {whole}"
         yield Problem("data.batch_size", config.data.batch_size, message)
 
 
@@ -273,7 +274,8 @@ class _Checks:
 def _refused(section: str, target: Any, error: Exception) -> Problem:
     """Return the problem of a target that cannot be made.
 
-    An error that begins with the name of an argument is told of this argument.
+    An error that begins with the name of an argument, or that torch raises for the value of one,
+    is told of this argument.
     """
     suggestion = error.suggestion if isinstance(error, Suggesting) else ""
     message = message_of(error)
@@ -284,9 +286,30 @@ def _refused(section: str, target: Any, error: Exception) -> Problem:
             message = message.removeprefix(first_word).strip()
         value = target.arguments[argument]
         return Problem(f"{section}.{argument}", value, message, suggestion)
+    invalid = _invalid_argument(message, target.arguments)
+    if invalid is not None:
+        return Problem(f"{section}.{invalid}", target.arguments[invalid], message)
     if not isinstance(error, EXPLAINS):
         message = f"refused its arguments: {first_line(error)}"
     return Problem(f"{section}._target_", target.target, message, suggestion)
+
+
+def _invalid_argument(message: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return the argument whose value an error of torch ends with: ``Invalid momentum value: -1``.
+
+    Of several arguments with this value, it is the one whose name begins like a word of the error.
+    """
+    if not message.startswith("Invalid "):
+        return None
+    value = message.rpartition(" ")[2]
+    names = []
+    for name, given in arguments.items():
+        values = given if isinstance(given, list | tuple) else [given]
+        if value in map(str, values):
+            names.append(name)
+    if len(names) > 1:
+        names = [name for name in names if name[:3] in message]
+    return names[0] if len(names) == 1 else None
 
 
 def _require_metric(config: RunConfig, data: Data, scheduler: ReduceLROnPlateau) -> None:

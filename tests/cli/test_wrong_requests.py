@@ -227,7 +227,7 @@ FIRST_HOUR = [
     ("+model.id2label={null:cat}", ["a key of a mapping must be text, a number, true or false"]),
     ("data=fractions.Fraction", ["makes a Fraction, not a data set nor a runner.data.Data"]),
     ("data=own data.train=3", ["data.train is of class int, which is no data set"]),
-    ("model=nomodule.Net", ["model._target_=nomodule.Net", "No module named 'nomodule'"]),
+    ("model=nomodule.Net", ["No module named 'nomodule': install nomodule, or run"]),
     ("model=torch.nn.Linaer", ["torch.nn has no Linaer; did you mean Linear?"]),
     (LINEAR, ["model.in_features", "model.out_features", "(2 problems)", "no value given"]),
     (

@@ -114,17 +114,22 @@ class Decision:
         return self._if_finite(self.norm if self.largest is None else self.largest, math.nan)
 
     @property
+    def numbers(self) -> dict[str, Tensor]:
+        """The seven numbers of a record, by name."""
+        return {
+            "norm": self.norm,
+            "norm_clipped": self.norm_clipped,
+            "coef": self.coef,
+            "clipped": self.clipped,
+            "fraction": self.fraction,
+            "peak": self.max_stat,
+            "threshold": self.threshold,
+        }
+
+    @property
     def metrics(self) -> tuple[Tensor, ...]:
         """The seven numbers of a record."""
-        return (
-            self.norm,
-            self.norm_clipped,
-            self.coef,
-            self.clipped,
-            self.fraction,
-            self.max_stat,
-            self.threshold,
-        )
+        return tuple(self.numbers.values())
 
     def _if_finite(self, value: Tensor, if_skipped: float) -> Tensor:
         if self.finite is TRUE:

@@ -14,8 +14,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from runner import GradientMonitor, Loss, Measurements
 from runner.clip import Decision, build
+from runner.run_folder import keys
 from runner.telemetry.meter import Meter
-from runner.telemetry.step import FirstMicrobatch, StepMetrics, on_host
+from runner.telemetry.step import StepMetrics, noise_estimates, on_host
 from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.train.test_trainer import parts
@@ -29,7 +30,13 @@ def decided(norm, after, share=1.0):
 
 
 def step(number, decision, loss=1.0, layers=None):
-    return StepMetrics(number, loss, decision, 0.1, 8 * number, 0, 0.5, layers)
+    numbers = {
+        keys.LOCAL_LOSS: loss,
+        keys.TRAIN_LR: 0.1,
+        keys.TRAIN_SAMPLES: 8 * number,
+        keys.TIME_STEP: 0.5,
+    }
+    return StepMetrics(number, decision, numbers, layers)
 
 
 def test_what_is_recorded_does_not_depend_on_when_metrics_reach_the_host():
@@ -66,7 +73,7 @@ def test_steps_of_all_kinds_are_read_together_as_they_are_one_by_one():
     alone = [on_host([metrics])[0][0] for metrics in steps]
     assert repr(together) == repr(alone)
     expected = [[metric.item() for metric in decision.metrics] for decision in decisions]
-    read = [list(values[1:8]) for values in together]
+    read = [[numbers[key] for key in keys.OF_DECISION.values()] for numbers in together]
     assert repr([*read[:2], read[3]]) == repr([*expected[:2], expected[3]])
 
 
@@ -290,5 +297,6 @@ def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
     assert options["sinks"][0].rows[-1]["noise/scale"] == pytest.approx(60 / (60 * 0.25), rel=0.05)
     with pytest.raises(ValueError, match="noise_scale needs two or more microbatches"):
         trainer_of(nn.Linear(60, 1), loader, measurements=options["measurements"])
-    huge = step(1, decided(1e200, 1.0))._replace(first=FirstMicrobatch(1.0, 0.25, 32))
-    assert huge.estimates(on_host([huge])[0][0]) == (-math.inf, math.inf)
+    norm = torch.tensor(1e200, dtype=torch.float64)
+    huge = noise_estimates(torch.ones(()), share=0.25, samples=32, norm=norm)
+    assert [*huge.values()] == [-math.inf, math.inf]

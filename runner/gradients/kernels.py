@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.gradients import host, plain, transfer
 from runner.gradients.layout import Layout
-from runner.gradients.plain import Elements
+from runner.gradients.plain import Elements, UnitKernel
 from runner.gradients.shard import ParamShard
 
 
@@ -36,11 +36,9 @@ class Kernels(Protocol):
 
     def clamp(self, gradients: Sequence[Tensor], limit: float) -> None: ...
 
-    def unit_norms(self, tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor: ...
+    UnitKernel: type[UnitKernel]
 
     def unit_dtype(self, norm: Tensor, least: float) -> torch.dtype: ...
-
-    def scale_units(self, gradient: Tensor, kept: int, factors: Tensor) -> None: ...
 
     def may_hold(self, conditions: Tensor) -> list[bool]: ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,6 +124,70 @@ def scale_units(gradient: Tensor, kept: int, factors: Tensor) -> None:
     """Multiply units by their factors in place."""
     ones = (1,) * (gradient.ndim - kept)
     gradient.mul_(factors.view(*gradient.shape[:kept], *ones))
+
+
+class TensorUnits(NamedTuple):
+    """The units of a tensor, whose first dimensions index them."""
+
+    kept: int  # number of these dimensions; 0: the tensor is one unit
+    units: int
+    length: int  # elements of a unit
+    dtype: torch.dtype
+    packs: bool  # whether the tensor is there in each step, and may be copied beside others
+
+
+class UnitKernel:
+    """Measures and multiplies the units of tensors, which lie in one vector, tensor by tensor.
+
+    The result of a unit depends on its elements alone: ranks that hold it get the same bits.
+
+    Args:
+        tensors: the units of each tensor.
+        device: where the tensors are.
+    """
+
+    def __init__(self, tensors: Sequence[TensorUnits], device: torch.device) -> None:
+        self._tensors = tensors
+        self._none = torch.empty(0, dtype=widest(device), device=device)
+
+    def norms(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """Return the norm of each unit, [units]; 0 where there is no tensor.
+
+        Squares are summed in ``dtype`` at least.
+        """
+        parts = [self._norms(number, tensor, dtype) for number, tensor in enumerate(tensors)]
+        return torch.cat([self._none, *parts])
+
+    def scale(self, tensors: Sequence[Tensor | None], coefs: Tensor, dtype: torch.dtype) -> None:
+        """Multiply each unit by its coefficient, [units], in place.
+
+        Coefficients are applied in ``dtype`` at least.
+        """
+        start = 0
+        for number, tensor in enumerate(tensors):
+            stop = start + self._tensors[number].units
+            self._scale(number, tensor, coefs[start:stop], dtype)
+            start = stop
+
+    def _norms(self, number: int, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        units = self._tensors[number]
+        if tensor is None or not tensor.numel():
+            return self._none.new_zeros(units.units)
+        wide = torch.promote_types(tensor.dtype, dtype)
+        if units.kept == tensor.ndim:  # each element is a unit
+            return tensor.abs().to(wide).reshape(-1)
+        return self._norms_of(tensor, units.kept, wide)
+
+    def _scale(self, number: int, tensor: Tensor | None, coefs: Tensor, dtype: torch.dtype) -> None:
+        if tensor is not None:
+            wide = coefs.to(torch.promote_types(tensor.dtype, dtype))
+            self._scale_units_of(tensor, self._tensors[number].kept, wide)
+
+    def _norms_of(self, tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+        return unit_norms(tensor, kept, dtype)
+
+    def _scale_units_of(self, tensor: Tensor, kept: int, coefs: Tensor) -> None:
+        scale_units(tensor, kept, coefs)
 
 
 def may_hold(conditions: Tensor) -> list[bool]:

@@ -161,6 +161,7 @@ class Meter:
         self.losses = array("d", () if losses is None else losses.tolist())
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
         if self.noise is not None:
+            self.noise.clear()
             self.noise.extend(state.get("noise", ()))
 
     def _diverged(self) -> int | None:

@@ -279,6 +279,37 @@ def test_a_loop_that_goes_on_after_it_broke_off_writes_each_step_once(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == file.read_text()
 
 
+@pytest.mark.parametrize("continued", ["by the same monitor", "after a kill"])
+def test_a_loop_that_goes_back_to_a_checkpoint_has_each_row_once(continued, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    model = make_model()
+
+    def steps(monitor, count):
+        for _ in range(count):
+            model(torch.ones(1, 4)).sum().backward()
+            norm = norm_of(model)
+            monitor.step(norm, threshold=norm, loss=0.1, samples=1)
+            model.zero_grad()
+
+    monitor = killed = GradientMonitor(model, file, interval=2, flush=3)
+    steps(monitor, 5)
+    torch.save(monitor.state_dict(), tmp_path / "checkpoint.pt")
+    monitor.log({"eval/loss": 0.5})
+    steps(monitor, 4)
+    if continued == "after a kill":
+        with file.open("ab") as torn:
+            torn.write(b'{"train/step": 8, "gra')
+        monitor = GradientMonitor(model, file, interval=2, flush=3)
+    monitor.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+    steps(monitor, 3)
+    summary = monitor.close()
+    rows = list(map(json.loads, file.read_text().splitlines()))
+    assert values(rows, "train/step") == [2, 4, 5, 6, 8]
+    assert [row.get("train/samples") for row in rows] == [2, 4, None, 6, 8]
+    assert summary["steps"] == 8
+    killed.close()  # the file, for this process
+
+
 def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
     """Gradients are samples with unit variance in each of 60 elements, and a mean of 0.5."""
     torch.manual_seed(0)

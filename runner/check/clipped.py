@@ -36,7 +36,7 @@ class Clipped:
         logged: the value that goes to the log, by rank.
         mode: the mode that was asked for.
         max_norm: its threshold.
-        p: of the norm.
+        p: the exponent of the norm.
     """
 
     whole: Whole

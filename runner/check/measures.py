@@ -102,11 +102,11 @@ class Measure:
     """Compares the gradients of a rank after a clipping with their copies.
 
     Attributes:
-        rank: of this process.
+        rank: the rank of this process.
         mode: the mode that was asked for.
         max_norm: its threshold.
-        p: of the norm.
-        eps: of adaptive clipping.
+        p: the exponent of the norm.
+        eps: ε of adaptive clipping.
         excluded: what adaptive clipping does to parameters: ``never``, ``maybe``; else clipped.
         guess: the last coefficient that was exact: most models have one for all parameters.
     """

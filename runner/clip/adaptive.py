@@ -56,20 +56,8 @@ class AdaptiveClip(Adaptive, ChangeMode):
 
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units``; log what ``auto`` excludes, and unknown layers."""
-        units = self.units or {}
-        if self.exclude == "auto":
-            if not layout.heads_known:
-                raise OptionError(
-                    "exclude",
-                    "clip.exclude=auto leaves out the head of the model, which is not known where "
-                    "ranks hold different parts of it: name the weights that are not clipped, as "
-                    'in exclude=["head.weight"], or exclude=[] for none',
-                )
-            self._excluded = set(layout.heads)
-        else:
-            matches = [layout.matching(glob, "exclude") for glob in self.exclude]
-            self._excluded = {name for names in matches for name in names}
-        self._shards = layout.with_units(units)
+        self._excluded = self._excluded_of(layout)
+        self._shards = layout.with_units(self.units or {})
         self._layout = layout
         self._index = None
         if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
@@ -77,13 +65,29 @@ class AdaptiveClip(Adaptive, ChangeMode):
         if self.exclude == "auto":
             heads = ", ".join(layout.heads) or "nothing, because no head was found"
             _log_once(logging.INFO, f"clip.exclude=auto: adaptive clipping leaves out {heads}")
-        configured = {name for glob in units for name in layout.matching(glob, "units")}
-        self._warn_of_assumed_units(layout, configured | self._excluded)
+        self._warn_of_assumed_units(layout)
 
-    def _warn_of_assumed_units(self, layout: Layout, configured: set[str]) -> None:
+    def _excluded_of(self, layout: Layout) -> set[str]:
+        """Return the names of the parameters that ``exclude`` leaves out."""
+        if self.exclude != "auto":
+            matches = [layout.matching(glob, "exclude") for glob in self.exclude]
+            return {name for names in matches for name in names}
+        if not layout.heads_known:
+            raise OptionError(
+                "exclude",
+                "clip.exclude=auto leaves out the head of the model, which is not known where "
+                "ranks hold different parts of it: name the weights that are not clipped, as "
+                'in exclude=["head.weight"], or exclude=[] for none',
+            )
+        return set(layout.heads)
+
+    def _warn_of_assumed_units(self, layout: Layout) -> None:
+        chosen = set(self._excluded)
+        for glob in self.units or {}:
+            chosen.update(layout.matching(glob, "units"))
         assumed = []
         for name, parameter in layout.parameters.items():
-            if not parameter.known and name not in configured:
+            if not parameter.known and name not in chosen:
                 assumed.append(name)
         if assumed:
             shapes = [f"{name} {list(layout.parameters[name].shape)}" for name in assumed]

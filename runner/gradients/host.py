@@ -88,10 +88,7 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         together = flatten(gradients[0]) if len(gradients) == 1 else gathered(gradients)
         wide = together.double()
         return torch.dot(wide, wide)
-    blocks = [flatten(gradient) for gradient in gradients if gradient.numel() > SMALL]
-    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
-    if small:
-        blocks.append(gathered(small))
+    blocks = _in_blocks(gradients)
     norms = [torch.empty(0)]
     for block in blocks:
         norms += _norms_of_rows(block, norm_type)
@@ -103,6 +100,15 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         for part in torch.split(block, BLOCK):
             power += (part.double().abs() ** norm_type).sum()
     return power
+
+
+def _in_blocks(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the elements of each large gradient, and a copy of those of all small ones."""
+    blocks = [flatten(gradient) for gradient in gradients if gradient.numel() > SMALL]
+    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
+    if small:
+        blocks.append(gathered(small))
+    return blocks
 
 
 def _norms_of_rows(block: Tensor, norm_type: float) -> list[Tensor]:
@@ -324,6 +330,9 @@ class UnitKernel(plain.UnitKernel):
     Such tensors that follow each other are copied, with a row for each unit.
     """
 
+    _norms_of = staticmethod(unit_norms)
+    _scale_units_of = staticmethod(scale_units)
+
     def __init__(self, tensors: Sequence[TensorUnits], device: torch.device) -> None:
         super().__init__(tensors, device)
         self._runs: list[tuple[range, int]] = []  # of tensors, and the units of each run
@@ -366,12 +375,6 @@ class UnitKernel(plain.UnitKernel):
         """Return a copy of the tensors of a run, a row for each unit."""
         length = self._tensors[run.start].length
         return gathered([tensors[number] for number in run]).view(-1, length)
-
-    def _norms_of(self, tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
-        return unit_norms(tensor, kept, dtype)
-
-    def _scale_units_of(self, tensor: Tensor, kept: int, coefs: Tensor) -> None:
-        scale_units(tensor, kept, coefs)
 
 
 def _kind(units: TensorUnits) -> tuple[torch.dtype, int] | None:

@@ -146,6 +146,9 @@ class UnitKernel:
         device: where the tensors are.
     """
 
+    _norms_of = staticmethod(unit_norms)
+    _scale_units_of = staticmethod(scale_units)
+
     def __init__(self, tensors: Sequence[TensorUnits], device: torch.device) -> None:
         self._tensors = tensors
         self._none = torch.empty(0, dtype=widest(device), device=device)
@@ -182,12 +185,6 @@ class UnitKernel:
         if tensor is not None:
             wide = coefs.to(torch.promote_types(tensor.dtype, dtype))
             self._scale_units_of(tensor, self._tensors[number].kept, wide)
-
-    def _norms_of(self, tensor: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
-        return unit_norms(tensor, kept, dtype)
-
-    def _scale_units_of(self, tensor: Tensor, kept: int, coefs: Tensor) -> None:
-        scale_units(tensor, kept, coefs)
 
 
 def may_hold(conditions: Tensor) -> list[bool]:

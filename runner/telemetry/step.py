@@ -77,25 +77,42 @@ def on_host(
     wide = transfer.widest(device)
     vectors = [column.to(wide) for column in columns.values()]
     rows = [metrics.numbers | _further(metrics.decision) for metrics in steps]
-    tensors = [number for row in rows for number in row.values() if isinstance(number, Tensor)]
+    tensors = _tensors_of(rows)
     if tensors:
         vectors.append(torch.stack([tensor.detach().to(device, wide) for tensor in tensors]))
     if gauged is not None:
         vectors.append(gauged.flatten())
     read = transfer.to_host(vectors)
     gauges = [] if gauged is None else _rows(read.pop(), gauged.shape[1])
-    floats = iter(read.pop() if tensors else ())
+    if tensors:
+        _replace_tensors(rows, read.pop())
     numbers = []
     for metrics, row, of_decision in zip(steps, rows, zip(*read, strict=True), strict=True):
+        numbers.append(_numbers_of(metrics, row, of_decision))
+    return numbers, gauges
+
+
+def _tensors_of(rows: Sequence[Numbers]) -> list[Tensor]:
+    """Return the tensors of all rows, in order."""
+    return [number for row in rows for number in row.values() if isinstance(number, Tensor)]
+
+
+def _replace_tensors(rows: Sequence[Numbers], floats: Sequence[float]) -> None:
+    """Put the numbers that were read in place of the tensors of all rows, in order."""
+    remaining = iter(floats)
+    for row in rows:
         for key, number in row.items():
             if isinstance(number, Tensor):
-                row[key] = next(floats)
-        decided = dict(zip(keys.OF_DECISION.values(), of_decision, strict=True))
-        if not math.isfinite(decided[keys.GRAD_NORM]):
-            row = {key: row[key] for key in metrics.numbers}
-            decided |= _NOTHING_CLIPPED
-        numbers.append(_present({keys.TRAIN_STEP: metrics.step} | row | decided))
-    return numbers, gauges
+                row[key] = next(remaining)
+
+
+def _numbers_of(metrics: StepMetrics, row: Numbers, of_decision: Sequence[float]) -> Row:
+    """Return the numbers that a step has; one whose gradient is not finite clips nothing."""
+    decided = dict(zip(keys.OF_DECISION.values(), of_decision, strict=True))
+    if not math.isfinite(decided[keys.GRAD_NORM]):
+        row = {key: row[key] for key in metrics.numbers}
+        decided |= _NOTHING_CLIPPED
+    return _present({keys.TRAIN_STEP: metrics.step} | row | decided)
 
 
 # Numbers of the decision on a step that is skipped

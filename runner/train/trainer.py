@@ -38,7 +38,6 @@ from runner.train.recording import (
     flushes_each_step,
     make_bar,
     make_meter,
-    mean_over_data,
 )
 from runner.train.state import TrainState, all_schedulers
 from runner.train.stop import Stopped, defer, requested
@@ -140,10 +139,9 @@ class Trainer:
         self._accumulation_steps = accumulation_steps
         mode = bind(algorithms, self.optimizer, self._log)
         layout = self.optimizer.layout
-        meter = make_meter(self._log, mode, layout, self.booster, accumulation_steps)
+        pipelined = self.model.pipeline is not None
+        meter = make_meter(self._log, mode, layout, self.booster, accumulation_steps, pipelined)
         meter.follow = self._follow
-        if self.plugin.data_size > 1 or self.model.pipeline is not None:
-            meter.mean_over_data = mean_over_data(self.plugin)
         self.state = TrainState(
             meter=meter,
             mode=mode,

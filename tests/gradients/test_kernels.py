@@ -87,24 +87,33 @@ def test_units_are_scaled_as_by_the_twin(share):
     assert torch.equal(ours, theirs)
 
 
-def test_units_of_many_tensors_are_measured_and_scaled_as_by_the_twin():
-    """Small ones of one unit length are copied side by side; one is not there."""
+@pytest.fixture
+def many():
+    """Tensors with units: small ones of one unit length, a large one, and one that is not there."""
     shapes = [(1, 5), (4, 5), (6, 5), (3, 5), (8, 600), (7, 1), (1, 7)]
-    of_tensors = [
+    units = [
         plain.TensorUnits(kept=1, units=units, length=length, dtype=torch.float32, packs=True)
         for units, length in shapes
     ]
-    of_tensors[3] = of_tensors[3]._replace(packs=False)
+    units[3] = units[3]._replace(packs=False)
     torch.manual_seed(0)
     tensors = [torch.randn(shape) for shape in shapes]
     tensors[3] = None
-    kernels = [module.UnitKernel(of_tensors, torch.device("cpu")) for module in (host, plain)]
+    return tensors, [kernels.UnitKernel(units, torch.device("cpu")) for kernels in (host, plain)]
+
+
+def test_units_of_many_tensors_are_measured_as_by_the_twin(many):
+    tensors, kernels = many
     ours, theirs = (kernel.norms(tensors, torch.float64) for kernel in kernels)
     torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
-    coefs = torch.linspace(0.1, 1.0, len(ours), dtype=torch.float64)
+
+
+def test_units_of_many_tensors_are_scaled_as_by_the_twin(many):
+    tensors, kernels = many
+    coefs = torch.linspace(0.1, 1.0, 30, dtype=torch.float64)
     scaled = []
     for kernel in kernels:
         copies = [None if tensor is None else tensor.clone() for tensor in tensors]
         kernel.scale(copies, coefs, torch.float64)
         scaled.append([copy for copy in copies if copy is not None])
-    assert all(torch.equal(a, b) for a, b in zip(*scaled, strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*scaled, strict=True))

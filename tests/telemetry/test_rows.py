@@ -24,7 +24,7 @@ from tests.trainers import trainer_of
 
 
 def decided(norm, after, share=1.0):
-    numbers = {"norm": norm, "after": after, "share": share, "threshold": 1.0}
+    numbers = {"norm": norm, "after": after, "parts_clipped": share, "threshold": 1.0}
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
     return Decision(**tensors)
 

@@ -91,3 +91,8 @@ def applied(changes: Iterable[Change]) -> str:
 def names_of(changes: Iterable[Change]) -> str:
     """Return the first names of parameters, each once."""
     return first_few(list(dict.fromkeys(change.name for change in changes)))
+
+
+def became_nan(changes: Iterable[Change]) -> str:
+    """Return that gradients are not finite after the clipping, where they were before it."""
+    return f"gradients became NaN or inf: {names_of(changes)}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.gradients import host, plain, transfer
 from runner.gradients.layout import Layout
-from runner.gradients.plain import Elements, UnitKernel
+from runner.gradients.plain import Elements
 from runner.gradients.shard import ParamShard
 
 
@@ -36,7 +36,8 @@ class Kernels(Protocol):
 
     def clamp(self, gradients: Sequence[Tensor], limit: float) -> None: ...
 
-    UnitKernel: type[UnitKernel]
+    @property
+    def UnitKernel(self) -> type[plain.UnitKernel]: ...
 
     def unit_dtype(self, norm: Tensor, least: float) -> torch.dtype: ...
 

@@ -38,7 +38,8 @@ HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 * ``on_start(trainer)`` runs before the first step, also of a run that continues;
 * ``on_microbatch(trainer, number, of)`` after a microbatch; for the last one after the step;
 * ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.step.StepMetrics`,
-  whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step;
+  whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step.
+  What it puts into ``metrics.numbers``, by key, stands in the row of the step;
 * ``on_evaluate(trainer, metrics)`` after an evaluation; its metrics are the same on every rank;
 * ``on_end(trainer, summary)`` after the last step and the final weights, not if a training fails.
 

@@ -279,6 +279,19 @@ def test_a_loop_that_goes_on_after_it_broke_off_writes_each_step_once(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == file.read_text()
 
 
+class Halved:
+    """A callback that adds a number to rows."""
+
+    def on_step(self, trainer, metrics):
+        metrics.numbers["own/half"] = metrics.decision.norm / 2
+
+
+def test_a_number_that_a_callback_adds_stands_in_the_row():
+    rows, trainer = logged(False, callbacks=[Halved()])
+    trainer.fit()
+    assert [row["own/half"] for row in rows] == [row["grad/norm"] / 2 for row in rows]
+
+
 @pytest.mark.parametrize("continued", ["by the same monitor", "after a kill"])
 def test_a_loop_that_goes_back_to_a_checkpoint_has_each_row_once(continued, tmp_path):
     file = tmp_path / "rows.jsonl"

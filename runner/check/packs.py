@@ -40,11 +40,11 @@ class Pack:
     def keep(self, p: float, on_host: bool) -> Tensor:
         """Keep a copy of each gradient; return their sums of powers in float64, [parts]."""
         flat = self._copy(on_host)
-        copies = flat.split(self.sizes)
+        copies = torch.split(flat, self.sizes)
         for part, gradient, copy in zip(self.parts, self.gradients, copies, strict=True):
             part.before = copy.view(gradient.shape)
         exact = flat.double()
-        norms = torch.stack(torch._foreach_norm(list(exact.split(self.sizes)), p))
+        norms = torch.stack(torch._foreach_norm(list(torch.split(exact, self.sizes)), p))
         return norms if math.isinf(p) or p == 0 else norms**p
 
     def _copy(self, on_host: bool) -> Tensor:
@@ -146,6 +146,6 @@ def _squares(
     lengths = torch.tensor(sizes, device=first.device)
     factors = of_tensors.repeat_interleave(lengths, output_size=len(first))
     difference = second.addcmul_(first, factors, value=-1).double()
-    norms = torch._foreach_norm(list(difference.split(sizes)), 2.0)
+    norms = torch._foreach_norm(list(torch.split(difference, sizes)), 2.0)
     squares: list[float] = torch.stack(norms).square().tolist()
     return squares

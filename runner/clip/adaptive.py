@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import nan
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,8 @@ from runner.gradients.unit_index import UnitIndex
 _log_once = cache(logging.getLogger(__name__).log)
 
 
-class UnitNorms(NamedTuple):
+@dataclass(slots=True)
+class UnitNorms:
     """Norms of the units of gradients, whose squares were summed in ``dtype`` at least."""
 
     index: UnitIndex

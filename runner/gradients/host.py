@@ -6,8 +6,7 @@ of 64 elements:
 
 * :func:`power_sum` without the copy of small gradients: up to 1.3 times as long,
 * :func:`compare_elements` with ``abs`` and ``>`` in place of squares: up to 2.2 times,
-* :func:`scale_units` without writing clipped units alone: up to 1.3 times,
-* :class:`UnitKernel` without the copy of small tensors: up to 0.0 times.
+* :func:`scale_units` without writing clipped units alone: up to 1.3 times.
 
 :func:`unit_norms` is here for its digits: a float32 sum of many squares on a CPU loses some.
 :func:`multiply` writes nothing where nothing is clipped.
@@ -18,26 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from runner.gradients import plain
 from runner.gradients.layout import Layout
-from runner.gradients.plain import Elements, TensorUnits
+from runner.gradients.plain import SMALL, Elements, gathered
 from runner.gradients.shard import ParamShard
 
 ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that are looked at several times: they stay in a cache
 TOGETHER = 2**16  # elements that several operations compute at a time: they stay in a cache
-# Largest number of elements of a gradient that is copied into one buffer with other such ones.
-SMALL = 32_768
 EXACT = 131_072  # elements up to which all gradients together are summed in float64
 LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
-FEW = 4_096  # elements of the largest matrix that is copied beside others of one unit length
 SPARSE = 4  # clipped units are written alone if they are at most one in 4
 # Outside of these bounds a sum of powers may have lost elements that float32 does not hold.
 VANISHES, OVERFLOWS = 1e-20, 1e30
@@ -130,13 +125,6 @@ def largest(tensor: Tensor) -> float:
     # A tenth of the time of vector_norm; both ends are NaN where any element is.
     low, high = torch.aminmax(tensor)
     return max(abs(low.item()), abs(high.item()))
-
-
-def gathered(gradients: Sequence[Tensor]) -> Tensor:
-    """Return a copy of all elements, [elements], in their widest type."""
-    if all(gradient.ndim == 1 for gradient in gradients):  # saves a fifth where there are many
-        return torch.cat(list(gradients))
-    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -321,78 +309,14 @@ def scale_units(gradient: Tensor, kept: int, factors: Tensor) -> None:
     if kept == 1 and SPARSE * len(clipped) <= len(factors):
         gradient[clipped] *= factors[clipped].view(-1, *ones)
     else:
-        gradient.mul_(factors.view(*gradient.shape[:kept], *ones))
+        gradient.mul_(factors.view((*gradient.shape[:kept], *ones)))
 
 
 class UnitKernel(plain.UnitKernel):
-    """Measures and multiplies units as its twin, those of small tensors of one unit length at once.
-
-    Such tensors that follow each other are copied, with a row for each unit.
-    """
+    """Measures and multiplies units as its twin, by the functions of this file."""
 
     _norms_of = staticmethod(unit_norms)
     _scale_units_of = staticmethod(scale_units)
-
-    def __init__(self, tensors: Sequence[TensorUnits], device: torch.device) -> None:
-        super().__init__(tensors, device)
-        self._runs: list[tuple[range, int]] = []  # of tensors, and the units of each run
-        for kind, alike in groupby(range(len(tensors)), lambda number: _kind(tensors[number])):
-            numbers = list(alike)
-            runs = [numbers] if kind is not None else [[number] for number in numbers]
-            for run in runs:
-                units = sum(tensors[number].units for number in run)
-                self._runs.append((range(run[0], run[-1] + 1), units))
-
-    def norms(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Return the norm of each unit, as the twin."""
-        parts = [self._none]
-        for run, _ in self._runs:
-            if self._is_copied(run):
-                rows = self._rows(run, tensors)
-                parts.append(unit_norms(rows, 1, torch.promote_types(rows.dtype, dtype)))
-            else:
-                parts.append(self._norms(run.start, tensors[run.start], dtype))
-        return torch.cat(parts)
-
-    def scale(self, tensors: Sequence[Tensor | None], coefs: Tensor, dtype: torch.dtype) -> None:
-        """Multiply each unit by its coefficient in place, as the twin."""
-        start = 0
-        for run, units in self._runs:
-            factors = coefs[start : start + units]
-            start += units
-            if self._is_copied(run):
-                rows = self._rows(run, tensors)
-                wide = torch.promote_types(rows.dtype, dtype)
-                rows.mul_(factors.to(wide).unsqueeze(1))
-                _write_back(rows, [tensors[number] for number in run])
-            else:
-                self._scale(run.start, tensors[run.start], factors, dtype)
-
-    def _is_copied(self, run: range) -> bool:
-        return _kind(self._tensors[run.start]) is not None
-
-    def _rows(self, run: range, tensors: Sequence[Any]) -> Tensor:
-        """Return a copy of the tensors of a run, a row for each unit."""
-        length = self._tensors[run.start].length
-        return gathered([tensors[number] for number in run]).view(-1, length)
-
-
-def _kind(units: TensorUnits) -> tuple[torch.dtype, int] | None:
-    """Return what tensors of one copy have in common; None for one that is measured by itself."""
-    # A mixture of types would be rounded differently in one copy.
-    elements = units.units * units.length
-    small = 0 < elements <= (FEW if units.kept else SMALL)
-    return (units.dtype, units.length) if small and units.packs else None
-
-
-def _write_back(rows: Tensor, tensors: list[Any]) -> None:
-    """Copy rows, one for each unit, to the tensors that they were copied from."""
-    if len(tensors) == len(rows) and tensors[0].ndim == 1:
-        torch._foreach_copy_(tensors, rows.unbind())  # a third of the time
-        return
-    parts = torch.split(rows.view(-1), [tensor.numel() for tensor in tensors])
-    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    torch._foreach_copy_(tensors, shaped)
 
 
 def may_hold(conditions: Tensor) -> list[bool]:

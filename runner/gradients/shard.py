@@ -65,9 +65,10 @@ class WeakShard(ParamShard):
     """A shard that does not keep its parameter alive: its user does."""
 
     __slots__ = ("_reference",)
+    _reference: TensorWeakRef
 
     @property
-    def param(self) -> Any:  # type: ignore[override]
+    def param(self) -> Any:
         """The parameter; None once it is gone."""
         return self._reference()
 

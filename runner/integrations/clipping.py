@@ -172,7 +172,7 @@ def apply_gradient_clipping(
     given = _module_or_list(parameters)
     clipper = clipper_of(given, process_groups_of(process_groups))
     mode = clipper.calls.mode(clipping_type, options, clipper.layout)
-    if isinstance(clipper, ListClipper) and not clipper.has_memory:
+    if isinstance(given, list) and isinstance(clipper, ListClipper) and not clipper.has_memory:
         _require_no_memory(given, clipping_type, mode)
     decision: Decision = clipper.clip(mode)
     if isinstance(clipper, ListClipper) and not clipper.has_memory and clipper.calls.state_dict():

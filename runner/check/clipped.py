@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from runner.check.measures import Change
@@ -47,7 +48,7 @@ class Clipped:
     max_norm: float
     p: float
 
-    @property
+    @cached_property
     def norm(self) -> float:
         """The true norm before the clipping."""
         return self.whole.norm(self.p)
@@ -62,7 +63,7 @@ class Clipped:
         """The changes of all ranks."""
         return [change for row in self.changes for change in row]
 
-    @property
+    @cached_property
     def tolerance(self) -> float:
         """The relative error of a norm that types and sizes of the gradients explain."""
         return tolerance_of([fact for facts in self.whole.ranks for fact in facts])

@@ -21,10 +21,11 @@ from runner.booster import Booster
 from runner.clip import Decision, build
 from runner.gradients import Layout
 from runner.models.gpt import GPT
+from runner.run_folder import keys
 from runner.run_folder.strict_json import JsonlSink
 from runner.telemetry.meter import Meter
 from runner.telemetry.sinks import Sink
-from runner.telemetry.step import StepMetrics
+from runner.telemetry.step import Numbers, StepMetrics
 
 # Thresholds of ``norm``, as multiples of the norm.
 BINDING = 0.5
@@ -82,16 +83,13 @@ def telemetry(sink: Sink) -> Callable[[Decision], None]:
 
     def push(decision: Decision) -> None:
         step = next(steps)
-        metrics = StepMetrics(
-            step=step,
-            local_loss=0.0,
-            decision=decision,
-            lr=0.1,
-            samples=step,
-            tokens=0,
-            seconds=0.001,
-        )
-        meter.push(metrics)
+        numbers: Numbers = {
+            keys.LOCAL_LOSS: 0.0,
+            keys.TRAIN_LR: 0.1,
+            keys.TRAIN_SAMPLES: step,
+            keys.TIME_STEP: 0.001,
+        }
+        meter.push(StepMetrics(step, decision, numbers))
 
     return push
 

@@ -235,6 +235,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def shown_by(batch: Any, loss: Tensor | None) -> Shown:
+    """Return what a batch shows: its loss, and the terms of it or why its graph has none."""
     if loss is None:
         raise ValueError("a part of a batch has no loss")
     try:

@@ -124,10 +124,11 @@ def table(
             whole numbers are.
         standardize: whether inputs have mean 0 and standard deviation 1 over the training rows.
         eval_path: a file of held-out rows; None: a random share of the rows.
-        eval_fraction: that share; 0: no evaluation.
+        eval_fraction: the share of the rows that is held out; 0: no evaluation.
         seed: seed of the choice of held-out rows.
-        encoding: of the text.
-        delimiter: of a .csv file; None: the one of ``, ; | tab`` that the first line has most of.
+        encoding: the encoding of the text.
+        delimiter: the delimiter of a .csv file; None: the one of ``, ; | tab`` that the first line
+            has most of.
     """
     seen = _read(Path(path).expanduser(), "data.path", encoding, delimiter)
     names = list(columns) if columns is not None else [n for n in seen.names if n != target]

@@ -12,15 +12,21 @@ from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
 from runner.booster.graph_places import NotLinear
 from runner.booster.loss import WindowLoss
 from runner.booster.part_losses import (
+    are_near,
+    compared_values,
     first_share,
     is_between,
     is_near,
     untold_by_values,
+    weighted,
     weighted_mean,
 )
-from runner.booster.sample_weights import are_told_apart, weights_vary
+from runner.booster.sample_weights import are_told_apart, is_half, is_held, weights_vary
 from runner.booster.shown import Shown
-from runner.booster.terms import Term
+from runner.booster.terms import Term, penalties_of
+
+_MEASURED_ROUNDED = 3
+"""Further batches that are measured, as weights in half precision may agree by their rounding."""
 
 _RANDOM = "it is random"
 _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
@@ -36,16 +42,22 @@ _UNKNOWN_WEIGHTS = (
 _UNKNOWN_CONSTANT = (
     "{} divides by {}, and parts of a batch do not show whether that is a constant, because {}: {}"
 )
+_PLAIN_MEAN = (
+    "loss.items=none (the plain mean over microbatches, as in other trainers), which is "
+    'Trainer(criterion=Loss(items="none")) in a script'
+)
 _WEIGHTS = (
     "{} weighs its items by numbers that depend on the batch, so that no weights of microbatches "
-    "give the loss of one batch: compute these numbers over all data, or set loss.items=none (the "
-    "plain mean over microbatches, as in other trainers), which is "
-    'Trainer(criterion=Loss(items="none")) in a script'
+    f"give the loss of one batch: compute these numbers over all data, or set {_PLAIN_MEAN}"
+)
+_PENALTY = (
+    "{} multiplies a penalty of parameters with a number that depends on the batch, such as one "
+    "over its samples, so that no weights of microbatches give the loss of one batch: multiply it "
+    f"with a number that all batches share, or set {_PLAIN_MEAN}"
 )
 _NO_MEAN = (
     "{} is no mean over items, as {}: no weights of its microbatches give the loss of one batch. "
-    "Set loss.items=none (the plain mean over microbatches, as in other trainers), which is "
-    'Trainer(criterion=Loss(items="none")) in a script'
+    f"Set {_PLAIN_MEAN}"
 )
 
 
@@ -80,13 +92,15 @@ def verdict(
     loss.items(whole.batch)  # raises an error if a guess is known to be wrong
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
-    if whole.tells_nothing:
+    if whole.tells_nothing or whole.is_without_samples:
         return Finding(tells_nothing=True)
     if whole.error is not None:
         return _by_values(loss, whole, parts, reason or (_RANDOM if is_random else ""))
     if not parts and _is_told_by_parts_alone(whole):
         problem = _UNKNOWN_WEIGHTS.format(loss.name, reason or _ONE_SAMPLE, loss.ways_out)
         return Finding(problem=problem)
+    if _penalties_vary(whole, parts):
+        return Finding(problem=_PENALTY.format(loss.name))
     candidates = _candidates(whole, parts, earlier)
     if not candidates.candidates:
         return _without_candidates(loss, candidates, whole, parts)
@@ -94,6 +108,15 @@ def verdict(
         return Finding(candidates, reason=_RANDOM)
     if not parts and _may_vary(candidates, whole):
         return Finding(candidates, reason=reason or _ONE_SAMPLE)
+    return _by_parts(loss, candidates, whole, parts)
+
+
+def _by_parts(
+    loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
+) -> Finding:
+    """Compare a batch with its parts: the losses, and the weights of the samples."""
+    if _ranks_samples(whole, parts):
+        return Finding(problem=_WEIGHTS.format(loss.name))
     finding = _by_sums(loss, candidates, whole, parts)
     if not finding.problem and weights_vary(whole, parts):
         return Finding(problem=_WEIGHTS.format(loss.name))
@@ -109,9 +132,14 @@ def _by_sums(
     counts = {seen.items or 1.0 for seen in candidates.first.observed}
     if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
         return _refused(loss, whole, parts)
-    if not parts or _adds_up(candidates, whole, parts):
+    adding_up = []
+    for candidate in candidates.candidates:
+        if not parts or _adds_up(replace(candidates, candidates=[candidate]), whole, parts):
+            adding_up.append(candidate)
+    if adding_up:
         all_zero = not any(shown.value for shown in (whole, *parts))
-        return Finding(candidates, retry=all_zero and not candidates.known)
+        remaining = replace(candidates, candidates=adding_up)
+        return Finding(remaining, retry=all_zero and not candidates.known)
     if is_sum and not is_between(whole, parts):
         return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
     if is_sum:
@@ -168,7 +196,9 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
         if compared is None or not compared.is_certain:
             return None
         count = compared.divisor.items(whole.batch)
-        divides_more = not near(count, term.divisor, tolerance_of(whole.loss, whole.terms))
+        divides_more = not near(
+            count, term.divisor, tolerance_of(whole.loss, whole.terms, whole.batch)
+        )
         if divides_more or _is_around(term):
             return None
         divisors.append(compared.divisor)
@@ -194,6 +224,7 @@ def _candidates(
         outer=outer,
         factors=varies,
         weighted=any(term.is_weighted and are_told_apart(term.weights) for term in whole.terms),
+        rounded=_MEASURED_ROUNDED if parts and _has_rounded_weights(whole) else 0,
     )
     candidates = _after_silent(candidates, parts)
     for seen in shown:
@@ -208,6 +239,15 @@ def _candidates(
         if near(candidate.scale(0.01), 1.0, 0.01):
             exact.append(candidate)
     return replace(candidates, candidates=exact)
+
+
+def _has_rounded_weights(whole: Shown) -> bool:
+    """Return whether weights in half precision are no values of the batch."""
+    for term in whole.terms:
+        for weight in term.weights:
+            if is_half(weight) and term.weighs_unequally and not is_held(weight, whole.batch):
+                return True
+    return False
 
 
 def _factors_vary(shown: Sequence[Shown]) -> bool:
@@ -269,15 +309,43 @@ def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> C
 
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole is the mean of its parts' losses over their items."""
-    if candidates.divisor.counts == NOTHING:
-        expected = sum(part.value for part in parts)
-    elif any(part.value != part.value for part in parts):
-        expected = weighted_mean(parts, candidates.items)
-    else:
-        total = sum(candidates.multiplier(part.batch) * part.value for part in parts)
-        expected = total / candidates.multiplier(whole.batch)
-    return is_near(expected, whole, parts)
+    """Return whether each term of the whole is the mean of those of its parts over their items."""
+    for values in compared_values(whole, parts):
+        if candidates.divisor.counts == NOTHING:
+            expected = sum(values.parts)
+        elif any(value != value for value in values.parts):
+            expected = weighted(values.parts, [candidates.items(part.batch) for part in parts])
+        else:
+            multipliers = [candidates.multiplier(part.batch) for part in parts]
+            pairs = zip(multipliers, values.parts, strict=True)
+            total = sum(multiplier * value for multiplier, value in pairs)
+            expected = total / candidates.multiplier(whole.batch)
+        if not are_near(expected, values, whole, parts):
+            return False
+    return True
+
+
+def _ranks_samples(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether the largest elements are taken of all samples, as in hard example mining."""
+    for part in parts:
+        ranked = [term.ranked for term in part.terms]
+        if len(part.terms) == len(whole.terms) and ranked != [term.ranked for term in whole.terms]:
+            return True
+    return False
+
+
+def _penalties_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether penalties of parameters are multiplied with other numbers in parts."""
+    tolerance = tolerance_of(whole.loss, whole.terms, whole.batch)
+    expected = penalties_of(whole.terms)
+    for part in parts:
+        multipliers = penalties_of(part.terms)
+        if len(multipliers) != len(expected):
+            continue
+        pairs = zip(expected, multipliers, strict=True)
+        if not all(near(first, second, tolerance) for first, second in pairs):
+            return True
+    return False
 
 
 def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -287,10 +355,22 @@ def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
         return False
     for several in zip(*(shown.terms for shown in telling), strict=True):
         divisors = {term.divisor for term in several}
+        if len(divisors) > 1 or not several[0].factor:
+            continue
         elements = {term.summed for term in several}
-        if len(divisors) == 1 and len(elements) > 1 and several[0].factor:
+        selected = {_summed(term) for term in several} - {0}
+        if len(elements) > 1 and len(selected) > 1:
             return True
     return False
+
+
+def _summed(term: Term) -> int:
+    """Return how many elements a sum takes that no mask leaves out."""
+    counts = [term.summed]
+    for weight in term.weights:
+        if weight.numel() == term.summed:
+            counts.append(int(weight.count_nonzero()))
+    return min(counts)
 
 
 def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:

@@ -5,6 +5,7 @@ Sections ``plugin`` and ``clip`` have modules of their own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -77,7 +78,7 @@ class ModelSection(Target):
         text = self.weights
         if text is None:
             return None
-        is_path = "/" in text or text.endswith(SUFFIXES) or Path(text).exists()
+        is_path = "/" in text or text.endswith(SUFFIXES) or os.path.exists(text)
         return Path(text).expanduser() if is_path else None
 
     @property

@@ -6,6 +6,7 @@ CSV and JSON lines are read by Python's standard library, parquet by pyarrow.
 import csv
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
@@ -305,9 +306,9 @@ def _number(cell: Cell, value: Any, largest: float, advice: str) -> float:
 def _read(file: Path, key: str, encoding: str, delimiter: str | None) -> Table:
     """Return the rows of a file. A DataUnavailable says in one sentence why it cannot be read."""
     reader = {".jsonl": _json_lines, ".ndjson": _json_lines, ".parquet": _parquet}
-    if file.is_dir():
+    if os.path.isdir(file):
         raise DataUnavailable(f"{key}: {file} is a folder: data=datasets data.path={file}")
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise DataUnavailable(f"{key}: there is no file {file.absolute()}")
     try:
         if file.suffix in reader:

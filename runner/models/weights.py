@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,9 +86,9 @@ def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 def _files_of(path: Path) -> list[Path]:
     """Return a file, or the files of weights in a folder."""
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise WeightsError(f"there is no file or folder {path}")
     files = sorted(path.glob(f"*{SAFETENSORS}"))
     if not files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -292,7 +293,7 @@ class SweepRuns:
 
 def read(folder: Path) -> SweepRuns:
     """Read the folder of one run, or of a sweep, which may have no run yet."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise NoRunError(f"{folder}: no such folder")
     folder = folder.resolve()
     if is_run(folder):

@@ -192,6 +192,9 @@ FOLDERS = [
     ("-m seed=1,2 hydra.sweep.dir=/dev/null/x", ["hydra.sweep.dir=/dev/null/x", "Not a directory"]),
     ("hydra.run.dir=/proc/self/run", ["hydra.run.dir=/proc/self/run", "can be written"]),
     (f"hydra.run.dir={'n' * 300}", ["hydra.run.dir=", "File name too long"]),
+    (f"-cd={'n' * 300}", ["--config-dir/-cd", "a folder that exists"]),
+    (f"resume={'n' * 300}", ["resume=nnn", "there is no run at"]),
+    (f"resume={'n' * 300}@5", ["resume=nnn", "holds no checkpoint"]),
 ]
 COMMANDS = [
     ("new my-model", ["such as my_model"]),

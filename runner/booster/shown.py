@@ -72,7 +72,8 @@ class Shown(NamedTuple):
     @property
     def divisors(self) -> str:
         """What the parts of the loss divide by, for a message."""
-        numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in self.terms)
+        terms = [term for term in self.terms if term.factor] or self.terms
+        numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in terms)
         listed = ", ".join(list(numbers)[:4])
         return f"({listed})" if len(numbers) > 1 else listed
 

@@ -574,7 +574,9 @@ CASES = {
     "weights of the positives of a batch": Case(
         balanced_positives, first_positive, refused=WEIGHTS
     ),
-    "normalised weights": Case(normalised_weights, refused="nothing that the batch holds"),
+    "normalised weights": Case(
+        normalised_weights, refused="no number of items that the batch holds"
+    ),
     "a mask and a large epsilon": Case(with_a_large_epsilon),
     "weights in a mask": Case(weights_in_a_mask),
     "quotients of learned numbers": Case(quotients_of_learned_numbers),

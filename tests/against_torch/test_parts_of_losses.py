@@ -308,3 +308,40 @@ def test_weights_in_float32_are_summed_in_a_model_in_float64():
     model, before = trained(loss, taken)
     expected = of_one_batch(before, taken)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+# -- words, and weights of classes
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 0.3, 2.0, 0.7], dtype=torch.float64)
+
+
+def test_weights_of_classes_that_multiply_by_hand_are_those_of_one_batch():
+    def loss(net, outputs, batch):
+        weights = CLASS_WEIGHTS[batch["targets"]]
+        return (cross_entropies(outputs, batch) * weights).sum() / weights.sum()
+
+    taken = batches((4, 6, 5, 3))
+    model, before = trained(loss, taken)
+    require_same(model, of_one_batch(before, taken))
+
+
+def test_two_means_over_different_items_are_called_so():
+    def loss(net, outputs, batch):
+        weights = batch["weights"]
+        weighted = (outputs.square().mean(1) * weights).sum() / weights.sum()
+        return F.cross_entropy(outputs, batch["targets"]) + weighted
+
+    words = "means over different items, over the .* and over the sum of values of 'weights'"
+    with pytest.raises(DivisorError, match=words):
+        trained(loss, batches((4, 6)))
+
+
+def test_a_term_times_0_is_no_divisor():
+    def loss(net, outputs, batch):
+        weights = outputs.detach().square().sum(1)
+        weighted = (cross_entropies(outputs, batch) * weights).sum() / weights.sum()
+        return weighted + 0.0 * outputs.mean()
+
+    with pytest.raises(DivisorError, match=r"divides by [\d.]+ for a batch of 4 samples"):
+        trained(loss, batches((4, 6)))

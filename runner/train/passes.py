@@ -161,7 +161,7 @@ class Passes:
             items = counts.over_ranks().total.items
             return self.booster.plugin.data_size / self.loss.divisor(items)
 
-        self.loss.begin_window()
+        self.loss.begin_window(lambda: counts.over_ranks().total)
         total: Tensor | None = None
         first_square: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts.items, strict=True), 1):

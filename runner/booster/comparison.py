@@ -88,7 +88,7 @@ class Comparison:
         if numbers.shape == targets.shape:
             return ""
         shapes = f"outputs {shape_of(numbers)} with targets {shape_of(targets)}"
-        return f"{shapes}, which would be broadcast"
+        return f"{shapes}, which would be broadcast, or refused by torch"
 
     def arguments(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
         """Return what a criterion, or the method of a model, is called with.

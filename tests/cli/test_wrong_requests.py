@@ -235,7 +235,10 @@ FIRST_HOUR = [
         ["model.out_feature=10", "did you mean model.out_features?"],
     ),
     (f"{LINEAR} model.in_features=3 model.out_features=2", ["does not take a sample of"]),
-    ("loss=torch.nn.MSELoss", ["loss._target_=torch.nn.MSELoss", "does not take"]),
+    (
+        "loss=torch.nn.MSELoss",
+        ["loss._target_=torch.nn.MSELoss", "outputs [B, 10] with targets [B]"],
+    ),
     ("plugin=tensor plugin.tp_size=2 plugin.nproc=3", ["plugin.nproc=3", "tp_size 2"]),
     ("resume=/nope", ["resume=/nope", "there is no", "auto, never, or the path of a run"]),
     ("data=csv", ["data.path", "data.target", "no value given"]),

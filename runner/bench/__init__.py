@@ -7,5 +7,8 @@ TABLES = {
     "loop": "runner.bench.loop:rows",
     "start": "runner.bench.loop:start",
     "scale": "runner.bench.scale:rows",
+    "gpu": "runner.bench.gpu:rows",
 }
 """Generators of the rows of each table, ``rows(setting)``; their docstrings are the titles."""
+ON_GPU = ("clip", "gpu")
+"""Tables that measure on a GPU; the last one needs it."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import count
-from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import torch
@@ -23,9 +21,11 @@ from runner.booster import Booster
 from runner.clip import Decision, build
 from runner.gradients import Layout
 from runner.models.gpt import GPT
+from runner.run_folder import keys
 from runner.run_folder.strict_json import JsonlSink
 from runner.telemetry.meter import Meter
-from runner.telemetry.step import StepMetrics
+from runner.telemetry.sinks import Sink
+from runner.telemetry.step import Numbers, StepMetrics
 
 # Thresholds of ``norm``, as multiples of the norm.
 BINDING = 0.5
@@ -45,10 +45,11 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 class Subject:
     """A model on a device whose parameters have gradients, with its name in tables."""
 
-    def __init__(self, name: str, model: nn.Module, setting: Setting) -> None:
+    def __init__(self, name: str, model: nn.Module, setting: Setting, sink: Sink) -> None:
         torch.manual_seed(0)
         self.name = name
         self.setting = setting
+        self.sink = sink  # of the rows of its steps
         self.model = model.to(setting.device)
         self.parameters = list(self.model.parameters())
         self._saved = [torch.randn_like(parameter).mul_(SCALE) for parameter in self.parameters]
@@ -71,27 +72,24 @@ class Subject:
         mode = build(name, **options)
         layout = Layout.of_model(self.model)
         mode.bind(layout)
-        push = telemetry(self.setting.folder)
+        push = telemetry(self.sink)
         return self.side(torch.no_grad()(lambda: push(mode.clip(layout))))
 
 
-def telemetry(folder: Path) -> Callable[[Decision], None]:
-    """Return the record of a training: every decision becomes a row of a file in ``folder``."""
-    meter = Meter([JsonlSink(folder / f"rows-{token_hex(4)}.jsonl")])
+def telemetry(sink: Sink) -> Callable[[Decision], None]:
+    """Return the record of a training: every decision becomes a row of ``sink``."""
+    meter = Meter([sink])
     steps = count(1)
 
     def push(decision: Decision) -> None:
         step = next(steps)
-        metrics = StepMetrics(
-            step=step,
-            local_loss=0.0,
-            decision=decision,
-            lr=0.1,
-            samples=step,
-            tokens=0,
-            seconds=0.001,
-        )
-        meter.push(metrics)
+        numbers: Numbers = {
+            keys.LOCAL_LOSS: 0.0,
+            keys.TRAIN_LR: 0.1,
+            keys.TRAIN_SAMPLES: step,
+            keys.TIME_STEP: 0.001,
+        }
+        meter.push(StepMetrics(step, decision, numbers))
 
     return push
 
@@ -119,18 +117,19 @@ def rows(setting: Setting) -> Iterator[Row]:
     }
     if setting.quick:
         models = {"gpt 2x96": lambda: gpt(2, 96), "200 x 64": lambda: small(200)}
-    for name, make in models.items():
-        subject = Subject(name, make(), setting)
-        for optimizer, make_optimizer in OPTIMIZERS.items():
-            yield from _steps(subject, optimizer, make_optimizer(subject.parameters))
-        yield from _adaptive(subject)
-        yield from _value(subject)
+    with JsonlSink(setting.folder / "clip.jsonl") as sink:
+        for name, make in models.items():
+            subject = Subject(name, make(), setting, sink)
+            for optimizer, make_optimizer in OPTIMIZERS.items():
+                yield from _steps(subject, optimizer, make_optimizer(subject.parameters))
+            yield from _adaptive(subject)
+            yield from _value(subject)
 
 
 def _steps(subject: Subject, name: str, optimizer: Optimizer) -> Iterator[Row]:
     """Measure a threshold that binds and one that does not, against the same bare steps."""
     norm = subject.norm
-    push = telemetry(subject.setting.folder)
+    push = telemetry(subject.sink)
     _, wrapped, *_ = Booster().boost(subject.model, optimizer)
 
     def torchs() -> None:

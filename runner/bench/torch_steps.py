@@ -39,7 +39,7 @@ def data_parallel(
     """Make steps of ``DistributedDataParallel``."""
     replica = DistributedDataParallel(model)
     optimizer = new_optimizer(replica.parameters())
-    return _step(replica, batch, loss, optimizer, threshold)
+    return _clipped_by_torch(replica, batch, loss, optimizer, threshold)
 
 
 def redundant(
@@ -48,7 +48,7 @@ def redundant(
     """Make steps of ``DistributedDataParallel`` and ``ZeroRedundancyOptimizer``."""
     replica = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(replica.parameters(), new_optimizer)  # type: ignore[arg-type]
-    return _step(replica, batch, loss, optimizer, threshold)
+    return _clipped_by_torch(replica, batch, loss, optimizer, threshold)
 
 
 def sharded(
@@ -65,20 +65,42 @@ def sharded(
     for block in chain.from_iterable(lists):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return _step(model, batch, loss, new_optimizer(model.parameters()), threshold)
+    optimizer = new_optimizer(model.parameters())
+    return _clipped_by_torch(model, batch, loss, optimizer, threshold)
+
+
+def _clipped_by_torch(
+    model: nn.Module, batch: Batch, loss: Loss, optimizer: Optimizer, threshold: float
+) -> Step:
+    parameters = list(model.parameters())
+
+    def clip() -> Tensor:
+        return clip_grad_norm_(parameters, threshold, foreach=True)
+
+    return _step(_backward(model, batch, loss), clip, [optimizer])
+
+
+def _backward(model: nn.Module, batch: Batch, loss: Loss) -> Callable[[], object]:
+    """Return what runs the forward and the backward pass of a batch."""
+    inputs, targets = batch
+
+    def backward() -> None:
+        loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    return backward
 
 
 def _step(
-    model: nn.Module, batch: Batch, loss: Loss, optimizer: Optimizer, threshold: float
+    backward: Callable[[], object], clip: Callable[[], Tensor], optimizers: Sequence[Optimizer]
 ) -> Step:
-    inputs, targets = batch
-    parameters = list(model.parameters())
+    """Return one step; ``clip`` returns the norm before."""
 
     def step() -> Tensor:
-        loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        norm = clip_grad_norm_(parameters, threshold, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
+        backward()
+        norm = clip()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return norm
 
     return step
@@ -106,22 +128,17 @@ def tensor_parallel(
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     # Fused AdamW steps either kind, not both at once.
     optimizers = [new_optimizer(split), new_optimizer(whole)]
-    inputs, targets = batch
 
-    def step() -> Tensor:
-        loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    def clip() -> Tensor:
         of_split = get_total_norm(_gradients(split), foreach=True)
         of_whole = get_total_norm(_gradients(whole), foreach=True)
         assert isinstance(of_split, DTensor)
         norm = torch.hypot(of_split.full_tensor(), of_whole)
         clip_grads_with_norm_(split, threshold, norm, foreach=True)
         clip_grads_with_norm_(whole, threshold, norm, foreach=True)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
         return norm
 
-    return step
+    return _step(_backward(model, batch, loss), clip, optimizers)
 
 
 class _Enter(nn.Module):
@@ -158,18 +175,18 @@ def pipelined(
     stage = pipelining.PipelineStage(module, dist.get_rank(), 2, torch.device("cpu"))
     schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
 
-    def step() -> Tensor:
+    def backward() -> None:
         if is_last:
             schedule.step(target=targets, losses=[])
         else:
             schedule.step(inputs)
+
+    def clip() -> Tensor:
         norm = _norm_of_parts(_gradients(parameters))
         clip_grads_with_norm_(parameters, threshold, norm, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
         return norm
 
-    return step
+    return _step(backward, clip, [optimizer])
 
 
 def spread_experts(
@@ -191,11 +208,9 @@ def spread_experts(
     shared = [p for p in model.parameters() if id(p) not in ids]
     parameters = [*shared, *experts]
     optimizer = new_optimizer(parameters)
-    inputs, targets = batch
     ranks = dist.get_world_size()
 
-    def step() -> Tensor:
-        loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    def clip() -> Tensor:
         gradients = _gradients(shared)
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
@@ -208,11 +223,9 @@ def spread_experts(
             gradient /= ranks
         norm = torch.hypot(get_total_norm(gradients, foreach=True), _norm_of_parts(of_experts))
         clip_grads_with_norm_(parameters, threshold, norm, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
         return norm
 
-    return step
+    return _step(_backward(model, batch, loss), clip, [optimizer])
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

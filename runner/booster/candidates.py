@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from runner.booster.divisor import NOTHING, Divisor, items_of_each
-from runner.booster.terms import Term
+from runner.booster.terms import Form, Term, forms_of
+from runner.parallel.hooks import held_tensors
 
 _KEPT = 8  # observations of a way to count
 _LARGEST_EPSILON = 1e-2
@@ -22,13 +24,15 @@ class Observed(NamedTuple):
     """What the parts of a loss divided by, and the items of that batch by one way to count.
 
     ``factors`` are the numbers that the parts are multiplied with. They are left out where
-    ``divisors`` contain them already.
+    ``divisors`` contain them already. ``numbers`` are those that the batch holds, such as a weight
+    of all its samples.
     """
 
     items: float
     divisors: tuple[float, ...]
     is_zero: bool  # the loss is 0, or NaN as a mean over nothing is
     factors: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()
 
     @property
     def has_no_items(self) -> bool:
@@ -44,15 +48,15 @@ class Observed(NamedTuple):
         return self._replace(divisors=divisors, factors=())
 
 
-def tolerance_of(loss: Tensor, terms: Sequence[Term]) -> float:
+def tolerance_of(loss: Tensor, terms: Sequence[Term], batch: Any) -> float:
     """Return by how much a divisor may differ from a count, as it is rounded.
 
-    Losses in float64 are exact: what they divide by has to be so too.
+    Losses in float64 are exact, except if they divide by a sum of less precise values of the batch.
     """
+    dtypes = {term.dtype for term in terms if term.dtype is not None}
     if loss.dtype == torch.float64:
-        return _TOLERANCES[loss.dtype]
-    dtypes = {loss.dtype, *(term.dtype for term in terms if term.dtype is not None)}
-    return max(_TOLERANCES.get(dtype, 4e-3) for dtype in dtypes)
+        dtypes &= {tensor.dtype for tensor in held_tensors(batch)}
+    return max(_TOLERANCES.get(dtype, 4e-3) for dtype in (loss.dtype, *dtypes))
 
 
 def is_silent(loss: Tensor, terms: Sequence[Term]) -> bool:
@@ -66,8 +70,35 @@ def is_zero(loss: Tensor) -> bool:
     return value == 0 or math.isnan(value)
 
 
+def is_without_samples(loss: Tensor, terms: Sequence[Term]) -> bool:
+    """Return whether a loss is 0 up to penalties of parameters, or a mean over nothing."""
+    return is_zero(loss) or all(term.is_nothing for term in of_samples_in(terms))
+
+
+def numbers_of(batch: Any) -> tuple[float, ...]:
+    """Return the numbers that a batch holds beside the tensors of its samples."""
+    numbers = []
+    for tensor in held_tensors(batch):
+        if not tensor.ndim and tensor.is_floating_point():
+            numbers.append(float(tensor))
+    return tuple(numbers)
+
+
 def near(first: float, second: float, tolerance: float) -> bool:
     return abs(first - second) <= tolerance * abs(first)
+
+
+def are_equal(numbers: Sequence[float], tolerance: float) -> bool:
+    return all(near(numbers[0], number, tolerance) for number in numbers)
+
+
+def _are_multiples(factors: Sequence[float], of: Sequence[float], tolerance: float) -> bool:
+    """Return whether factors are the same multiple of the numbers that their batches hold."""
+    if not all(of):
+        return False
+    return are_equal(
+        [factor / number for factor, number in zip(factors, of, strict=True)], tolerance
+    )
 
 
 def of_samples_in(terms: Sequence[Term]) -> Sequence[Term]:
@@ -116,8 +147,14 @@ class Candidate:
 
     def shortened(self) -> Candidate:
         """Return the candidate with a few of the observations, which show all that is known."""
-        first = [seen for seen in self.observed if seen.items][:_KEPT]
-        return Candidate(self.divisor, first or self.observed[:1])
+        with_items = [seen for seen in self.observed if seen.items and not seen.is_zero][:_KEPT]
+        zeros = [seen for seen in self.observed if seen.items and seen.is_zero][:1]
+        return Candidate(self.divisor, [*with_items, *zeros] or self.observed[:1])
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether it counts items of a loss that was 0, which is unlikely."""
+        return any(seen.is_zero and seen.items for seen in self.observed)
 
     @property
     def _parts(self) -> int:
@@ -165,16 +202,27 @@ class Candidate:
 
         Numbers of several parts may change if their sum does not, as in a mixup of two targets.
         """
-        factors = [seen.factors for seen in self.observed if not seen.has_no_items]
+        observed = [seen for seen in self.observed if not seen.has_no_items]
+        factors = [seen.factors for seen in observed]
         sums = [sum(of_batch) for of_batch in factors if len(of_batch) > 1]
         have_sums = bool(sums) and len(sums) == len(factors)
-        if have_sums and all(near(sums[0], total, tolerance) for total in sums):
+        if have_sums and are_equal(sums, tolerance):
             return True
+        numbers = list(zip(*(self._numbers(seen, tolerance) for seen in observed), strict=False))
         for factors_of_part in zip(*factors, strict=False):
-            first = factors_of_part[0]
-            if not all(near(first, factor, tolerance) for factor in factors_of_part):
+            if are_equal(factors_of_part, tolerance):
+                continue
+            if not any(_are_multiples(factors_of_part, of, tolerance) for of in numbers):
                 return False
         return True
+
+    def _numbers(self, seen: Observed, tolerance: float) -> list[float]:
+        """Return the numbers that a batch holds; NaN for the number of its items."""
+        counts = (seen.items, seen.items or 1.0)
+        return [
+            math.nan if any(near(count, number, tolerance) for count in counts) else number
+            for number in seen.numbers
+        ]
 
     def _ratio(self, part: int, epsilon: float) -> float | None:
         """Return what a part divides by for each item; None if no batch had any."""
@@ -201,6 +249,8 @@ class Candidates:
         weighted: whether single elements were multiplied by numbers other than 0 and 1, and the
             parts of a batch multiplied the same samples by the same numbers.
         by_values: whether the losses of a batch and its parts told, as the graph does not.
+        forms: how the parts of losses that were measured take samples or parameters.
+        rounded: how many more batches are to be measured, as weights may agree by rounding.
         looks: how many batches were looked at to tell candidates apart.
     """
 
@@ -210,6 +260,8 @@ class Candidates:
     factors: bool = False
     weighted: bool = False
     by_values: bool = False
+    forms: tuple[Form, ...] = ()
+    rounded: int = 0
     tolerance: float = 1e-12
     looks: int = 0
 
@@ -244,8 +296,8 @@ class Candidates:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is one way to count."""
-        return self.known or len(self.candidates) == 1
+        """Whether there is one way to count, and its weights are those of any batch."""
+        return self.known or (len(self.candidates) == 1 and not self.rounded)
 
     def has(self, divisor: Divisor) -> bool:
         """Return whether a way to count, with whatever weights of classes, is among these."""
@@ -272,29 +324,39 @@ class Candidates:
         """Return what the parts of a loss divide by, without penalties of parameters."""
         return self.observe(0.0, False, terms).divisors
 
-    def observe(self, items: float, is_zero: bool, terms: Sequence[Term]) -> Observed:
-        """Return what the loss of a batch of ``items`` items shows."""
+    def observe(
+        self, items: float, is_zero: bool, terms: Sequence[Term], numbers: tuple[float, ...] = ()
+    ) -> Observed:
+        """Return what the loss of a batch of ``items`` items, which holds ``numbers``, shows."""
         of_samples = of_samples_in(terms)
         divisors = tuple(term.divisor for term in of_samples)
         factors = tuple(term.factor for term in of_samples)
         if self.outer:
             divisors = (of_samples[0].outer,)
             factors = (of_samples[0].outer_factor,)
-        seen = Observed(items, divisors, is_zero, factors)
+        seen = Observed(items, divisors, is_zero, factors, numbers)
         return seen.with_factors() if self.factors else seen
 
     def after(self, batch: Any, loss: Tensor, terms: Sequence[Term]) -> Candidates:
         """Return the candidates that agree with one more batch too."""
         if is_silent(loss, terms):
             return self._after_silent(batch)
-        tolerance = max(self.tolerance, tolerance_of(loss, terms))
+        tolerance = max(self.tolerance, tolerance_of(loss, terms, batch))
         remaining = []
+        is_nothing = is_without_samples(loss, terms)
+        numbers = numbers_of(batch)
         for candidate in self.candidates:
-            seen = self.observe(candidate.divisor.items(batch), is_zero(loss), terms)
+            seen = self.observe(candidate.divisor.items(batch), is_nothing, terms, numbers)
             extended = Candidate(candidate.divisor, [*candidate.observed, seen])
             if extended.fits(tolerance):
                 remaining.append(extended)
-        return replace(self, candidates=remaining, tolerance=tolerance)
+        remaining.sort(key=lambda candidate: candidate.counts_nothing)
+        forms = self.forms_with(forms_of(terms))
+        return replace(self, candidates=remaining, tolerance=tolerance, forms=forms)
+
+    def forms_with(self, forms: Iterable[Form]) -> tuple[Form, ...]:
+        """Return the forms of losses that were measured, and others."""
+        return tuple((Counter(self.forms) | Counter(forms)).elements())
 
     def _after_silent(self, batch: Any) -> Candidates:
         """Prefer what counts no items, as the loss of a batch without items is 0."""
@@ -329,12 +391,15 @@ class Candidates:
             together = Candidate(candidate.divisor, list(observed))
             if self.by_values or together.fits(tolerance):
                 remaining.append(together.shortened())
+        remaining.sort(key=lambda candidate: candidate.counts_nothing)
         return replace(
             self,
             candidates=remaining,
             tolerance=tolerance,
             looks=max(self.looks, other.looks),
             weighted=self.weighted or other.weighted,
+            forms=self.forms_with(other.forms),
+            rounded=max(self.rounded, other.rounded),
         )
 
     def _with_factors(self) -> Candidates:
@@ -353,8 +418,18 @@ class Candidates:
             named = {name: value for name, value in divisor.items() if value is not None}
             observed = [list(observed) for observed in candidate.observed]
             candidates.append({"divisor": named, "observed": observed})
-        names = ("known", "outer", "factors", "weighted", "by_values", "tolerance", "looks")
-        return {"candidates": candidates, **{name: getattr(self, name) for name in names}}
+        names = (
+            "known",
+            "outer",
+            "factors",
+            "weighted",
+            "by_values",
+            "tolerance",
+            "looks",
+            "rounded",
+        )
+        state = {name: getattr(self, name) for name in names}
+        return {"candidates": candidates, "forms": [list(form) for form in self.forms], **state}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Candidates:
@@ -364,7 +439,9 @@ class Candidates:
             named = dict(saved["divisor"])
             named |= {"name": tuple(named["name"]), "mask": tuple(named["mask"])}
             observed = []
-            for items, divisors, nothing, factors in saved["observed"]:
-                observed.append(Observed(items, tuple(divisors), nothing, tuple(factors)))
+            for items, divisors, nothing, factors, numbers in saved["observed"]:
+                seen = Observed(items, tuple(divisors), nothing, tuple(factors), tuple(numbers))
+                observed.append(seen)
             candidates.append(Candidate(Divisor(**named), observed))
-        return cls(**{**state, "candidates": candidates})
+        forms = tuple(tuple(form) for form in state["forms"])
+        return cls(**{**state, "candidates": candidates, "forms": forms})

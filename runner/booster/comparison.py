@@ -11,6 +11,11 @@ from runner.booster.items import ItemCounter, LossForm
 from runner.booster.outputs import logits_of, returned_loss
 
 
+def shape_of(tensor: Tensor) -> str:
+    """Return the shape of a tensor of samples, whose number is B: ``[B, 3]``."""
+    return f"[{', '.join(['B', *(str(size) for size in tensor.shape[1:])])}]"
+
+
 class Comparison:
     """Brings outputs and targets to the shapes in which a loss and metrics compare them.
 
@@ -18,12 +23,16 @@ class Comparison:
         name: how a message names the loss.
         form: how the loss is computed.
         counter: knows which labels count.
+        by_element: whether the loss compares outputs and targets of one shape.
     """
 
-    def __init__(self, name: str, form: LossForm, counter: ItemCounter) -> None:
+    def __init__(
+        self, name: str, form: LossForm, counter: ItemCounter, *, by_element: bool = False
+    ) -> None:
         self._name = name
         self._form = form
         self._counter = counter
+        self._by_element = by_element
 
     def correct(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Count items whose largest logit is the target's, and all; None without classes."""
@@ -70,8 +79,24 @@ class Comparison:
             numbers = numbers[:, 0]
         return (numbers, targets) if numbers.shape == targets.shape else None
 
+    def unequal(self, outputs: Any, batch: Any) -> str:
+        """Return the shapes that a loss by element would broadcast; empty if there are none."""
+        numbers = logits_of(outputs)
+        targets = targets_of(batch)
+        if not self._by_element or targets is None or not isinstance(numbers, Tensor):
+            return ""
+        if numbers.shape == targets.shape:
+            return ""
+        shapes = f"outputs {shape_of(numbers)} with targets {shape_of(targets)}"
+        return f"{shapes}, which would be broadcast, or refused by torch"
+
     def arguments(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
-        """Return what a criterion, or the method of a model, is called with."""
+        """Return what a criterion, or the method of a model, is called with.
+
+        Raises:
+            BatchError: the outputs are no logits, or the loss would broadcast them: [B, 1] with
+                targets [B] would compare each output with all targets.
+        """
         if self._form.takes_batch:
             return outputs, batch
         targets = targets_of(batch)
@@ -85,6 +110,9 @@ class Comparison:
             )
         classified = self.classified(outputs, batch) if self._form.compares_classes else None
         if classified is None:
+            unequal = self.unequal(outputs, batch)
+            if unequal:
+                raise BatchError(f"{self._name} compares {unequal}: give both the same shape")
             return outputs, targets
         if not self._form.has_criterion:
             return classified

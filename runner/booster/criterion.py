@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any, Literal
 
@@ -16,32 +17,43 @@ from runner.data.dataset import IGNORED
 
 Criterion = Callable[[Any, Any], Tensor]
 
-_SUMMABLE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-_SUMMABLE_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_OVER_ELEMENTS = (
-    nn.MSELoss.forward,
-    nn.L1Loss.forward,
-    nn.SmoothL1Loss.forward,
-    nn.HuberLoss.forward,
-    nn.BCELoss.forward,
-    nn.BCEWithLogitsLoss.forward,
-    nn.KLDivLoss.forward,
-    nn.PoissonNLLLoss.forward,
-    nn.SoftMarginLoss.forward,
-    nn.HingeEmbeddingLoss.forward,
-)
-_FUNCTIONS_OVER_ELEMENTS = (
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.kl_div,
-    functional.poisson_nll_loss,
-    functional.soft_margin_loss,
-    functional.hinge_embedding_loss,
-)
+
+class Mean(Enum):
+    """What a criterion of torch averages over."""
+
+    CLASSES = "class targets that are not ignored, or their weights"
+    ELEMENTS = "elements of the targets"
+    OTHER = "samples, or what its class says"
+
+
+_MEANS: Mapping[Any, Mean] = {
+    nn.CrossEntropyLoss.forward: Mean.CLASSES,
+    nn.NLLLoss.forward: Mean.CLASSES,
+    functional.cross_entropy: Mean.CLASSES,
+    functional.nll_loss: Mean.CLASSES,
+    nn.MSELoss.forward: Mean.ELEMENTS,
+    nn.L1Loss.forward: Mean.ELEMENTS,
+    nn.SmoothL1Loss.forward: Mean.ELEMENTS,
+    nn.HuberLoss.forward: Mean.ELEMENTS,
+    nn.BCELoss.forward: Mean.ELEMENTS,
+    nn.BCEWithLogitsLoss.forward: Mean.ELEMENTS,
+    nn.KLDivLoss.forward: Mean.ELEMENTS,
+    nn.PoissonNLLLoss.forward: Mean.ELEMENTS,
+    nn.SoftMarginLoss.forward: Mean.ELEMENTS,
+    nn.HingeEmbeddingLoss.forward: Mean.ELEMENTS,
+    functional.mse_loss: Mean.ELEMENTS,
+    functional.l1_loss: Mean.ELEMENTS,
+    functional.smooth_l1_loss: Mean.ELEMENTS,
+    functional.huber_loss: Mean.ELEMENTS,
+    functional.binary_cross_entropy: Mean.ELEMENTS,
+    functional.binary_cross_entropy_with_logits: Mean.ELEMENTS,
+    functional.kl_div: Mean.ELEMENTS,
+    functional.poisson_nll_loss: Mean.ELEMENTS,
+    functional.soft_margin_loss: Mean.ELEMENTS,
+    functional.hinge_embedding_loss: Mean.ELEMENTS,
+}
+"""The mean of each criterion of torch, by its method ``forward`` or as a function."""
+
 _LOGITS = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
 
 
@@ -72,14 +84,22 @@ def is_of_torch(criterion: Any) -> bool:
     return getattr(function, "__module__", "") == functional.__name__ and not weighted
 
 
+def mean_of(criterion: Any) -> Mean:
+    """Return what a criterion of torch averages over, if it averages."""
+    if isinstance(criterion, nn.Module):
+        return _MEANS.get(type(criterion).forward, Mean.OTHER)
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    return _MEANS.get(function, Mean.OTHER) if inspect.isroutine(function) else Mean.OTHER
+
+
 def averages_elements(criterion: Any) -> bool:
     """Return whether a criterion is one of torch whose mean is over the elements of its targets."""
-    if option_of(criterion, "reduction", "mean") != "mean":
-        return False
-    if isinstance(criterion, nn.Module):
-        return type(criterion).forward in _OVER_ELEMENTS
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    return function in _FUNCTIONS_OVER_ELEMENTS
+    return option_of(criterion, "reduction", "mean") == "mean" and compares_elements(criterion)
+
+
+def compares_elements(criterion: Any) -> bool:
+    """Return whether a criterion is one of torch that compares outputs and targets of one shape."""
+    return mean_of(criterion) is Mean.ELEMENTS
 
 
 def name_of(criterion: Any, model: nn.Module) -> str:
@@ -99,15 +119,48 @@ def binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
     return "logits" if logits or function is functional.binary_cross_entropy_with_logits else None
 
 
+def vectors_of(criterion: Any, model: nn.Module) -> list[Tensor]:
+    """Return the vectors of numbers that a criterion, or a model, holds, such as class weights.
+
+    Those that their functions name in a closure, or as globals, are among them.
+    """
+    owners = [model, criterion] if isinstance(criterion, nn.Module) else [model]
+    values: list[Any] = [criterion.func if isinstance(criterion, partial) else criterion]
+    values.append(getattr(type(model), "loss", None))
+    for owner in owners:
+        values.append(type(owner).forward)
+        for module in owner.modules():
+            values += [*module._buffers.values(), *vars(module).values()]
+    named = [value for function in values for value in _named_by(function)]
+    return [value for value in (*values, *named) if _is_vector(value)]
+
+
+def _named_by(function: Any) -> list[Any]:
+    """Return the values that a function names in its closure, or as globals."""
+    if not inspect.isfunction(function):
+        return []
+    try:
+        names = inspect.getclosurevars(function)
+    except ValueError:
+        return []  # a name of the closure has no value yet
+    return [*names.nonlocals.values(), *names.globals.values()]
+
+
+def _is_vector(value: Any) -> bool:
+    is_constant = isinstance(value, Tensor) and not value.requires_grad
+    return is_constant and value.ndim == 1 and value.is_floating_point() and len(value) > 1
+
+
 def summed(criterion: Any) -> Criterion | None:
-    """Return ``criterion`` with ``reduction="sum"``; None if it is not a loss of torch."""
-    if isinstance(criterion, nn.Module) and type(criterion).forward in _SUMMABLE:
-        criterion = copy.copy(criterion)
-        criterion.reduction = "sum"
-        return criterion  # type: ignore[no-any-return]
-    bound = isinstance(criterion, partial) and not criterion.args
-    function = criterion.func if bound else criterion
-    return partial(criterion, reduction="sum") if function in _SUMMABLE_FUNCTIONS else None
+    """Return ``criterion`` with ``reduction="sum"``; None if it compares no classes."""
+    has_arguments = isinstance(criterion, partial) and bool(criterion.args)
+    if mean_of(criterion) is not Mean.CLASSES or has_arguments:
+        return None
+    if not isinstance(criterion, nn.Module):
+        return partial(criterion, reduction="sum")
+    criterion = copy.copy(criterion)
+    criterion.reduction = "sum"
+    return criterion  # type: ignore[no-any-return]
 
 
 def cross_entropy_sum(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:

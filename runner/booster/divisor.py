@@ -108,19 +108,17 @@ class Divisor(NamedTuple):
 
 def items_of_each(divisors: Iterable[Divisor], batch: Any) -> Iterator[float]:
     """Count the items of a batch in several ways; integers are read once for all of them."""
-    histograms: dict[Name, NDArray[np.int64]] = {}
+    histograms: dict[tuple[Name, bool], NDArray[np.int64]] = {}
     for divisor in divisors:
         integers = _integers_of(divisor, batch)
         if integers is None:
             yield divisor.items(batch)
             continue
-        if divisor.name not in histograms:
-            histograms[divisor.name] = _histogram(integers)
+        key = (divisor.name, divisor.shifts)
+        if key not in histograms:
+            histograms[key] = _histogram(integers[..., 1:] if divisor.shifts else integers)
         counted = _COUNTED[divisor.counts](_NUMBERS, divisor.ignored)
-        items = histograms[divisor.name][counted].sum()
-        if divisor.shifts:
-            items -= _histogram(integers[..., :1])[counted].sum()
-        yield float(items)
+        yield float(histograms[key][counted].sum())
 
 
 def _integers_of(divisor: Divisor, batch: Any) -> Tensor | None:

@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from runner.booster.batch import batch_size
 from runner.booster.candidates import Candidates
-from runner.booster.divisor import tensors_of
+from runner.booster.checks import Unshown
 from runner.booster.items import DivisorError
 from runner.booster.loss import WindowLoss
 from runner.booster.parts import has_samples, in_two, joined, samples_at
-from runner.booster.sample_weights import are_told_apart
+from runner.booster.sample_weights import are_told_apart, in_two_by_weight, is_held
 from runner.booster.shown import (
     WHILE_MEASURED,
     MeasuredModel,
@@ -61,7 +60,7 @@ def measured(
     shown, loss_of = first_pass(model, batch, trace)
     whole = shown if isinstance(shown, Shown) else None
     is_random = trace.drawn()
-    model.measured = batch
+    loss.measured = batch
     is_open = whole is not None and divisor_of_calls(whole) is None and samples > 1
     # Ranks may communicate in a forward pass, so that all of them run the same number.
     in_parts = [is_open and has_samples(batch, samples)]
@@ -69,12 +68,18 @@ def measured(
         in_parts = model.from_ranks(in_parts[0])
     parts: list[Shown] = []
     reason = ""
-    for numbers in in_two(samples) if all(in_parts) else ():
+    several: Sequence[Sequence[int]] = ()
+    if all(in_parts):
+        several = in_two(samples) if whole is None else in_two_by_weight(whole, samples)
+    for numbers in several:
         part = samples_at(batch, numbers, samples)
         trace.remove()
         try:
             with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
-                parts.append(shown_by(part, loss_of(numbers)))
+                shown_of_part = shown_by(part, loss_of, numbers)
+            if shown_of_part is None:
+                raise ValueError("a part of a batch has no loss")
+            parts.append(shown_of_part)
         except Exception as error:
             if model.is_inside:
                 error.add_note(WHILE_MEASURED)
@@ -132,6 +137,8 @@ def measured_again(
             candidates=remaining,
             looks=earlier.looks + 1,
             weighted=candidates.weighted or earlier.weighted,
+            forms=earlier.forms_with(candidates.forms),
+            rounded=max(earlier.rounded - 1, 0),
         )
         problem = finding.problem
         if not remaining:
@@ -150,74 +157,40 @@ def _no_count(loss: WindowLoss, divisors: str) -> str:
 
 
 @torch.enable_grad()
-def look_inside(model: MeasuredModel, batch: Any, weights: Sequence[Tensor]) -> bool:
-    """Measure a batch of this rank inside of a step, as its loss has weights that are new.
+def look_inside(model: MeasuredModel, batch: Any, unshown: Unshown) -> bool:
+    """Measure a batch of this rank inside of a step, as its loss has something new.
 
-    Weights that are values of the batch need no measurement. Return whether later ones need none.
+    Weights that are values of the batch need no measurement. A part that cannot be measured is
+    warned of. Return whether later losses may have it too.
 
     Raises:
-        DivisorError: the weights depend on the batch, or that cannot be told.
+        DivisorError: the loss is a mean over something else than the items, or its weights depend
+            on the batch, or that cannot be told.
     """
     loss = model.loss
-    if weights and all(_is_held(weight, batch) for weight in weights):
+    weights = [*unshown.masks, *unshown.weights]
+    is_open = unshown.is_part or unshown.changes_classes
+    if not is_open and all(is_held(weight, batch) for weight in weights):
         return True
-    if batch_size(batch) == 1 and model.measured is not None:
-        batch = joined([batch, model.measured])
-    reason = ""
-    if model.communicates():
-        reason = _RANKS_WAIT
-    elif not divides(batch):
-        reason = _ONE_SAMPLE
-    if reason:
-        raise DivisorError(_NOT_INSIDE.format(loss.name, reason, loss.ways_out))
-    on_this_rank = replace(model, together=False)
+    if batch_size(batch) == 1 and loss.measured is not None:
+        batch = joined([batch, loss.measured])
+    if model.communicates() or not divides(batch):
+        reason = _RANKS_WAIT if model.communicates() else _ONE_SAMPLE
+        if unshown.weights or unshown.changes_classes:
+            raise DivisorError(_NOT_INSIDE.format(loss.name, reason, loss.ways_out))
+        _warn_of_part(loss, batch, reason)
+        return True
+    on_this_rank = replace(model, together=False, trains_first=model.module.training)
     with on_this_rank.without_a_trace(batch) as trace:
-        findings = measured(on_this_rank, batch, trace)
-    for finding in findings:
-        if finding.problem:
-            raise DivisorError(finding.problem)
-    return not weights or are_told_apart(weights)
+        (finding,) = measured(on_this_rank, batch, trace, loss.candidates)
+    if finding.problem:
+        raise DivisorError(finding.problem)
+    if finding.reason and unshown.is_part:
+        _warn_of_part(loss, batch, finding.reason)
+    return not unshown.weights or are_told_apart(unshown.weights)
 
 
-@torch.enable_grad()
-def look_at_part(model: MeasuredModel, batch: Any) -> None:
-    """Measure a batch of this rank inside of a step, as its loss has a part that is new.
-
-    It begins later, or exists in training alone. The part is warned of where that cannot be.
-
-    Raises:
-        DivisorError: the loss is a mean over something else than the items.
-    """
-    loss = model.loss
-    if batch_size(batch) == 1 and model.measured is not None:
-        batch = joined([batch, model.measured])
-    reasons = []
-    if model.communicates():
-        reasons = [_RANKS_WAIT]
-    elif not divides(batch):
-        reasons = [_ONE_SAMPLE]
-    else:
-        on_this_rank = replace(model, together=False, trains_first=model.module.training)
-        with on_this_rank.without_a_trace(batch) as trace:
-            findings = measured(on_this_rank, batch, trace)
-        for finding in findings:
-            if finding.problem:
-                raise DivisorError(finding.problem)
-        reasons = [finding.reason for finding in findings if finding.reason]
-    for reason in reasons:
-        if reason not in loss.warnings:
-            loss.warnings.append(reason)
-            _logger.warning(_NEW_PART, loss.name, reason, loss.counted_as(batch))
-
-
-def _is_held(weight: Tensor, batch: Any) -> bool:
-    """Return whether weights are values of a tensor of the batch, or all but the first of each."""
-    for _, values in tensors_of(batch):
-        for candidate in (values, values[..., 1:]):
-            if candidate.numel() == weight.numel() and _are_equal(candidate, weight):
-                return True
-    return False
-
-
-def _are_equal(values: Tensor, weight: Tensor) -> bool:
-    return torch.equal(values.reshape(-1).to(weight.device, weight.dtype), weight.reshape(-1))
+def _warn_of_part(loss: WindowLoss, batch: Any, reason: str) -> None:
+    if reason not in loss.warnings:
+        loss.warnings.append(reason)
+        _logger.warning(_NEW_PART, loss.name, reason, loss.counted_as(batch))

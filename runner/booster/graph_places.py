@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ class Path(NamedTuple):
     averages: bool = False
     summed: int = 0
     dtype: torch.dtype | None = None
+    value: float | None = None
+    is_empty: bool = False
 
     def divided(self, by: float) -> Path:
         outer = self.outer if self.inside else self.outer * by
@@ -68,7 +71,21 @@ class Path(NamedTuple):
             is_penalty=is_penalty,
             summed=self.summed,
             dtype=self.dtype,
+            value=self.value,
+            is_empty=self.is_empty,
         )
+
+
+class Recorded(NamedTuple):
+    """What was recorded beside the graph of a loss.
+
+    Attributes:
+        numbers: numbers that were computed on the way, by the node and its output.
+        outputs: nodes of the outputs of the model, below which nothing is read.
+    """
+
+    numbers: Mapping[tuple[Any, int], Tensor] = {}
+    outputs: frozenset[Any] = frozenset()
 
 
 class Place(NamedTuple):
@@ -77,6 +94,7 @@ class Place(NamedTuple):
     node: Any
     output: int  # number of the output of the node
     path: Path
+    recorded: Recorded = Recorded()
 
     def scaled(self) -> Path:
         """Return the path with the number that this product or quotient has."""
@@ -90,11 +108,13 @@ class Place(NamedTuple):
         return self.path.multiplied(number)
 
     def averaged(self) -> Path:
-        after = math.prod(shape_of(self.node, self.output))
-        return self.path.divided(self._elements() / max(after, 1))._replace(averages=True)
+        elements = self._elements()
+        path = self.path.divided(elements / max(self.size, 1))
+        return path._replace(averages=True, is_empty=not elements)
 
     def added_up(self) -> Path:
-        return self.path._replace(summed=self.path.summed or self._elements())
+        elements = self._elements()
+        return self.path._replace(summed=self.path.summed or elements, is_empty=not elements)
 
     def _elements(self) -> int:
         """Return how many elements a sum or a mean takes."""
@@ -103,11 +123,23 @@ class Place(NamedTuple):
     def before(self, path: Path | None = None) -> list[Place]:
         """Return the nodes that this one takes tensors with gradients from."""
         path = path or self.path
-        return [Place(node, output, path) for node, output in self.node.next_functions if node]
+        taken = [pair for pair in self.node.next_functions if pair[0]]
+        return [Place(node, output, path, self.recorded) for node, output in taken]
 
     def parts(self) -> list[Place]:
         """Return the nodes that this one adds up."""
-        return self.before(self.path._replace(inside=True))
+        return [self._with_part(part) for part in self.before()]
+
+    def _with_part(self, part: Place) -> Place:
+        """Return the place of a part, whose value is known if it is a number that was recorded."""
+        path = self.path._replace(inside=True, value=None)
+        if self.name not in ("Stack", "Cat"):
+            # A number that is added to elements is added once for each.
+            path = path._replace(divisor=path.divisor / max(self.size // max(part.size, 1), 1))
+        number = self.recorded.numbers.get((part.node, part.output))
+        if number is not None and path.divisor:
+            path = path._replace(value=float(number) * path.factor / path.divisor)
+        return part._replace(path=path)
 
     @property
     def name(self) -> str:
@@ -116,6 +148,11 @@ class Place(NamedTuple):
     @property
     def is_scalar(self) -> bool:
         return len(shape_of(self.node, self.output)) == 0
+
+    @property
+    def size(self) -> int:
+        """How many elements the tensor has."""
+        return math.prod(shape_of(self.node, self.output))
 
 
 @cache

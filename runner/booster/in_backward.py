@@ -156,7 +156,7 @@ class InBackward:
         """Return what the backward pass did to the whole gradient.
 
         Args:
-            norms: of the gradients before clipping.
+            norms: what was measured of the gradients before clipping.
         """
         norm = norms.total
         finite = norms.finite

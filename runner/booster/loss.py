@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,24 +17,26 @@ from torch import Tensor, nn
 
 from runner.booster.batch import Calls, batch_size, mapped
 from runner.booster.candidates import Candidates, is_zero
-from runner.booster.checks import Checks, UnshownPart, UnshownWeights
+from runner.booster.checks import Checks, Unshown
 from runner.booster.comparison import Comparison
 from runner.booster.criterion import (
     Criterion,
     binary_outputs,
+    compares_elements,
     cross_entropy_mean,
     cross_entropy_sum,
     is_of_torch,
     name_of,
     option_of,
     summed,
+    vectors_of,
 )
 from runner.booster.divisor import NOTHING
+from runner.booster.graph_places import NotLinear
 from runner.booster.items import Count, DivisorError, ItemCounter, Loss, LossForm
 from runner.booster.outputs import (
     as_leaf,
     holds_numbers,
-    is_penalty_alone,
     logits_of,
     nothing_of,
     returned_loss,
@@ -77,8 +79,10 @@ class WindowLoss:
         on_accelerator: whether the host waits for a loss that it reads.
         compares: brings outputs and targets to the shapes in which they are compared.
         variety: the kinds of values that no measured batch had; None if no batch may show more.
-        look_again: measures a batch whose loss has weights that are new; set by ``settle``.
-        look_at_part: measures a batch whose loss has a part that is new; set by ``settle``.
+        measured: the last batch that was measured.
+        look: measures a batch whose loss has something new; set by ``settle``. It returns whether
+            later losses may have it too.
+        is_zero_so_far: whether the losses of all batches so far were 0, up to penalties.
         tries: how many batches told nothing.
         warnings: what was warned of.
     """
@@ -94,6 +98,7 @@ class WindowLoss:
         may_return = criterion is None and not takes_batch
         self.call = Calls(model, whole=takes_batch, labelled=criterion is None).of
         self.binary = binary_outputs(criterion)
+        self._owners = (criterion, model)
 
         # What is compared, and summed where that is exact
         in_sum = cross_entropy_sum if may_return else summed(criterion)
@@ -110,21 +115,25 @@ class WindowLoss:
 
         # What is counted
         self._counter = ItemCounter(model, stated, self._form)
-        self.compares = Comparison(self.name, self._form, self._counter)
+        # The binary ones refuse other shapes themselves.
+        by_element = compares_elements(criterion) and self.binary is None
+        self.compares = Comparison(self.name, self._form, self._counter, by_element=by_element)
         by_construction = criterion is not None and (self._sums or is_of_torch(criterion))
         self.unproved = not (self._counter.is_stated or by_construction)
+        self.is_zero_so_far = False
         self.tries = 0
         self.warnings: list[str] = []
         self.candidates: Candidates | None = None
         self.variety: Variety | None = None
-        self.look_again: Callable[[Any, Sequence[Tensor]], bool] | None = None
-        self.look_at_part: Callable[[Any], None] | None = None
+        self.measured: Any = None
+        self.look: Callable[[Any, Unshown], bool] | None = None
         self._checks: Checks | None = None
         self._scale = 1.0
         self._epsilon = 0.0
         self.alone = True
         self.on_accelerator = False
         self._refusal = ""
+        self._total: Callable[[], Count] | None = None
 
     @property
     def takes_batch(self) -> bool:
@@ -165,6 +174,10 @@ class WindowLoss:
         """What to change if the mean is over something else than the items."""
         return WAYS_OUT.format("targets" if self._form.has_criterion else "batch")
 
+    def vectors(self) -> list[Tensor]:
+        """Return vectors of numbers that may be weights of classes."""
+        return vectors_of(*self._owners)
+
     def mean(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns for a batch."""
         return self._criterion(*self.compares.arguments(outputs, batch))
@@ -191,12 +204,14 @@ class WindowLoss:
         self._scale = candidates.scale
         self._epsilon = candidates.epsilon
         self.unproved = False
+        self.is_zero_so_far = False
         self._averages = candidates.divisor.counts != NOTHING
         self._counter.use(candidates)
 
     def forget(self) -> None:
         """Forget what a loss of 0 was taken for, before another window is measured."""
         self.candidates = None
+        self.is_zero_so_far = False
         self.variety = None
         self._checks = None
         self._scale = 1.0
@@ -209,8 +224,12 @@ class WindowLoss:
         """What the mean adds to the items that it divides by."""
         return self._epsilon
 
-    def begin_window(self) -> None:
-        """Begin to compare the losses of a window, or of an evaluation, with their items."""
+    def begin_window(self, total: Callable[[], Count] | None = None) -> None:
+        """Begin to compare the losses of a window, or of an evaluation, with their items.
+
+        ``total`` waits for the count of all microbatches of the window, over all ranks.
+        """
+        self._total = total
         if self._checks is not None:
             self._checks.begin_window()
 
@@ -264,7 +283,8 @@ class WindowLoss:
         """Load what :meth:`state_dict` returned, unless what a mean divides by is known here."""
         if not self.unproved:
             return
-        if "divisor" in state or ("candidates" in state and "variety" not in state):
+        is_known = "candidates" in state and "forms" in state["candidates"]
+        if "divisor" in state or ("candidates" in state and not is_known):
             return  # An earlier version found it in another way: it is measured again.
         if "candidates" in state:
             self.use(Candidates.from_state_dict(state["candidates"]))
@@ -275,8 +295,8 @@ class WindowLoss:
     def items(self, batch: Any) -> Count:
         """Count a batch."""
         count = self._counter.count(batch, self.candidates)
-        if self.candidates is not None and self.unproved and not self._averages:
-            return count._replace(items=0.0)  # the losses so far are 0
+        if self.is_zero_so_far:
+            return count._replace(items=0.0)
         return count
 
     def divisor(self, items: float) -> float:
@@ -318,7 +338,7 @@ class WindowLoss:
             return self._criterion(*self.compares.arguments(outputs, batch))  # summed exactly
         loss = self._loss_with_graph(outputs, batch) if returned is None else returned
         counted = self._scale if is_sum else items
-        multiplier = self._multiplier(loss, counted, batch)
+        multiplier = self._multiplier(loss, counted, batch, outputs)
         if multiplier is None:
             return self._refused(loss, counted)
         return loss if is_sum else loss * multiplier
@@ -328,16 +348,24 @@ class WindowLoss:
         if self.candidates is not None and self.candidates.known:
             return nothing_of(returned, outputs)
         loss = self._loss_with_graph(outputs, batch) if returned is None else returned
+        if self.is_zero_so_far and not bool(loss.isfinite()):
+            return loss  # its step is skipped
         if is_zero(loss):
             return nothing_of(returned, outputs)
-        if self.unproved and self.candidates is None:
+        if self.unproved and self.candidates is None and not self.is_zero_so_far:
             return loss  # the only microbatch of a step, which nothing is weighed against
-        multiplier = None if self.candidates is None else self._multiplier(loss, 0.0, batch)
-        if multiplier is not None and loss.grad_fn is not None:
+        multiplier: float | None = 0.0
+        if not self.is_zero_so_far:
+            multiplier = self._multiplier(loss, 0.0, batch, outputs)
+        if multiplier is None or loss.grad_fn is None:
+            return self._refused(loss, 0.0)
+        if multiplier:
             return loss * multiplier
-        if self.alone and is_penalty_alone(loss, returned, outputs):
+        # Only penalties of parameters: those of the microbatches with items count, if there are any
+        total = None if self._total is None else self._total()
+        if total is None or total.items:
             return nothing_of(returned, outputs)
-        return self._refused(loss, 0.0)
+        return loss * (self.divisor(0.0) * batch_size(batch) / total.samples)
 
     def _loss_with_graph(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns, with a graph, which tells what it divides by."""
@@ -346,20 +374,22 @@ class WindowLoss:
         with torch.enable_grad():
             return self._criterion(*self.compares.arguments(outputs, batch))
 
-    def _multiplier(self, loss: Tensor, items: float, batch: Any) -> float | None:
+    def _multiplier(self, loss: Tensor, items: float, batch: Any, outputs: Any) -> float | None:
         """Return what makes a mean a sum over its items; None if it is not over these."""
-        if self._checks is None:
+        checks = self._checks
+        if checks is None:
             return items
         try:
-            return self._checks.multiplier(loss, items)
-        except UnshownPart:
-            if self.look_at_part is not None:
-                self.look_at_part(batch)
-            self._checks.accept_parts(loss)
-        except UnshownWeights as error:
-            is_shown = self.look_again is None or self.look_again(batch, error.weights)
-            self._checks.accept_weights(once=not is_shown)
-        return self._multiplier(loss, items, batch)
+            terms = checks.read(loss, outputs)
+        except NotLinear:
+            return None
+        if terms is None:
+            return checks.expected(items)
+        unshown = checks.unshown(terms)
+        if unshown is not None:
+            is_shown = self.look is None or self.look(batch, unshown)
+            checks.accept(terms, once=not is_shown)
+        return checks.multiplier(loss, terms, items, batch)
 
     def _refused(self, loss: Tensor, items: float) -> Tensor:
         """Refuse a loss that divides by something else than the items that were counted.

@@ -8,6 +8,7 @@ so that they are exact, whatever the values of the loss are, and reading them ru
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from runner.booster.graph_places import (
     NotLinear,
     Path,
     Place,
+    Recorded,
     factor_of,
     number_of,
 )
-from runner.booster.terms import Term, TorchLoss
+from runner.booster.terms import MASKED, Term, TorchLoss
 
 _MEAN, _SUM = 1, 2
 _MOST_NODES = 20_000
@@ -79,10 +81,39 @@ _OF_PARAMETERS = (
     *_PARTS,
 )
 """Operations that keep a value one of parameters alone. Products of matrices may hold samples."""
+_SELECTING = (
+    "Amax",
+    "Amin",
+    "Gather",
+    "Index",
+    "IndexSelect",
+    "Kthvalue",
+    "MaskedFill",
+    "MaskedSelect",
+    "Max",
+    "Median",
+    "Min",
+    "Select",
+    "Slice",
+    "Sort",
+    "Std",
+    "Take",
+    "Topk",
+    "Var",
+    "Where",
+)
+"""Operations that may take some samples because of others."""
+_RANKING = ("Kthvalue", "Sort", "Topk")
+_FURTHER = ("LogSoftmax", "Slice")
+"""Operations of elements that may have been selected before."""
 
 
-def terms_of(loss: Tensor) -> list[Term]:
+def terms_of(loss: Tensor, recorded: Recorded | None = None) -> list[Term]:
     """Return the parts that a loss is a sum of.
+
+    Args:
+        loss: a number with a graph.
+        recorded: what was recorded while it was computed.
 
     Raises:
         GraphError: an operation on the way is not known. ``NotLinear`` if it is no sum or mean.
@@ -90,7 +121,12 @@ def terms_of(loss: Tensor) -> list[Term]:
     if loss.grad_fn is None:
         raise GraphError("it has no gradient")
     terms: list[Term] = []
-    places = [Place(loss.grad_fn, loss.output_nr, Path())]
+    path = Path()
+    if recorded is None:
+        recorded = Recorded()
+    elif recorded.numbers:
+        path = path._replace(value=float(loss.detach()))
+    places = [Place(loss.grad_fn, loss.output_nr, path, recorded)]
     for _ in range(_MOST_NODES):
         if not places:
             return terms
@@ -156,27 +192,96 @@ def _read_elements(place: Place) -> _Step:
         return None, place.parts()
     elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
         return None, [part for part in before if not _is_penalty(part)]
-    return place.path.term(weights=_weights_of(place), is_penalty=_is_penalty(place)), []
+    elements = _read_down(place)
+    term = place.path.term(weights=tuple(elements.weights), is_penalty=_is_penalty(place))
+    return elements.described(term), []
 
 
-def _weights_of(place: Place) -> tuple[Tensor, ...]:
-    """Return the tensors that multiply or divide elements, down to functions of single elements."""
-    weights = []
+@dataclass
+class _Elements:
+    """How the elements of a sum or a mean come about.
+
+    Attributes:
+        weights: tensors that multiply or divide them.
+        selects: operations that may select some of them.
+        selected: masks of those that were selected, in a measurement.
+        ranked: among how many elements the largest ones are taken; 0 if none are.
+    """
+
+    weights: list[Tensor] = field(default_factory=list)
+    selects: set[str] = field(default_factory=set)
+    selected: list[Tensor] = field(default_factory=list)
+    ranked: int = 0
+
+    def note_weight(self, weight: Tensor) -> None:
+        self.weights.append(weight)
+        if not bool(weight.all()):
+            self.selects.add(MASKED)
+
+    def note_selection(self, place: Place) -> None:
+        name = place.name
+        if name in _RANKING:
+            sizes = [int(length) for length in place.node._saved_self_sym_sizes]
+            if math.prod(sizes) != place.size or name == "Sort":
+                self.ranked = sizes[_signed(place.node._saved_dim)] if sizes else 0
+            else:
+                name += " of all"
+        if name in _SELECTING:
+            self.selects.add(name)
+        if place.recorded.numbers and name in ("Index", "MaskedSelect"):
+            self.selected.append(_mask_of(place.node))
+
+    def described(self, term: Term) -> Term:
+        """Return a term with what is known of its elements."""
+        form = tuple(sorted(self.selects))
+        return term._replace(form=form, selected=tuple(self.selected), ranked=self.ranked)
+
+
+def _read_down(place: Place) -> _Elements:
+    """Read down to functions of single elements, and to the outputs of the model."""
+    elements = _Elements()
     places = [place]
     for _ in range(_MOST_WEIGHTS):
         if not places:
             break
         current = places.pop()
+        if current.node in current.recorded.outputs:
+            continue
+        elements.note_selection(current)
         before = current.before()
         if current.name in ("Div", "Mul") and len(before) == 1:
             factor = factor_of(current.node)
             if factor is None:
                 continue
-            weights.append(factor)
-        elif not current.name.startswith((*_PASSED, *_OF_ELEMENTS)):
+            elements.note_weight(factor)
+        elif not current.name.startswith((*_PASSED, *_OF_ELEMENTS, *_FURTHER)):
             continue
         places += before
-    return tuple(weights)
+    return elements
+
+
+def _mask_of(node: Any) -> Tensor:
+    """Return which elements are selected by a mask, or by their numbers."""
+    if hasattr(node, "_saved_mask"):
+        mask: Tensor = node._saved_mask
+        return mask
+    sizes = [int(length) for length in node._saved_self_sym_sizes]
+    indices = list(node._saved_indices)
+    first = 0
+    while indices and indices[0] is None:
+        indices.pop(0)
+        first += 1
+    if not indices or any(index is None for index in indices):
+        return torch.ones((), dtype=torch.bool)
+    dimensions = sum(index.ndim if index.dtype == torch.bool else 1 for index in indices)
+    chosen = torch.zeros(sizes[first : first + dimensions], dtype=torch.bool)
+    chosen[tuple(index.cpu() for index in indices)] = True
+    return chosen
+
+
+def _signed(number: int) -> int:
+    """Return a number of 64 bits, which autograd may keep without its sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _vectors_of(place: Place) -> tuple[Tensor, ...]:
@@ -191,10 +296,10 @@ def _vectors_of(place: Place) -> tuple[Tensor, ...]:
 
 
 def _is_sum_of_parts(name: str, before: list[Place]) -> bool:
-    """Return whether elements are means of their own, or values plus a penalty."""
+    """Return whether elements are means of their own, or values plus a number or a penalty."""
     if name in ("Stack", "Cat"):
         return all(part.is_scalar for part in before)
-    return name in ("Add", "Sub") and any(_is_penalty(part) for part in before)
+    return name in ("Add", "Sub") and any(part.is_scalar or _is_penalty(part) for part in before)
 
 
 def _product(place: Place) -> _Step:
@@ -271,23 +376,26 @@ def _loss_of_torch(place: Place) -> Term:
     of_positives = getattr(node, "_saved_pos_weight", None)
     if node._saved_reduction == _SUM:
         weights = tuple(tensor for tensor in (weight, of_positives) if tensor is not None)
-        return place.path.term(weights=weights)
-    path = place.path._replace(averages=True)
+        path = place.path._replace(is_empty=not node._saved_self.numel())
+        return path.term(weights=weights)
+    inputs = place.before()
+    elements = _read_down(inputs[0]) if inputs else _Elements()
     targets = node._saved_target
-    if not hasattr(node, "_saved_total_weight"):
+    path = place.path._replace(averages=True)
+    of_elements: tuple[Tensor, ...] = ()
+    if hasattr(node, "_saved_total_weight"):
+        ignored = _signed(int(node._saved_ignore_index))
+        call = TorchLoss(targets, classes=True, ignored=ignored, weight=weight)
+        total = node._saved_total_weight
+        path = path.divided(float(total)).rounded(total.dtype)
+    else:
         of_elements = () if weight is None or weight.shape != targets.shape else (weight,)
-        of_classes = weight if of_positives is None else of_positives
         call = TorchLoss(
             targets,
             classes=False,
             ignored=0,
-            weight=of_classes,
+            weight=weight if of_positives is None else of_positives,
             weighs_elements=bool(of_elements) and of_positives is None,
         )
         path = path.divided(max(targets.numel(), node._saved_self.numel()))
-        return path.term(call, weights=of_elements)
-    ignored = int(node._saved_ignore_index)
-    signed = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
-    call = TorchLoss(targets, classes=True, ignored=signed, weight=weight)
-    total = node._saved_total_weight
-    return path.divided(float(total)).rounded(total.dtype).term(call)
+    return elements.described(path.term(call, weights=of_elements))

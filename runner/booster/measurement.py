@@ -17,14 +17,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from runner.booster.batch import batch_size
-from runner.booster.candidates import Candidate, Candidates
-from runner.booster.divisor import NOTHING, Divisor
+from runner.booster.candidates import Candidates
 from runner.booster.findings import (
     divides,
-    look_at_part,
     look_inside,
     looked_at,
     measured,
@@ -41,6 +40,7 @@ _logger = logging.getLogger(__name__)
 
 _MOST_LOOKS = 12
 _MOST_TRIES = 3
+_LENDERS = 4  # ranks whose single samples are joined to a batch
 _UNMEASURED = (
     "what the mean of %s divides by was not measured, because %s: it is taken for the mean over "
     "%s; loss.items=samples, labels or none states it"
@@ -94,24 +94,26 @@ def settle(
     if pipeline is not None and loss.may_return:
         loss.unproved = False
         return
-    if loss.is_settled:
+    is_open = loss.unproved or loss.candidates is not None
+    if loss.is_settled and (loss.look is not None or not is_open):
         return
     model = MeasuredModel(module, pipeline, loss, together)
-    if loss.look_again is None:
-        loss.look_again = partial(look_inside, model)
-        loss.look_at_part = partial(look_at_part, model)
+    if loss.look is None:
+        loss.look = partial(look_inside, model)
     if loss.unproved:
         _measure(model, batches, to_device)
     start = 0
+    start_of_parts = 0
     while not (loss.unproved or loss.is_settled):
-        doubt = _first_doubt(model, batches, start)
+        doubt = _first_doubt(model, batches, start, start_of_parts)
         if doubt is None:
             return
         if doubt.needs_parts:
             _look_at_parts(model, batches, doubt.number, to_device)
+            start_of_parts = doubt.number + 1
         else:
             _look(model, batches, doubt.number, to_device)
-        start = doubt.number + 1
+            start = doubt.number + 1
 
 
 def _measure(model: MeasuredModel, batches: Sequence[Any], to_device: Callable[[Any], Any]) -> None:
@@ -120,7 +122,8 @@ def _measure(model: MeasuredModel, batches: Sequence[Any], to_device: Callable[[
     goes_on = True
     while goes_on:
         loss.forget()
-        batch = joined(to_device(batch) for batch in batches[min(number, len(batches) - 1) :])
+        place = min(number, len(batches) - 1)
+        batch = to_device(_with_samples_of_ranks(model, joined(batches[place:])))
         if loss.may_return and not loss.reads_batch(batch):
             loss.unproved = False
             return
@@ -132,24 +135,30 @@ def _measure(model: MeasuredModel, batches: Sequence[Any], to_device: Callable[[
         goes_on = loss.unproved and any(model.from_ranks(number < len(batches)))
 
 
-def _first_doubt(model: MeasuredModel, batches: Sequence[Any], start: int) -> _Doubt | None:
+def _first_doubt(
+    model: MeasuredModel, batches: Sequence[Any], start: int, start_of_parts: int
+) -> _Doubt | None:
     """Return the first batch of any rank whose loss may show more; a collective.
 
-    It is one that candidates count differently, or that holds values of a new kind. Batches before
-    ``start`` tell nothing.
+    It is one that candidates count differently, from ``start`` on, or one that holds values of a
+    new kind, from ``start_of_parts`` on.
     """
     loss = model.loss
     candidates = loss.candidates
     assert candidates is not None
-    places = range(start, len(batches))
-    counted = _first(places, lambda place: candidates.disagree(batches[place]))
+    counted = _first(range(start, len(batches)), lambda place: candidates.disagree(batches[place]))
     new = math.inf
     can_divide = True
-    if loss.variety is not None and not loss.variety.is_complete:
-        is_new = loss.variety.is_new
+    variety = loss.variety
+    is_open = variety is not None and not variety.is_complete
+    places = range(start_of_parts, len(batches))
+    if candidates.rounded and places:
+        new = start_of_parts
+    elif variety is not None and is_open:
+        is_new = variety.is_new
         new = _first(places, lambda place: is_new(_samples_from(batches, place)))
-        if model.together or new < math.inf:
-            can_divide = all(divides(_samples_from(batches, place)) for place in places)
+    if (candidates.rounded or is_open) and (model.together or new < math.inf):
+        can_divide = all(divides(_samples_from(batches, place)) for place in places)
     of_ranks = model.gather([counted, new, can_divide])
     counted = min(row[0] for row in of_ranks)
     new = min(row[1] for row in of_ranks)
@@ -171,6 +180,20 @@ def _samples_from(batches: Sequence[Any], place: int) -> Any:
     return joined(batches[place:])
 
 
+def _with_samples_of_ranks(model: MeasuredModel, batch: Any) -> Any:
+    """Return a batch; of one sample, this one joined with those of other ranks; a collective.
+
+    One sample does not tell a number of samples from one of what a mask selects.
+    """
+    is_single = batch_size(batch) == 1
+    if not model.together or not any(model.from_ranks(is_single)):
+        return batch
+    rank = dist.get_rank()
+    lent = model.from_ranks(batch if is_single and rank < _LENDERS else None)
+    others = [other for number, other in enumerate(lent) if number != rank and other is not None]
+    return joined([batch, *others], enough=_LENDERS) if is_single else batch
+
+
 def _look(
     model: MeasuredModel, batches: Sequence[Any], number: int, to_device: Callable[[Any], Any]
 ) -> None:
@@ -180,7 +203,19 @@ def _look(
     if candidates.by_values:
         _look_at_values(model, candidates, _samples_from(batches, number), to_device)
         return
-    batch = to_device(batches[min(number, len(batches) - 1)])
+    place = min(number, len(batches) - 1)
+    batch = to_device(batches[place])
+    _look_at(model, candidates, batch)
+    candidates = model.loss.candidates
+    assert candidates is not None
+    if not any(model.from_ranks(candidates.disagree(batches[place]))):
+        return
+    on_host = _with_samples_of_ranks(model, _samples_from(batches, place))
+    measured_before = [] if model.loss.measured is None else [model.loss.measured]
+    _look_at(model, candidates, joined([to_device(on_host), *measured_before]))
+
+
+def _look_at(model: MeasuredModel, candidates: Candidates, batch: Any) -> None:
     with model.without_a_trace(batch) as trace:
         findings = looked_at(model, candidates, batch, trace)
         if any(finding.problem for finding in findings):
@@ -276,7 +311,8 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> bool
             loss.unproved = True  # the next batches may tell more
             return False
     elif any(finding.tells_nothing for finding in findings) and not reasons:
-        loss.use(Candidates([Candidate(Divisor(NOTHING))]))
+        loss.forget()
+        loss.is_zero_so_far = True
         loss.unproved = True  # the next window may tell
         return False
     elif any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:

@@ -79,16 +79,6 @@ def _numbers(outputs: Any) -> list[Tensor]:
     return numbers
 
 
-def is_penalty_alone(loss: Tensor, returned: Tensor | None, outputs: Any) -> bool:
-    """Return whether the gradient of a loss with respect to all outputs is 0."""
-    tensors = [tensor for tensor in held_tensors(outputs) if tensor.requires_grad]
-    others = [tensor for tensor in tensors if tensor is not returned]
-    if loss.grad_fn is None or not others:
-        return False
-    gradients = torch.autograd.grad(loss, others, retain_graph=True, allow_unused=True)
-    return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
-
-
 def _part(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 

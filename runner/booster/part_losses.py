@@ -3,60 +3,99 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from runner.booster.shown import Shown
 
 
-def weighted_mean(parts: Sequence[Shown], items: Callable[[Any], float]) -> float:
-    """Return the mean of the losses of parts, weighted with their items; NaN without any."""
-    counts = [items(part.batch) for part in parts]
-    if not sum(counts):
-        return float("nan")
-    total = 0.0
-    for count, part in zip(counts, parts, strict=True):
-        if count:
-            total += count * part.value
-    return total / sum(counts)
+@dataclass(frozen=True)
+class Values:
+    """A loss, or one of the terms that it adds up: of a batch, and of its parts.
+
+    Attributes:
+        whole: the value of the batch.
+        parts: the values of its parts.
+        margin: by how much values may differ within their precision.
+    """
+
+    whole: float
+    parts: list[float]
+    margin: float
+
+    def is_near(self, expected: float) -> bool:
+        """Return whether the value of the batch is as expected, or a mean over nothing."""
+        return self.whole != self.whole or abs(expected - self.whole) <= self.margin
+
+    def is_mean(self, counts: Sequence[float]) -> bool:
+        """Return whether the value of the batch is the mean of its parts, weighted with counts."""
+        return self.is_near(weighted_mean(self.parts, counts))
+
+    def is_between(self) -> bool:
+        """Return whether the value of the batch lies between those of its parts, as a mean does."""
+        if any(value != value for value in self.parts):
+            return False
+        if not self.parts:
+            return True
+        lowest = min(self.parts) - self.margin
+        return lowest <= self.whole <= max(self.parts) + self.margin
+
+    def tells_no_mean(self) -> str:
+        """Return why the values do not tell what the mean divides by; empty if they may."""
+        if not all(math.isfinite(value) for value in (self.whole, *self.parts)):
+            return "it is not finite"
+        if abs(self.parts[0] - self.parts[1]) <= 10 * self.margin:
+            return "parts of a batch have the same loss"
+        return ""
 
 
-def _size(whole: Shown, parts: Sequence[Shown]) -> float:
-    """Return what differences of losses are compared with, times the precision of the losses."""
-    dtype = whole.loss.dtype
-    values = [abs(shown.value) for shown in (whole, *parts)]
-    return float(torch.finfo(dtype).eps ** 0.5) * max(values)
-
-
-def is_near(expected: float, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole is as expected, within the precision of the losses."""
-    if whole.value != whole.value:
-        return True  # a mean over nothing
-    return abs(expected - whole.value) <= _size(whole, parts)
-
-
-def is_between(whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole lies between those of its parts, as a mean does."""
-    values = [part.value for part in parts]
-    if not values or any(value != value for value in values):
-        return not values
-    margin = _size(whole, parts)
-    return min(values) - margin <= whole.value <= max(values) + margin
-
-
-def untold_by_values(whole: Shown, parts: Sequence[Shown]) -> str:
-    """Return why the losses of a batch and its parts do not tell what it divides by."""
+def losses_of(whole: Shown, parts: Sequence[Shown]) -> Values:
+    """Return the loss of a batch, and those of its parts."""
     losses = [part.value for part in parts]
-    if not all(math.isfinite(value) for value in (whole.value, *losses)):
-        return "it is not finite"
-    if abs(losses[0] - losses[1]) <= 10 * _size(whole, parts):
-        return "parts of a batch have the same loss"
-    return ""
+    precision: float = torch.finfo(whole.loss.dtype).eps
+    return Values(whole.value, losses, math.sqrt(precision) * _largest([whole.value, *losses]))
 
 
-def first_share(parts: Sequence[Shown], items: Callable[[Any], float]) -> float | None:
+def terms_in(whole: Shown, parts: Sequence[Shown]) -> list[Values]:
+    """Return what each term adds to the loss of a batch and of its parts, without penalties.
+
+    A term may be small beside the loss. The whole loss takes the place of terms that were not
+    recorded.
+    """
+    losses = losses_of(whole, parts)
+    if any(len(part.terms) != len(whole.terms) for part in parts):
+        return [losses]
+    precision: float = torch.finfo(whole.loss.dtype).eps
+    rounding = precision * _largest([losses.whole, *losses.parts])
+    several = []
+    is_recorded = True
+    for number, term in enumerate(whole.terms):
+        if term.is_penalty:
+            continue
+        of_parts = [part.terms[number].value for part in parts]
+        recorded = [value for value in of_parts if value is not None]
+        if term.value is None or len(recorded) < len(parts):
+            is_recorded = False
+            continue
+        margin = math.sqrt(precision) * _largest([term.value, *recorded]) + rounding
+        several.append(Values(term.value, recorded, margin))
+    return several if is_recorded else [*several, losses]
+
+
+def _largest(values: Sequence[float]) -> float:
+    return max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+
+
+def weighted_mean(values: Sequence[float], counts: Sequence[float]) -> float:
+    """Return the mean of values, weighted with counts of items; NaN without any."""
+    if not sum(counts):
+        return math.nan
+    pairs = zip(values, counts, strict=True)
+    return sum(count * value for value, count in pairs if count) / sum(counts)
+
+
+def first_share(counts: Sequence[float]) -> float | None:
     """Return the share of the first part in the items of a batch; None if it has none."""
-    counts = [items(part.batch) for part in parts]
     return counts[0] / sum(counts) if sum(counts) else None

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from runner.booster.batch import batch_size, mapped
-from runner.booster.candidates import is_silent
-from runner.booster.graph_places import GraphError
+from runner.booster.candidates import is_silent, of_samples_in
+from runner.booster.graph_places import GraphError, Recorded
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.loss_graph import terms_of
 from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss
@@ -36,12 +37,16 @@ WHILE_MEASURED = (
 
 
 class Shown(NamedTuple):
-    """What a forward pass has shown of the loss of a batch, or of a part of it."""
+    """What a forward pass has shown of the loss of a batch, or of a part of it.
+
+    ``numbers`` are those that the samples of a part have in the batch.
+    """
 
     batch: Any
     loss: Tensor
     terms: Sequence[Term] = ()
     error: GraphError | None = None
+    numbers: Sequence[int] = ()
 
     @property
     def value(self) -> float:
@@ -55,6 +60,11 @@ class Shown(NamedTuple):
         return not is_finite or is_silent(self.loss, self.terms)
 
     @property
+    def is_without_samples(self) -> bool:
+        """Whether nothing but penalties of parameters has a gradient, as without labels."""
+        return bool(self.terms) and all(term.is_nothing for term in of_samples_in(self.terms))
+
+    @property
     def divides_by_none(self) -> bool:
         """Whether it is a mean over nothing, such as over pairs of one sample."""
         return any(not term.divisor for term in self.terms)
@@ -62,7 +72,8 @@ class Shown(NamedTuple):
     @property
     def divisors(self) -> str:
         """What the parts of the loss divide by, for a message."""
-        numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in self.terms)
+        terms = [term for term in self.terms if term.factor] or self.terms
+        numbers = dict.fromkeys(f"{term.divisor:.10g}" for term in terms)
         listed = ", ".join(list(numbers)[:4])
         return f"({listed})" if len(numbers) > 1 else listed
 
@@ -79,7 +90,7 @@ class MeasuredModel:
     """A model and its loss, run on batches of this rank.
 
     ``is_inside`` is true in a forward pass in which other ranks may wait for this one. An exception
-    there ends the run: the ranks would not meet again. ``measured`` is the last batch that was.
+    there ends the run: the ranks would not meet again.
     ``trains_first``: a batch is measured in training mode first, as parts of a loss may exist there
     alone.
     """
@@ -91,7 +102,6 @@ class MeasuredModel:
     training: bool = False
     trains_first: bool = False
     is_inside: bool = False
-    measured: Any = None
 
     def communicates(self) -> bool:
         """Return whether ranks exchange tensors in a forward pass."""
@@ -159,7 +169,7 @@ def first_pass(
         try:
             loss_of = (_returned if model.loss.may_return else _compared)(model, batch)
             trace.drawn()  # by the forward pass of a model whose outputs are compared
-            value = loss_of(None)
+            shown = shown_by(batch, loss_of)
         except _ExactError:
             is_exact = True  # the cross entropy of logits is, unless training returns a loss
             continue
@@ -174,8 +184,8 @@ def first_pass(
             if model.pipeline is not None:
                 break
             continue
-        if value is not None:
-            return shown_by(batch, value), loss_of
+        if shown is not None:
+            return shown, loss_of
         if model.pipeline is not None:
             break  # the last stage, on another rank, has the outputs
     return nothing, loss_of
@@ -220,24 +230,52 @@ def _compared(model: MeasuredModel, batch: Any) -> LossOf:
         if numbers is not None and not has_samples(outputs, samples):
             raise ValueError("outputs have no dimension of samples")
         chosen = outputs if numbers is None else samples_at(outputs, numbers, samples)
-        return model.loss.mean(mapped(chosen, _as_single_leaf), part)
+        return model.loss.mean(mapped(chosen, _as_single_leaf), mapped(part, _as_single))
 
     return loss_of
 
 
+def _as_single(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def _as_single_leaf(tensor: Tensor) -> Tensor:
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return as_leaf(tensor.float() if is_half else tensor)
+    return as_leaf(_as_single(tensor))
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def shown_by(batch: Any, loss: Tensor | None) -> Shown:
+class _Numbers(TorchFunctionMode):
+    """Keeps the numbers that are computed, such as the means that a loss adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_nodes: dict[tuple[Any, int], Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        for result in returned if type(returned) is tuple else (returned,):
+            if type(result) is Tensor and not result.ndim and result.grad_fn is not None:
+                self.of_nodes[result.grad_fn, result.output_nr] = result.detach()
+        return returned
+
+
+def shown_by(batch: Any, loss_of: LossOf, numbers: Sequence[int] | None = None) -> Shown | None:
+    """Return what the loss of a batch, or of some samples of it, shows; None without a loss.
+
+    Args:
+        batch: the samples.
+        loss_of: computes the loss.
+        numbers: which samples of the whole batch these are.
+    """
+    with _Numbers() as computed:
+        loss = loss_of(numbers)
     if loss is None:
-        raise ValueError("a part of a batch has no loss")
+        return None
     try:
-        return Shown(batch, loss.detach(), terms_of(loss))
+        terms = terms_of(loss, Recorded(computed.of_nodes))
     except GraphError as error:
-        return Shown(batch, loss.detach(), error=error)
+        return Shown(batch, loss.detach(), error=error, numbers=numbers or ())
+    return Shown(batch, loss.detach(), terms, numbers=numbers or ())

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Form = tuple[str, ...]
+"""Operations that may select elements of a part, in the order of their names."""
+
+MASKED = "a mask with zeros"
 
 
 class TorchLoss(NamedTuple):
@@ -38,6 +44,11 @@ class Term(NamedTuple):
         is_penalty: whether it depends on parameters alone, and on no sample.
         summed: number of elements of the sum that it is; 0 if it is none.
         dtype: the least precise one of what it divides by; None if these are exact.
+        form: operations that select or weigh its elements, as far as they were read.
+        value: what it adds to the loss, up to its sign; None where that was not recorded.
+        is_empty: whether its sum or mean is over no element.
+        selected: masks of the elements that were selected, in a measurement.
+        ranked: among how many elements the largest or smallest ones are taken; 0 if none are.
     """
 
     divisor: float
@@ -52,6 +63,17 @@ class Term(NamedTuple):
     is_penalty: bool = False
     summed: int = 0
     dtype: torch.dtype | None = None
+    form: Form = ()
+    value: float | None = None
+    is_empty: bool = False
+    selected: tuple[Tensor, ...] = ()
+    ranked: int = 0
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it is 0 whatever the outputs are: multiplied with 0, or over no element."""
+        is_left_out = any(not bool(weight.any()) for weight in (*self.weights, *self.selected))
+        return not self.factor or self.is_empty or is_left_out
 
     @property
     def is_weighted(self) -> bool:
@@ -62,6 +84,33 @@ class Term(NamedTuple):
     def weighs_unequally(self) -> bool:
         """Whether numbers that are not 0 differ from one another in a weight of its elements."""
         return any(not _is_mask(weight) and spread_of(weight) > 0 for weight in self.weights)
+
+
+def forms_of(terms: Sequence[Term]) -> list[Form]:
+    """Return how the parts that are not multiplied with 0 take samples or parameters.
+
+    Masks with zeros have a form of their own.
+    """
+    forms = []
+    masks = set()
+    for term in terms:
+        if not term.factor:
+            continue
+        form = ("penalty", *term.form) if term.is_penalty else term.form
+        without_mask = tuple(name for name in form if name != MASKED)
+        forms.append(without_mask)
+        if MASKED in form:
+            masks.add((MASKED, *without_mask))
+    return [*forms, *sorted(masks)]
+
+
+def penalties_of(terms: Sequence[Term]) -> list[float]:
+    """Return what multiplies the penalties of parameters in a loss."""
+    multipliers = []
+    for term in terms:
+        if term.is_penalty and term.factor:
+            multipliers.append(term.factor / term.divisor if term.divisor else math.inf)
+    return multipliers
 
 
 def class_weights_of(terms: Sequence[Term]) -> list[Tensor]:

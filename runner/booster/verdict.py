@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from runner.booster.batch import batch_size
-from runner.booster.candidates import Candidate, Candidates, near, tolerance_of
-from runner.booster.divisor import NOTHING, Divisor, compared_by, divisors_of
+from runner.booster.candidates import Candidate, Candidates, are_equal, near, tolerance_of
+from runner.booster.divisor import (
+    LABELS,
+    NOTHING,
+    Divisor,
+    compared_by,
+    divisors_of,
+    tensors_of,
+)
 from runner.booster.graph_places import NotLinear
 from runner.booster.loss import WindowLoss
-from runner.booster.part_losses import (
-    first_share,
-    is_between,
-    is_near,
-    untold_by_values,
-    weighted_mean,
-)
-from runner.booster.sample_weights import are_told_apart, weights_vary
+from runner.booster.part_losses import first_share, losses_of, terms_in, weighted_mean
+from runner.booster.sample_weights import are_told_apart, is_half, is_held, weights_vary
 from runner.booster.shown import Shown
-from runner.booster.terms import Term
+from runner.booster.terms import Term, penalties_of
+
+_MEASURED_ROUNDED = 3
+"""Further batches that are measured, as weights in half precision may agree by their rounding."""
 
 _RANDOM = "it is random"
 _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
@@ -36,16 +43,26 @@ _UNKNOWN_WEIGHTS = (
 _UNKNOWN_CONSTANT = (
     "{} divides by {}, and parts of a batch do not show whether that is a constant, because {}: {}"
 )
+_PLAIN_MEAN = (
+    "loss.items=none (the plain mean over microbatches, as in other trainers), which is "
+    'Trainer(criterion=Loss(items="none")) in a script'
+)
 _WEIGHTS = (
     "{} weighs its items by numbers that depend on the batch, so that no weights of microbatches "
-    "give the loss of one batch: compute these numbers over all data, or set loss.items=none (the "
-    "plain mean over microbatches, as in other trainers), which is "
-    'Trainer(criterion=Loss(items="none")) in a script'
+    f"give the loss of one batch: compute these numbers over all data, or set {_PLAIN_MEAN}"
+)
+_PENALTY = (
+    "{} multiplies a penalty of parameters with a number that depends on the batch, such as one "
+    "over its samples, so that no weights of microbatches give the loss of one batch: multiply it "
+    f"with a number that all batches share, or set {_PLAIN_MEAN}"
+)
+_SEVERAL_MEANS = (
+    "{} {}, as it adds up means over different items, {}, so that no weights of microbatches give "
+    f"the loss of one batch: return one mean, or set {_PLAIN_MEAN}"
 )
 _NO_MEAN = (
     "{} is no mean over items, as {}: no weights of its microbatches give the loss of one batch. "
-    "Set loss.items=none (the plain mean over microbatches, as in other trainers), which is "
-    'Trainer(criterion=Loss(items="none")) in a script'
+    f"Set {_PLAIN_MEAN}"
 )
 
 
@@ -80,20 +97,31 @@ def verdict(
     loss.items(whole.batch)  # raises an error if a guess is known to be wrong
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
-    if whole.tells_nothing:
+    if whole.tells_nothing or whole.is_without_samples:
         return Finding(tells_nothing=True)
     if whole.error is not None:
         return _by_values(loss, whole, parts, reason or (_RANDOM if is_random else ""))
     if not parts and _is_told_by_parts_alone(whole):
         problem = _UNKNOWN_WEIGHTS.format(loss.name, reason or _ONE_SAMPLE, loss.ways_out)
         return Finding(problem=problem)
-    candidates = _candidates(whole, parts, earlier)
+    if _penalties_vary(whole, parts):
+        return Finding(problem=_PENALTY.format(loss.name))
+    candidates = _candidates(whole, parts, loss.vectors(), earlier)
     if not candidates.candidates:
         return _without_candidates(loss, candidates, whole, parts)
     if is_random and not candidates.known:
         return Finding(candidates, reason=_RANDOM)
     if not parts and _may_vary(candidates, whole):
         return Finding(candidates, reason=reason or _ONE_SAMPLE)
+    return _by_parts(loss, candidates, whole, parts)
+
+
+def _by_parts(
+    loss: WindowLoss, candidates: Candidates, whole: Shown, parts: Sequence[Shown]
+) -> Finding:
+    """Compare a batch with its parts: the losses, and the weights of the samples."""
+    if _ranks_samples(whole, parts):
+        return Finding(problem=_WEIGHTS.format(loss.name))
     finding = _by_sums(loss, candidates, whole, parts)
     if not finding.problem and weights_vary(whole, parts):
         return Finding(problem=_WEIGHTS.format(loss.name))
@@ -109,10 +137,15 @@ def _by_sums(
     counts = {seen.items or 1.0 for seen in candidates.first.observed}
     if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
         return _refused(loss, whole, parts)
-    if not parts or _adds_up(candidates, whole, parts):
+    adding_up = []
+    for candidate in candidates.candidates:
+        if not parts or _adds_up(replace(candidates, candidates=[candidate]), whole, parts):
+            adding_up.append(candidate)
+    if adding_up:
         all_zero = not any(shown.value for shown in (whole, *parts))
-        return Finding(candidates, retry=all_zero and not candidates.known)
-    if is_sum and not is_between(whole, parts):
+        remaining = replace(candidates, candidates=adding_up)
+        return Finding(remaining, retry=all_zero and not candidates.known)
+    if is_sum and not losses_of(whole, parts).is_between():
         return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
     if is_sum:
         return _refused(loss, whole, parts)
@@ -131,11 +164,11 @@ def _without_candidates(
     if _is_a_sum(candidates, whole, parts):
         return Finding(_as_a_sum(candidates, whole, parts))
     if any(part.divides_by_none for part in parts) and not whole.divides_by_none:
-        of_whole = _candidates(whole, [])
+        of_whole = _candidates(whole, [], loss.vectors())
         if of_whole.candidates:
             return Finding(of_whole, reason=_NO_PART, retry=True)
     is_constant = _has_constant_divisors(candidates, whole, parts)
-    is_of_batch = is_constant and not is_between(whole, parts)
+    is_of_batch = is_constant and not losses_of(whole, parts).is_between()
     return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
 
 
@@ -168,7 +201,9 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
         if compared is None or not compared.is_certain:
             return None
         count = compared.divisor.items(whole.batch)
-        divides_more = not near(count, term.divisor, tolerance_of(whole.loss, whole.terms))
+        divides_more = not near(
+            count, term.divisor, tolerance_of(whole.loss, whole.terms, whole.batch)
+        )
         if divides_more or _is_around(term):
             return None
         divisors.append(compared.divisor)
@@ -176,7 +211,10 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
 
 
 def _candidates(
-    whole: Shown, parts: Sequence[Shown], earlier: Candidates | None = None
+    whole: Shown,
+    parts: Sequence[Shown],
+    vectors: Sequence[Tensor],
+    earlier: Candidates | None = None,
 ) -> Candidates:
     """Return the ways to count that agree with a batch and its parts."""
     divisor_of_torch = divisor_of_calls(whole)
@@ -186,7 +224,7 @@ def _candidates(
     shown = _telling(whole, parts)
     outer = len({len(seen.terms) for seen in shown}) > 1
     varies = not outer and _factors_vary(shown)
-    possible = _possible(whole, parts, varies)
+    possible = _possible(whole, parts, varies, vectors)
     if earlier is not None:
         possible = [divisor for divisor in possible if earlier.has(divisor)]
     candidates = Candidates(
@@ -194,6 +232,7 @@ def _candidates(
         outer=outer,
         factors=varies,
         weighted=any(term.is_weighted and are_told_apart(term.weights) for term in whole.terms),
+        rounded=_MEASURED_ROUNDED if parts and _has_rounded_weights(whole) else 0,
     )
     candidates = _after_silent(candidates, parts)
     for seen in shown:
@@ -210,6 +249,15 @@ def _candidates(
     return replace(candidates, candidates=exact)
 
 
+def _has_rounded_weights(whole: Shown) -> bool:
+    """Return whether weights in half precision are no values of the batch."""
+    for term in whole.terms:
+        for weight in term.weights:
+            if is_half(weight) and term.weighs_unequally and not is_held(weight, whole.batch):
+                return True
+    return False
+
+
 def _factors_vary(shown: Sequence[Shown]) -> bool:
     """Return whether numbers that the parts of a loss are multiplied with depend on the batch."""
     for terms_of_part in zip(*(seen.terms for seen in shown), strict=True):
@@ -219,9 +267,15 @@ def _factors_vary(shown: Sequence[Shown]) -> bool:
     return False
 
 
-def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Divisor]:
-    """Return all ways to count a batch, the likeliest first."""
+def _possible(
+    whole: Shown, parts: Sequence[Shown], varies: bool, vectors: Sequence[Tensor]
+) -> list[Divisor]:
+    """Return all ways to count a batch, the likeliest first.
+
+    ``vectors`` may be weights of classes.
+    """
     possible = list(divisors_of(whole.batch))
+    possible += _counts_by_class(whole, vectors)
     divides = any(term.divides for seen in (whole, *parts) for term in seen.terms)
     if not (divides or varies):
         possible = [divisor for divisor in possible if divisor.items(whole.batch)]
@@ -234,6 +288,21 @@ def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Diviso
     for divisor in possible:
         distinct.setdefault((*divisor[:-1], id(divisor.weight)), divisor)
     return list(distinct.values())
+
+
+def _counts_by_class(whole: Shown, vectors: Sequence[Tensor]) -> Iterator[Divisor]:
+    """Yield the sums of weights of classes by which a loss multiplies its elements."""
+    weights = [weight.reshape(-1) for term in whole.terms for weight in term.weights]
+    for name, labels in tensors_of(whole.batch):
+        if labels.is_floating_point() or labels.dtype == torch.bool or not labels.numel():
+            continue
+        for vector in vectors:
+            if labels.min() < 0 or labels.max() >= len(vector):
+                continue
+            of_labels = vector[labels.reshape(-1).to(vector.device)]
+            for weight in weights:
+                if torch.equal(of_labels.to(weight.device, weight.dtype), weight):
+                    yield Divisor(LABELS, name, weight=vector.detach())
 
 
 def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
@@ -269,15 +338,44 @@ def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> C
 
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether the loss of the whole is the mean of its parts' losses over their items."""
-    if candidates.divisor.counts == NOTHING:
-        expected = sum(part.value for part in parts)
-    elif any(part.value != part.value for part in parts):
-        expected = weighted_mean(parts, candidates.items)
-    else:
-        total = sum(candidates.multiplier(part.batch) * part.value for part in parts)
-        expected = total / candidates.multiplier(whole.batch)
-    return is_near(expected, whole, parts)
+    """Return whether each term of the whole is the mean of those of its parts over their items."""
+    for values in terms_in(whole, parts):
+        if candidates.divisor.counts == NOTHING:
+            expected = sum(values.parts)
+        elif any(value != value for value in values.parts):
+            counts = [candidates.items(part.batch) for part in parts]
+            expected = weighted_mean(values.parts, counts)
+        else:
+            multipliers = [candidates.multiplier(part.batch) for part in parts]
+            pairs = zip(multipliers, values.parts, strict=True)
+            total = sum(multiplier * value for multiplier, value in pairs)
+            expected = total / candidates.multiplier(whole.batch)
+        if not values.is_near(expected):
+            return False
+    return True
+
+
+def _ranks_samples(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether the largest elements are taken of all samples, as in hard example mining."""
+    for part in parts:
+        ranked = [term.ranked for term in part.terms]
+        if len(part.terms) == len(whole.terms) and ranked != [term.ranked for term in whole.terms]:
+            return True
+    return False
+
+
+def _penalties_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether penalties of parameters are multiplied with other numbers in parts."""
+    tolerance = tolerance_of(whole.loss, whole.terms, whole.batch)
+    expected = penalties_of(whole.terms)
+    for part in parts:
+        multipliers = penalties_of(part.terms)
+        if len(multipliers) != len(expected):
+            continue
+        pairs = zip(expected, multipliers, strict=True)
+        if not all(near(first, second, tolerance) for first, second in pairs):
+            return True
+    return False
 
 
 def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -287,10 +385,22 @@ def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
         return False
     for several in zip(*(shown.terms for shown in telling), strict=True):
         divisors = {term.divisor for term in several}
+        if len(divisors) > 1 or not several[0].factor:
+            continue
         elements = {term.summed for term in several}
-        if len(divisors) == 1 and len(elements) > 1 and several[0].factor:
+        selected = {_summed(term) for term in several} - {0}
+        if len(elements) > 1 and len(selected) > 1:
             return True
     return False
+
+
+def _summed(term: Term) -> int:
+    """Return how many elements a sum takes that no mask leaves out."""
+    counts = [term.summed]
+    for weight in term.weights:
+        if weight.numel() == term.summed:
+            counts.append(int(weight.count_nonzero()))
+    return min(counts)
 
 
 def _has_constant_divisors(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
@@ -310,7 +420,8 @@ def _is_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> b
     """Return whether a loss that divides by constants is the sum of its parts' losses."""
     if not _has_constant_divisors(candidates, whole, parts):
         return False
-    return is_near(sum(part.value for part in parts), whole, parts)
+    losses = losses_of(whole, parts)
+    return losses.is_near(sum(losses.parts))
 
 
 def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: str) -> Finding:
@@ -318,21 +429,21 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
     if reason or not parts:
         return Finding(reason=reason or _ONE_SAMPLE)
 
-    def items(batch: Any) -> float:
-        return loss.items(batch).items
-
-    reason = untold_by_values(whole, parts)
+    losses = losses_of(whole, parts)
+    reason = losses.tells_no_mean()
     if reason:
         return Finding(reason=reason, retry=True)
-    is_likely = is_near(weighted_mean(parts, items), whole, parts)
-    if not is_likely and not is_between(whole, parts):
+    likely_counts = [loss.items(part.batch).items for part in parts]
+    is_likely = losses.is_mean(likely_counts)
+    if not is_likely and not losses.is_between():
         return Finding(reason=_OF_THE_BATCH)
     matching: dict[float, list[Candidate]] = {}
     for divisor in divisors_of(whole.batch):
-        share = first_share(parts, divisor.items)
-        if share is not None and is_near(weighted_mean(parts, divisor.items), whole, parts):
+        counts = [divisor.items(part.batch) for part in parts]
+        share = first_share(counts)
+        if share is not None and losses.is_mean(counts):
             matching.setdefault(share, []).append(Candidate(divisor))
-    likely = first_share(parts, items) if is_likely else None
+    likely = first_share(likely_counts) if is_likely else None
     if likely in matching:
         # Those that give the parts other shares agree within the precision of the losses alone.
         matching = {likely: matching[likely]}
@@ -350,9 +461,16 @@ def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
     divides = f"divides by {whole.divisors} for a batch of {samples} samples"
     if parts:
         divides += f" and by {parts[0].divisors} and {parts[1].divisors} for its parts"
-    unexplained = "which nothing that the batch holds explains"
-    expected = weighted_mean(parts, lambda batch: loss.items(batch).items) if parts else whole.value
-    if is_near(expected, whole, parts):
+    several = _means_over(whole, parts)
+    if several:
+        over = " and ".join(f"over {divisor.described()}" for divisor in several)
+        problem = _SEVERAL_MEANS.format(loss.name, divides, over)
+        return Finding(problem=problem)
+    unexplained = "which is no number of items that the batch holds"
+    losses = losses_of(whole, parts)
+    counts = [loss.items(part.batch).items for part in parts]
+    expected = weighted_mean(losses.parts, counts) if parts else whole.value
+    if losses.is_near(expected):
         return Finding(problem=f"{loss.name} {divides}, {unexplained}: {loss.ways_out}")
     numbers = _told_apart(whole.value, expected)
     because = f", as it {divides}, {unexplained}" if whole.terms else ""
@@ -361,6 +479,39 @@ def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
         f"for {samples} samples, but the mean over {loss.counted_as(whole.batch)} of its parts is "
         f"{numbers[1]}, so that its mean is over something else{because}: {loss.ways_out}"
     )
+
+
+def _means_over(whole: Shown, parts: Sequence[Shown]) -> list[Divisor]:
+    """Return what each term of a loss is a mean over, if each is one, and they differ."""
+    telling = _telling(whole, parts)
+    if len(telling) < 3 or len({len(shown.terms) for shown in telling}) > 1:
+        return []
+    over: list[Divisor] = []
+    for number, term in enumerate(whole.terms):
+        if term.is_penalty or not term.factor:
+            continue
+        divisors = [shown.terms[number].divisor for shown in telling]
+        counted = _counted_as(divisors, [shown.batch for shown in telling], term.dtype)
+        if counted is None:
+            return []
+        if counted not in over:
+            over.append(counted)
+    return over if len(over) > 1 else []
+
+
+def _counted_as(
+    divisors: Sequence[float], batches: Sequence[Any], dtype: torch.dtype | None
+) -> Divisor | None:
+    """Return the way to count that gives these divisors, up to a constant."""
+    tolerance = 1e-9 if dtype in (None, torch.float64) else 1e-5
+    for divisor in divisors_of(batches[-1]):
+        counts = [divisor.items(batch) for batch in batches]
+        if not all(counts) or not all(divisors):
+            continue
+        ratios = [number / count for number, count in zip(divisors, counts, strict=True)]
+        if are_equal(ratios, tolerance):
+            return divisor
+    return None
 
 
 def _told_apart(first: float, second: float) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from runner.check.measures import Change
@@ -36,7 +37,7 @@ class Clipped:
         logged: the value that goes to the log, by rank.
         mode: the mode that was asked for.
         max_norm: its threshold.
-        p: of the norm.
+        p: the exponent of the norm.
     """
 
     whole: Whole
@@ -47,7 +48,7 @@ class Clipped:
     max_norm: float
     p: float
 
-    @property
+    @cached_property
     def norm(self) -> float:
         """The true norm before the clipping."""
         return self.whole.norm(self.p)
@@ -62,7 +63,7 @@ class Clipped:
         """The changes of all ranks."""
         return [change for row in self.changes for change in row]
 
-    @property
+    @cached_property
     def tolerance(self) -> float:
         """The relative error of a norm that types and sizes of the gradients explain."""
         return tolerance_of([fact for facts in self.whole.ranks for fact in facts])
@@ -91,3 +92,8 @@ def applied(changes: Iterable[Change]) -> str:
 def names_of(changes: Iterable[Change]) -> str:
     """Return the first names of parameters, each once."""
     return first_few(list(dict.fromkeys(change.name for change in changes)))
+
+
+def became_nan(changes: Iterable[Change]) -> str:
+    """Return that gradients are not finite after the clipping, where they were before it."""
+    return f"gradients became NaN or inf: {names_of(changes)}"

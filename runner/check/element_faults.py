@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from runner.check.clipped import Clipped, applied, names_of
+from runner.check.clipped import Clipped, applied, became_nan, names_of
 from runner.check.reference import near
 
 
 def of_elements(clipped: Clipped) -> str | None:
     """Return what is wrong with the elements after clipping by value or by units."""
+    broken = [change for change in clipped.all_changes if not change.finite]
+    if broken:
+        return became_nan(broken)
     wrong = {change.name for change in clipped.all_changes if change.error > _least(change.least)}
     if not wrong:
         return None

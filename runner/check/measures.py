@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from runner.check.packs import LEAST, allowed_square, packs_of, scaled_together
 from runner.check.parts import Part
 from runner.check.reference import (
     Buffer,
@@ -24,14 +25,6 @@ from runner.check.reference import (
 from runner.check.samples import Samples, to_host
 from runner.gradients.shard import is_dtensor, local
 from runner.gradients.units import units_of
-
-# Mean square of an element below which squares of rounding errors may be zero.
-_LEAST = {
-    torch.float64: 1e-250,
-    torch.float32: 1e-16,
-    torch.float16: math.inf,
-    torch.bfloat16: math.inf,
-}
 
 
 class Change(NamedTuple):
@@ -70,9 +63,14 @@ def keep(parts: list[Part], p: float, on_host: bool) -> None:
     buffer = Buffer()
     sums: list[Tensor] = []
     parts_with_gradient: list[Part] = []
+    packed: set[int] = set()
+    for pack in packs_of(parts):
+        sums += pack.keep(p, on_host).unbind()
+        parts_with_gradient += pack.parts
+        packed.update(id(part) for part in pack.parts)
     for part in parts:
         gradient = part.gradient
-        if gradient is None:
+        if gradient is None or id(part) in packed:
             continue
         if gradient.layout is not torch.strided:
             raise TypeError(f"{part.name} has a sparse gradient: build the layer with sparse=False")
@@ -102,11 +100,11 @@ class Measure:
     """Compares the gradients of a rank after a clipping with their copies.
 
     Attributes:
-        rank: of this process.
+        rank: the rank of this process.
         mode: the mode that was asked for.
         max_norm: its threshold.
-        p: of the norm.
-        eps: of adaptive clipping.
+        p: the exponent of the norm.
+        eps: ε of adaptive clipping.
         excluded: what adaptive clipping does to parameters: ``never``, ``maybe``; else clipped.
         guess: the last coefficient that was exact: most models have one for all parameters.
     """
@@ -128,10 +126,17 @@ class Measure:
             part.after = part.gradient
             pairs.append(_pair(part))
         changes: list[Change] = []
-        for part, pair, near in zip(parts, pairs, _near_coefficients(pairs), strict=True):
+        near_coefficients = _near_coefficients(pairs)
+        scaled: set[int] = set()
+        if self.mode == "norm" and self.p == 2:
+            scaled = scaled_together(parts, pairs, near_coefficients)
+        for part, pair, near in zip(parts, pairs, near_coefficients, strict=True):
             unknown = Change(self.rank, part.name, part.key, part.position)
             if pair is None:
                 changes.append(_without_pair(part, unknown))
+            elif id(part) in scaled:
+                self.guess = near
+                changes.append(unknown._replace(coefficient=near, least=rounding(pair[0].dtype)))
             else:
                 changes.append(self._change(part, *pair, near, unknown))
         return changes
@@ -161,7 +166,7 @@ class Measure:
         """Return the coefficient that every element was multiplied by, None if there is none."""
         if before.dtype != after.dtype or not before.numel():
             return None
-        enough = power > _LEAST[before.dtype] * before.numel()
+        enough = power > LEAST[before.dtype] * before.numel()
         if self.p == 2 and enough and was_scaled(before, after, near, power, self._buffer):
             self.guess = near
             return near
@@ -291,8 +296,7 @@ def was_scaled(
         difference = torch.sub(second, first, alpha=coefficient, out=out)
         rows.append(torch.dot(difference, difference))
     off = float(torch.stack(rows).double().sum())
-    # Each element is rounded once, by at most half of eps.
-    return off <= (2 * torch.finfo(before.dtype).eps * coefficient) ** 2 * square
+    return off <= allowed_square(before.dtype, coefficient, square)
 
 
 def equals_scaled(before: Tensor, after: Tensor, coefficient: float, buffer: Buffer) -> bool:

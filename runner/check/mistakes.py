@@ -27,7 +27,7 @@ class Evidence:
     """Sums of powers that mistakes are predicted from, the same on every rank.
 
     Attributes:
-        sums: of the gradients before clipping.
+        sums: sums of powers of the gradients before clipping.
         sums_of_other_p: the same for other p.
         instead: norms of something else than these gradients, by what they are.
         extra: sums of powers on each rank of what does not belong to the norm, by what it is.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from runner.check.clipped import Clipped, names_of
+from runner.check.clipped import Clipped, became_nan, names_of
 from runner.check.measures import Change
 from runner.check.mistakes import Explainer
-from runner.check.reference import coefficients, combined, near, root
+from runner.check.reference import TORCH_EPS, coefficients, combined, near, root
 
 
 def of_unequal_ranks(clipped: Clipped) -> str | None:
@@ -63,7 +63,7 @@ def _without_coefficient(clipped: Clipped) -> str | None:
     """Return which gradients were changed by something else than one coefficient."""
     broken = [change for change in clipped.all_changes if not change.finite]
     if broken:
-        return f"gradients became NaN or inf: {names_of(broken)}"
+        return became_nan(broken)
     crooked = [change for change in clipped.all_changes if _is_crooked(change)]
     if not crooked:
         return None
@@ -199,6 +199,11 @@ def _uniform(clipped: Clipped, value: float, explainer: Explainer) -> str:
         return f"{text}: gradients were set to zero"
     if high < 1 and _between(value, low * low, high * high, 2 * tolerance + 1e-6):
         return f"{text}: clipped twice, the coefficient was applied two times"
+    if high < 1 and near(value, _clipped_again(low, clipped), tolerance):
+        return (
+            f"{text}: clipped to the same norm again, and torch, which adds {TORCH_EPS:g} to the "
+            "norm that it divides by, scales down further by that"
+        )
     if value > 1 + tolerance:
         if near(value, clipped.max_norm / norm, tolerance):
             return f"{text}: a smaller gradient was scaled up to the threshold"
@@ -206,6 +211,15 @@ def _uniform(clipped: Clipped, value: float, explainer: Explainer) -> str:
     if value < 0:
         return f"{text}: the sign is wrong"
     return _of_another_norm(clipped, value, text, explainer)
+
+
+def _clipped_again(coefficient: float, clipped: Clipped) -> float:
+    """Return the coefficient of two calls of torch's clipping, given that of the first one.
+
+    The second call changes nothing where 1e-6 does not count beside the threshold.
+    """
+    norm_after = clipped.norm * coefficient
+    return coefficient * min(1.0, clipped.max_norm / (norm_after + TORCH_EPS))
 
 
 def _of_another_norm(clipped: Clipped, value: float, text: str, explainer: Explainer) -> str:

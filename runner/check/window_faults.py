@@ -22,7 +22,7 @@ class Accumulated(NamedTuple):
 
     Attributes:
         window: its microbatches.
-        gradient: that the loop has accumulated.
+        gradient: the gradient that the loop has accumulated.
         reference: the right one.
         before: the gradient before the window.
         counts: items of each microbatch on each rank.

@@ -51,6 +51,8 @@ def complete(part: Path, about: dict[str, Any]) -> Path:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, newest step first; none where there is no folder."""
+    if not os.path.isdir(folder):
+        return []
     folders = [path for path in folder.glob(_PREFIX + "[0-9]" * 9) if path.is_dir()]
     return sorted(folders, key=lambda path: path.name, reverse=True)
 
@@ -154,7 +156,7 @@ def choose(
     folder = run / files.CHECKPOINTS
     checkpoints = checkpoints_in(folder)
     by_name = {str(step_of(checkpoint)): checkpoint for checkpoint in reversed(checkpoints)}
-    if (folder / files.FINAL).is_dir():
+    if os.path.isdir(folder / files.FINAL):
         by_name[files.FINAL] = folder / files.FINAL
     if which is None:
         which = files.FINAL if files.FINAL in by_name else "last"

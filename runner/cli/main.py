@@ -32,7 +32,13 @@ from runner.launch import signals
 from runner.launch.failure import Failure
 from runner.run_folder.strict_json import disk_full
 from runner.telemetry.sinks import ending
-from runner.telemetry.sinks.console import announce, leave_unread, open_streams, print_line
+from runner.telemetry.sinks.console import (
+    announce,
+    leave_unread,
+    open_streams,
+    print_json,
+    print_line,
+)
 
 COMMANDS = {
     "bench": "measure",
@@ -94,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
             traceback.print_exc()
             answer = Answer(FAILED, {"error": in_one_line(error)})
     if not joins():
-        print_line(text_of(answer))
+        print_json(text_of(answer))
     return answer.exit_code
 
 

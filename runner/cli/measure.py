@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.bench import TABLES
+from runner.bench import ON_GPU, TABLES
 from runner.cli import (
     checkpoint_parser,
     choose_checkpoint,
@@ -198,6 +198,9 @@ def bench(argv: Sequence[str]) -> Answer:
       loop       a training loop with its record against a bare one, in one process and under ddp
       start      the time until a command answers, and a run's time besides its training
       scale      what a rank receives to agree with all others, on up to 16,384 ranks
+      gpu        times, bandwidth and waits of clipping on a GPU, a captured step, an epoch
+
+    With ``--device cuda`` the tables are clip and gpu. Without a GPU there is no table gpu.
     """
     parser = command_parser(bench)
     add = parser.add_argument
@@ -205,7 +208,7 @@ def bench(argv: Sequence[str]) -> Answer:
     add("--peers", action="store_true", help="measure timm, Fabric and Accelerate too")
     add("--quick", action="store_true", help="small sizes, few pairs: shows that everything runs")
     add("--pairs", type=int, metavar="N", help="interleaved pairs of each row (usually 15)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of table clip")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of clip and gpu")
     add("--output", type=Path, metavar="FOLDER", help="folder of bench.json and bench.txt")
     arguments = parser.parse_args(argv)
     unknown = [name for name in arguments.tables if name not in TABLES]
@@ -222,8 +225,10 @@ def bench(argv: Sequence[str]) -> Answer:
     device = "cuda" if torch.cuda.is_available() and arguments.device != "cpu" else "cpu"
     if arguments.device == "cuda" and device == "cpu":
         raise RequestError([Problem("--device", "cuda", "this machine has no CUDA device")])
+    tables = arguments.tables or _usual_tables(arguments.device, device)
+    if device == "cpu" and "gpu" in tables:
+        raise RequestError([Problem("TABLE", "gpu", "needs a CUDA device")])
     folder.mkdir(parents=True, exist_ok=True)
-    tables = arguments.tables or list(TABLES)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         setting = Setting(
             Path(scratch),
@@ -239,6 +244,13 @@ def bench(argv: Sequence[str]) -> Answer:
         raise result
     print_line(f"\n{folder / FILE}")
     return Answer(0, {"file": str(folder / FILE), **result})
+
+
+def _usual_tables(asked_device: str, device: str) -> list[str]:
+    """Return the tables of a benchmark that names none."""
+    if asked_device == "cuda":
+        return list(ON_GPU)
+    return [name for name in TABLES if name != "gpu" or device == "cuda"]
 
 
 def config_of(overrides: list[str]) -> RunConfig:

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> Answer:
         resume.require_one_machine(job.config)
     if request.sweep:
         exit_code = _sweep(request, arguments.command).start()
-        return Answer(exit_code, {"folder": str(request.folder)})
+        return Answer(exit_code, lambda: _compared(request.folder))
     return _one_run(request)
 
 
@@ -104,6 +104,15 @@ def _recorded(folder: Path, failed: bool) -> dict[str, Any]:
     return content
 
 
+def _compared(folder: Path) -> dict[str, Any]:
+    """Return what a program is told of a sweep: its folder, verdict, settings and commands."""
+    from runner.report.exports import answer_of
+    from runner.report.findings import find
+    from runner.report.run import read
+
+    return {"folder": str(folder), **answer_of(find(read(folder)))}
+
+
 class Planned(NamedTuple):
     """One line of a plan."""
 
@@ -139,28 +148,30 @@ def plan(argv: Sequence[str]) -> Answer:
         rows.append((run.number, run.label, "unknown" if steps is None else str(steps), state))
         runs.append({"run": run.number, "label": run.label, "steps": steps, "state": state})
     print_line(live.columns(rows))
-    for sentence in _sent(planned):
+    sentences = _sent(planned)
+    for record, sentence in zip(runs, sentences, strict=True):
+        record["communication"] = sentence or None
+    for sentence in dict.fromkeys(filter(None, sentences)):
         print_line(sentence)
     print_line(_summary(request, len(planned), steps_to_run))
     return Answer(0, {"runs": runs, "folder": str(request.folder) if request.sweep else None})
 
 
 def _sent(planned: Sequence[Planned]) -> list[str]:
-    """Return how often ranks send gradients: each sentence once, of the runs that have one."""
+    """Return how often ranks send gradients in each run; empty texts where they send none."""
     from runner.train.communication import gradients_sent
     from runner.train.model import gradient_bytes_of
 
     bytes_of_model: dict[str, int | None] = {}  # None: the model cannot be made without values
-    sentences: dict[str, None] = {}
+    sentences = []
     for run in planned:
         config = run.job.config
         setting = digest(run.job.plain["model"])
         if setting not in bytes_of_model:
             bytes_of_model[setting] = gradient_bytes_of(config.model)
         gradient_bytes = bytes_of_model[setting]
-        if gradient_bytes is not None:
-            sentences[gradients_sent(config, gradient_bytes)] = None
-    return [sentence for sentence in sentences if sentence]
+        sentences.append("" if gradient_bytes is None else gradients_sent(config, gradient_bytes))
+    return sentences
 
 
 def _planned(request: Request) -> list[Planned]:

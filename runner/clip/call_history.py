@@ -52,15 +52,6 @@ class CallHistory:
         """Return whether ``mode`` has a history here."""
         return key_of(mode) in self.state_dict()
 
-    def release(self) -> bool:
-        """Keep the histories alone, without modes, which hold parameters; return if there is one.
-
-        The next call makes its mode anew, and loads the history, for which the host waits.
-        """
-        self._states = self.state_dict()
-        self._called = {}
-        return bool(self._states)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each mode that has a history."""
         states = dict(self._states)

@@ -44,15 +44,15 @@ class Decision:
         scales: factor of each of ``layout.names``, [parameters], on the device of the layout and
             the same on every rank; None where all have the same one.
         after: ‖G‖ after clipping; None for ``norm`` times ``factor``.
-        share: share clipped of what the mode clips: the elements, or the units; None for a mode
-            that clips steps.
+        parts_clipped: share of the elements, or units, that was clipped; None for a mode that
+            clips steps. :attr:`fraction` has either.
         largest: largest value that the mode compares with λ: |g| of an element, or
             ‖G_u‖/max(‖W_u‖, ε) of a unit; None for ‖G‖.
         finite: see :class:`Norms`. Where it is False, the step is skipped.
         norm_scaled: norm before clipping of the gradients that are multiplied, which is compared
             with λ, where others are left out; else None.
         inner: decisions of the modes inside of this one, where it has any.
-        total: number of parts that ``share`` is a share of; 1 for a mode that clips steps.
+        total: number of elements or units; 1 for a mode that clips steps.
         update: what the mode does to the optimizer's update in :meth:`ClipMode.after_step`, if
             anything.
         spike: 1 if a :class:`SkipRule` skips the step, which clears ``finite`` too, else 0; None
@@ -65,7 +65,7 @@ class Decision:
     factor: Tensor | None = None
     scales: Tensor | None = None
     after: Tensor | None = None
-    share: Tensor | None = None
+    parts_clipped: Tensor | None = None
     largest: Tensor | None = None
     finite: Tensor = TRUE
     norm_scaled: Tensor | None = None
@@ -94,11 +94,11 @@ class Decision:
     @property
     def fraction(self) -> Tensor:
         """Share clipped of what the mode clips: the step, the elements, or the units."""
-        share = self.share
-        if share is None:
+        fraction = self.parts_clipped
+        if fraction is None:
             assert self.factor is not None
-            share = (self.factor != 1.0).to(self.norm.dtype)
-        return self._if_finite(share, 0.0)
+            fraction = (self.factor != 1.0).to(self.norm.dtype)
+        return self._if_finite(fraction, 0.0)
 
     @property
     def clipped(self) -> Tensor:
@@ -114,17 +114,22 @@ class Decision:
         return self._if_finite(self.norm if self.largest is None else self.largest, math.nan)
 
     @property
+    def numbers(self) -> dict[str, Tensor]:
+        """The seven numbers of a record, by name."""
+        return {
+            "norm": self.norm,
+            "norm_clipped": self.norm_clipped,
+            "coef": self.coef,
+            "clipped": self.clipped,
+            "fraction": self.fraction,
+            "peak": self.max_stat,
+            "threshold": self.threshold,
+        }
+
+    @property
     def metrics(self) -> tuple[Tensor, ...]:
         """The seven numbers of a record."""
-        return (
-            self.norm,
-            self.norm_clipped,
-            self.coef,
-            self.clipped,
-            self.fraction,
-            self.max_stat,
-            self.threshold,
-        )
+        return tuple(self.numbers.values())
 
     def _if_finite(self, value: Tensor, if_skipped: float) -> Tensor:
         if self.finite is TRUE:
@@ -152,7 +157,7 @@ class Decision:
             threshold=torch.stack([decision.threshold for decision in decisions]),
             factor=column("factor", "coef"),
             after=column("after", "norm_clipped"),
-            share=column("share", "fraction"),
+            parts_clipped=column("parts_clipped", "fraction"),
             largest=column("largest", "max_stat"),
             finite=finite,
         )
@@ -192,32 +197,32 @@ class Decision:
             after = root(summed, norm_type)
         # The shares of all ranks add up to a whole number, apart from rounding.
         total = total.round()
-        return cls.of_share(
+        return cls.of_parts(
             norm=norm,
             after=after,
-            share=changed.round() / total.clamp(min=1.0),
+            parts_clipped=changed.round() / total.clamp(min=1.0),
             largest=largest,
             limit=threshold,
             total=total,
         )
 
     @classmethod
-    def of_share(
+    def of_parts(
         cls,
         norm: Tensor,
         after: Tensor,
-        share: Tensor,
+        parts_clipped: Tensor,
         largest: Tensor,
         limit: Tensor | float | None,
         total: Tensor,
         **more: Any,
     ) -> Decision:
-        """Decide to clip a ``share`` of ``total`` parts, which every rank knows."""
+        """Decide to clip a share of ``total`` parts, which every rank knows."""
         return cls(
             norm=norm,
             # The same number twice, not a quotient of two that were rounded differently.
-            after=torch.where(share > 0, after, norm),
-            share=share,
+            after=torch.where(parts_clipped > 0, after, norm),
+            parts_clipped=parts_clipped,
             largest=largest,
             threshold=limit_in_force(norm, limit),
             total=total,

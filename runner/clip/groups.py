@@ -216,13 +216,13 @@ class ParameterGroups:
             if group.clips or group is self._main
         ]
         main = decisions[0]
-        share = main.fraction
+        fraction = main.fraction
         total = main.total
         if len(clipping) > 1:
-            parts = [torch.ones_like(share) * decision.total for _, decision in clipping]
-            shares = [decision.fraction for _, decision in clipping]
+            parts = [torch.ones_like(fraction) * decision.total for _, decision in clipping]
+            fractions = [decision.fraction for _, decision in clipping]
             total = torch.stack(parts).sum()
-            share = (torch.stack(parts) * torch.stack(shares)).sum() / total.clamp(min=1.0)
+            fraction = (torch.stack(parts) * torch.stack(fractions)).sum() / total.clamp(min=1.0)
         after = self._groups.norm_clipped(decisions)
         inner = [Inner("group", group.name, decision) for group, decision in clipping[1:]]
         return replace(
@@ -231,8 +231,8 @@ class ParameterGroups:
             factor=None,
             scales=None,
             # The same number twice, not a quotient of two that were rounded differently.
-            after=torch.where(share > 0, after, measured.total),
-            share=share,
+            after=torch.where(fraction > 0, after, measured.total),
+            parts_clipped=fraction,
             largest=main.max_stat,
             total=total,
             norm_scaled=main.norm if self.mode.scales_whole else None,

@@ -89,7 +89,7 @@ class NestedMode(ClipMode):
             scales=scales,
             # The same number twice, not a quotient of two that were rounded differently.
             after=torch.where(clipped > 0, after, norm),
-            share=clipped if fraction is None else fraction,
+            parts_clipped=clipped if fraction is None else fraction,
             largest=none,
             inner=inner,
         )

@@ -84,10 +84,10 @@ def decide_on_tensors(
         mode.tally.add(values.where(present, math.nan), 1.0)
     total = present.sum(dtype=transfer.widest(over.device))
     norm, norm_clipped = norms
-    return Decision.of_share(
+    return Decision.of_parts(
         norm=norm,
         after=norm_clipped,
-        share=over.sum() / total.clamp(min=1.0),
+        parts_clipped=over.sum() / total.clamp(min=1.0),
         largest=values.amax() if values.numel() else layout.number(0.0),
         limit=threshold,
         total=total,

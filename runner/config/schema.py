@@ -5,6 +5,7 @@ Sections ``plugin`` and ``clip`` have modules of their own.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,7 +67,7 @@ class ModelSection(Target):
         text = self.weights
         if text is None:
             return None
-        is_path = "/" in text or text.endswith(SUFFIXES) or Path(text).exists()
+        is_path = "/" in text or text.endswith(SUFFIXES) or os.path.exists(text)
         return Path(text).expanduser() if is_path else None
 
     @property

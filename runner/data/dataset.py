@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from runner.config.notation import plural
 from runner.config.problem import ArgumentError, Suggesting
 from runner.data.order import RandomState, generator_for, generators, set_epoch
 from runner.data.samples import draws_nothing, place_of
@@ -198,9 +199,8 @@ def split_off(samples: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]
         raise ArgumentError("eval_fraction", f"{fraction} must be at least 0 and below 1")
     held_out = max(1, round(fraction * samples)) if fraction > 0 else 0
     if held_out >= samples:
-        raise ArgumentError(
-            "eval_fraction", f"{fraction} leaves none of {samples} samples to train on"
-        )
+        whole = plural(samples, "sample")
+        raise ArgumentError("eval_fraction", f"{fraction} leaves none of {whole} to train on")
     chosen = torch.randperm(samples, generator=generator_for("held out", seed, 0))
     return chosen[held_out:].sort().values, chosen[:held_out].sort().values
 

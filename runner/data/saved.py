@@ -1,5 +1,6 @@
 """Tables of Hugging Face's datasets: files, folders, and what ``save_to_disk`` wrote."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,14 @@ def load(path: str | None = None, split: str = "train", **arguments: Any) -> Any
 def _load(datasets: Any, path: str, split: str, arguments: Mapping[str, Any]) -> Any:
     """Return a split of a file, of a folder, or of what the library finds by this name."""
     place = Path(path).expanduser()
-    if (place / _OF_SPLITS).exists():
+    if os.path.exists(place / _OF_SPLITS):
         return _split_of(datasets.load_from_disk(place), split)
-    if (place / _OF_ONE_TABLE).exists():
+    if os.path.exists(place / _OF_ONE_TABLE):
         return datasets.load_from_disk(place)
     kind = _KINDS.get(place.suffix)
-    if kind and place.is_file():
+    if kind and os.path.isfile(place):
         return datasets.load_dataset(kind, data_files=str(place), split="train", **arguments)
-    if kind and not place.is_dir():
+    if kind and not os.path.isdir(place):
         raise DataUnavailable(f"there is no file {place.absolute()}", argument="path")
     return datasets.load_dataset(path, split=split, **arguments)
 

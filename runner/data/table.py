@@ -6,6 +6,7 @@ CSV and JSON lines are read by Python's standard library, parquet by pyarrow.
 import csv
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from runner.config.notation import plural
 from runner.config.problem import did_you_mean, near_name
 from runner.data.dataset import Data, DataUnavailable, TensorPairs, split_off
 
@@ -122,10 +124,11 @@ def table(
             whole numbers are.
         standardize: whether inputs have mean 0 and standard deviation 1 over the training rows.
         eval_path: a file of held-out rows; None: a random share of the rows.
-        eval_fraction: that share; 0: no evaluation.
+        eval_fraction: the share of the rows that is held out; 0: no evaluation.
         seed: seed of the choice of held-out rows.
-        encoding: of the text.
-        delimiter: of a .csv file; None: the one of ``, ; | tab`` that the first line has most of.
+        encoding: the encoding of the text.
+        delimiter: the delimiter of a .csv file; None: the one of ``, ; | tab`` that the first line
+            has most of.
     """
     seen = _read(Path(path).expanduser(), "path", encoding, delimiter)
     names = list(columns) if columns is not None else [n for n in seen.names if n != target]
@@ -305,10 +308,10 @@ def _number(cell: Cell, value: Any, largest: float, advice: str) -> float:
 def _read(file: Path, argument: str, encoding: str, delimiter: str | None) -> Table:
     """Return the rows of a file. A DataUnavailable says in one sentence why it cannot be read."""
     reader = {".jsonl": _json_lines, ".ndjson": _json_lines, ".parquet": _parquet}
-    if file.is_dir():
+    if os.path.isdir(file):
         text = f"{file} is a folder: data=datasets data.path={file}"
         raise DataUnavailable(text, argument=argument)
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise DataUnavailable(f"there is no file {file.absolute()}", argument=argument)
     try:
         if file.suffix in reader:
@@ -350,8 +353,8 @@ def _csv(file: Path, encoding: str, delimiter: str | None) -> Table:
                 continue  # an empty line
             if len(row) != len(names):
                 raise ValueError(
-                    f"line {reader.line_num} has {len(row)} values, and the first line names "
-                    f"{len(names)} columns"
+                    f"line {reader.line_num} has {plural(len(row), 'value')}, and the first line "
+                    f"names {plural(len(names), 'column')}"
                 )
             rows.append(row)
             lines.append(reader.line_num)

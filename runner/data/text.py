@@ -139,7 +139,7 @@ def _parts(path: str | None, length: int, test_fraction: float, limit: int) -> t
 
 def _read(root: Path, standard_library: bool, limit: int) -> bytes:
     """Read the first `limit` bytes of the concatenated files at `root`."""
-    if not root.exists():
+    if not os.path.exists(root):
         raise DataUnavailable(f"{root} does not exist. {ADVICE}", argument="path")
     collected = bytearray()
     try:

@@ -25,14 +25,12 @@ from torch import Tensor
 
 from runner.gradients import plain
 from runner.gradients.layout import Layout
-from runner.gradients.plain import Elements
+from runner.gradients.plain import SMALL, Elements, gathered
 from runner.gradients.shard import ParamShard
 
 ROW = 2_048  # elements whose powers are summed in float32
 BLOCK = 2**20  # elements that are looked at several times: they stay in a cache
 TOGETHER = 2**16  # elements that several operations compute at a time: they stay in a cache
-# Largest number of elements of a gradient that is copied into one buffer with other such ones.
-SMALL = 32_768
 EXACT = 131_072  # elements up to which all gradients together are summed in float64
 LONG = 8_192  # longest unit that is summed in float32 at once, which loses digits
 SPARSE = 4  # clipped units are written alone if they are at most one in 4
@@ -85,10 +83,7 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         together = flatten(gradients[0]) if len(gradients) == 1 else gathered(gradients)
         wide = together.double()
         return torch.dot(wide, wide)
-    blocks = [flatten(gradient) for gradient in gradients if gradient.numel() > SMALL]
-    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
-    if small:
-        blocks.append(gathered(small))
+    blocks = _in_blocks(gradients)
     norms = [torch.empty(0)]
     for block in blocks:
         norms += _norms_of_rows(block, norm_type)
@@ -100,6 +95,15 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         for part in torch.split(block, BLOCK):
             power += (part.double().abs() ** norm_type).sum()
     return power
+
+
+def _in_blocks(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the elements of each large gradient, and a copy of those of all small ones."""
+    blocks = [flatten(gradient) for gradient in gradients if gradient.numel() > SMALL]
+    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
+    if small:
+        blocks.append(gathered(small))
+    return blocks
 
 
 def _norms_of_rows(block: Tensor, norm_type: float) -> list[Tensor]:
@@ -121,13 +125,6 @@ def largest(tensor: Tensor) -> float:
     # A tenth of the time of vector_norm; both ends are NaN where any element is.
     low, high = torch.aminmax(tensor)
     return max(abs(low.item()), abs(high.item()))
-
-
-def gathered(gradients: Sequence[Tensor]) -> Tensor:
-    """Return a copy of all elements, [elements], in their widest type."""
-    if all(gradient.ndim == 1 for gradient in gradients):  # saves a fifth where there are many
-        return torch.cat(list(gradients))
-    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -312,7 +309,14 @@ def scale_units(gradient: Tensor, kept: int, factors: Tensor) -> None:
     if kept == 1 and SPARSE * len(clipped) <= len(factors):
         gradient[clipped] *= factors[clipped].view(-1, *ones)
     else:
-        gradient.mul_(factors.view(*gradient.shape[:kept], *ones))
+        gradient.mul_(factors.view((*gradient.shape[:kept], *ones)))
+
+
+class UnitKernel(plain.UnitKernel):
+    """Measures and multiplies units as its twin, by the functions of this file."""
+
+    _norms_of = staticmethod(unit_norms)
+    _scale_units_of = staticmethod(scale_units)
 
 
 def may_hold(conditions: Tensor) -> list[bool]:

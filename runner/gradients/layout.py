@@ -190,12 +190,14 @@ class Layout:
         return cls(shards, group, heads, parameters, elsewhere)
 
     @classmethod
-    def of_parameters(cls, parameters: Sequence[Tensor]) -> Layout:
+    def of_parameters(
+        cls, parameters: Sequence[Tensor], kind: type[ParamShard] = ParamShard
+    ) -> Layout:
         """Return the layout of whole tensors; dimension 0 of each is taken to index outputs."""
         for i, parameter in enumerate(parameters):
             if is_sharded(parameter):
                 raise TypeError(f"parameters[{i}] is sharded over ranks: give the whole model")
-        return cls(ParamShard(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(parameters))
+        return cls(kind(f"parameters[{i}]", p, units_of(p)) for i, p in enumerate(parameters))
 
     def restricted(self, names: Iterable[str]) -> Layout:
         """Return the layout of some parameters, over the same ranks, which all know ``names``."""

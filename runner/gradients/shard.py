@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from runner.gradients.units import Units, units_of
 
@@ -58,6 +59,23 @@ class ParamShard:
         """Return the same shard with other units, and the shard groups that follow from them."""
         groups = _cut(self.param, units) if is_dtensor(self.param) else self.shard_groups
         return replace(self, units=units, shard_groups=groups)
+
+
+class WeakShard(ParamShard):
+    """A shard that does not keep its parameter alive: its user does."""
+
+    __slots__ = ("_reference",)
+    _reference: TensorWeakRef
+
+    @property
+    def param(self) -> Any:
+        """The parameter; None once it is gone."""
+        return self._reference()
+
+    @param.setter
+    def param(self, parameter: Tensor) -> None:
+        # The class of shards is frozen.
+        object.__setattr__(self, "_reference", TensorWeakRef(parameter))
 
 
 def is_dtensor(tensor: Tensor | None) -> TypeGuard[DTensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from runner.clip.boosted import boosted_optimizer, owner_of
 from runner.clip.call_history import CallHistory
@@ -34,7 +34,7 @@ from runner.gradients.over_ranks import (
     require_unmarked,
     without_gradient,
 )
-from runner.gradients.shard import is_dtensor, is_sharded
+from runner.gradients.shard import WeakShard, is_dtensor, is_sharded
 
 # Names of wrappers of other libraries, and their attribute that holds the model.
 _INSIDE = {
@@ -55,7 +55,7 @@ class PlainClipper:
     layout: Layout
     mark: list[Any] = field(default_factory=list)
     process_groups: ProcessGroups = field(default_factory=dict)
-    calls: CallHistory | None = None  # None for a list of parameters
+    calls: CallHistory = field(default_factory=CallHistory)
     compared_later: bool = False
     without_gradient: list[Tensor] = field(default_factory=list)
 
@@ -69,19 +69,38 @@ class PlainClipper:
 _plain = WeakIdKeyDictionary()
 # For each module inside of wrappers, and each boosted optimizer, what calls remember of it.
 _histories = WeakIdKeyDictionary()
-# For each parameter of a list that was clipped by a mode with a history, what is kept of the list.
+# For each parameter of a list that was clipped by a mode with a memory, what clips the list.
 _lists = WeakIdKeyDictionary()
+# For the first parameter of a list, what clips the list that was clipped last.
+_last_lists = WeakIdKeyDictionary()
 # Modules, and first parameters of lists, that were without gradients when they were clipped.
 _warned = WeakIdKeyDictionary()
 
 
 @dataclass
-class _ListHistory:
-    """What calls remember of a list of parameters, which it does not keep alive."""
+class ListClipper(PlainClipper):
+    """Clips a list of parameters, which it does not keep alive.
 
-    ids: list[int]
-    calls: CallHistory = field(default_factory=CallHistory)
-    is_kept: bool = False
+    Attributes:
+        parameters: references to the parameters.
+        has_memory: whether a mode remembers earlier calls.
+    """
+
+    parameters: list[TensorWeakRef] = field(default_factory=list)
+    has_memory: bool = False
+
+    def is_of(self, parameters: list[Tensor]) -> bool:
+        """Return whether this is the clipper of a list."""
+        if len(parameters) != len(self.parameters):
+            return False
+        pairs = zip(self.parameters, parameters, strict=True)
+        return all(reference() is parameter for reference, parameter in pairs)
+
+    def keep(self) -> None:
+        """Note that a mode remembers a call, and let each parameter of the list find it."""
+        self.has_memory = True
+        for reference in self.parameters:
+            _lists[reference()] = self
 
 
 @torch.no_grad()
@@ -152,13 +171,12 @@ def apply_gradient_clipping(
         options["groups"] = groups
     given = _module_or_list(parameters)
     clipper = clipper_of(given, process_groups_of(process_groups))
-    calls = _calls_of(given, clipper)
-    if isinstance(calls, CallHistory):
-        mode = calls.mode(clipping_type, options, clipper.layout)
-        decision: Decision = clipper.clip(mode)
-    else:
-        assert isinstance(given, list)
-        decision = _clip_list(given, calls, clipper, clipping_type, options)
+    mode = clipper.calls.mode(clipping_type, options, clipper.layout)
+    if isinstance(given, list) and isinstance(clipper, ListClipper) and not clipper.has_memory:
+        _require_no_memory(given, clipping_type, mode)
+    decision: Decision = clipper.clip(mode)
+    if isinstance(clipper, ListClipper) and not clipper.has_memory and clipper.calls.state_dict():
+        clipper.keep()
     warn_without_gradients(given, clipper.layout, decision.norm, stacklevel=4)
     return decision
 
@@ -171,10 +189,7 @@ def clipping_state_dict(
     It is empty for modes without a history, and the same on every rank. The state of a boosted
     optimizer (``optimizer.state_dict()``) has it too.
     """
-    given = _module_or_list(parameters)
-    calls = _calls_of(given, owner_of(given))
-    history = calls if isinstance(calls, CallHistory) else calls.calls
-    return history.state_dict()
+    return _calls_of(_module_or_list(parameters)).state_dict()
 
 
 def load_clipping_state_dict(
@@ -182,11 +197,9 @@ def load_clipping_state_dict(
 ) -> None:
     """Load what :func:`clipping_state_dict` returned; ``{}`` begins all histories anew."""
     given = _module_or_list(parameters)
-    calls = _calls_of(given, owner_of(given))
-    history = calls if isinstance(calls, CallHistory) else calls.calls
-    history.load_state_dict(state)
-    if isinstance(given, list) and isinstance(calls, _ListHistory):
-        _keep(given, calls)
+    _calls_of(given).load_state_dict(state)
+    if isinstance(given, list) and owner_of(given) is None:
+        _list_clipper(given).keep()
 
 
 def warn_without_gradients(
@@ -245,7 +258,7 @@ def clipper_of(given: nn.Module | list[Tensor], process_groups: ProcessGroups | 
         raise ValueError(
             "groups names parameters of a model: give the model instead of its parameters"
         )
-    return PlainClipper(Layout.of_parameters(given))
+    return _list_clipper(given)
 
 
 def plain_clipper(model: nn.Module, process_groups: ProcessGroups | None = None) -> PlainClipper:
@@ -302,23 +315,48 @@ def _plain_layout(model: nn.Module, process_groups: ProcessGroups) -> Layout:
     return Layout.of_model(inner)
 
 
-def _calls_of(given: nn.Module | list[Tensor], clipper: Any) -> CallHistory | _ListHistory:
-    """Return what calls remember of a model, or of a list of parameters.
-
-    ``clipper`` is what clips it, or None for a model that need not have one yet.
-    """
-    calls: CallHistory | None = None if clipper is None else clipper.calls
-    if calls is not None:
+def _calls_of(given: nn.Module | list[Tensor]) -> CallHistory:
+    """Return what calls remember of a model, which need not have a clipper yet, or of a list."""
+    owner = owner_of(given)
+    if owner is not None:
+        calls: CallHistory = owner.calls
         return calls
     if isinstance(given, nn.Module):
         return _history_of(_without_wrappers(given))
-    ids = [id(parameter) for parameter in given]
-    history: _ListHistory | None = _lists.get(given[0])  # type: ignore[no-untyped-call]
-    if history is None or history.ids != ids:
-        return _ListHistory(ids)
-    # An id may be that of a parameter that is gone, so every parameter has to know the list.
-    others = (_lists.get(parameter) for parameter in given)  # type: ignore[no-untyped-call]
-    return history if all(other is history for other in others) else _ListHistory(ids)
+    return _list_clipper(given).calls
+
+
+def _list_clipper(given: list[Tensor]) -> ListClipper:
+    """Return the clipper of a list of parameters, with a new layout if they have changed."""
+    clipper: ListClipper | None = _lists.get(given[0])  # type: ignore[no-untyped-call]
+    if clipper is not None and clipper.is_of(given):
+        others = (_lists.get(parameter) for parameter in given)  # type: ignore[no-untyped-call]
+        is_current = all(other is clipper for other in others)
+    else:
+        clipper = _last_lists.get(given[0])  # type: ignore[no-untyped-call]
+        is_current = clipper is not None and clipper.is_of(given)
+    mark = [(parameter.shape, parameter.requires_grad) for parameter in given]
+    if clipper is not None and is_current and clipper.mark == mark:
+        return clipper
+    layout = Layout.of_parameters(given, WeakShard)
+    if clipper is None or not is_current:
+        references = [TensorWeakRef(parameter) for parameter in given]
+        clipper = ListClipper(layout, parameters=references)
+        _last_lists[given[0]] = clipper
+    clipper.layout = layout
+    clipper.mark = mark
+    return clipper
+
+
+def _require_no_memory(given: list[Tensor], kind: str, mode: ClipMode) -> None:
+    """Refuse a mode that remembers some parameters of a list by an earlier call on another list."""
+    for parameter in given if _lists else ():
+        other: ListClipper | None = _lists.get(parameter)  # type: ignore[no-untyped-call]
+        if other is not None and other.calls.remembers(mode):
+            raise ValueError(
+                f"clipping type {kind} remembers earlier calls, but these parameters are only in "
+                "part those of an earlier call: give the same list in each call, or the model"
+            )
 
 
 def _history_of(module: nn.Module) -> CallHistory:
@@ -327,36 +365,6 @@ def _history_of(module: nn.Module) -> CallHistory:
         _histories[module] = CallHistory()
     history: CallHistory = _histories[module]
     return history
-
-
-def _clip_list(
-    given: list[Tensor], history: _ListHistory, clipper: Any, kind: str, options: dict[str, Any]
-) -> Decision:
-    """Clip a list of parameters, with the history of earlier calls on the same list."""
-    mode = history.calls.mode(kind, options, clipper.layout)
-    # Parameters of a list that is kept belong to no other one.
-    for parameter in () if history.is_kept or not _lists else given:
-        other: _ListHistory | None = _lists.get(parameter)  # type: ignore[no-untyped-call]
-        if other is not None and other.calls.remembers(mode):
-            raise ValueError(
-                f"clipping type {kind} remembers earlier calls, but these parameters are only in "
-                "part those of an earlier call: give the same list in each call, or the model"
-            )
-    try:
-        decision: Decision = clipper.clip(mode)
-    finally:
-        remembers = history.calls.release()
-    if remembers:
-        _keep(given, history)
-    return decision
-
-
-def _keep(given: list[Tensor], history: _ListHistory) -> None:
-    if history.is_kept:
-        return
-    history.is_kept = True
-    for parameter in given:
-        _lists[parameter] = history
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from runner.run_folder import keys
 from runner.run_folder.strict_json import cut
 from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.destination import To, file_of, sink_of
-from runner.telemetry.step import StepMetrics
+from runner.telemetry.step import Numbers, StepMetrics
 
 
 class GradientMonitor:
@@ -120,15 +120,14 @@ class GradientMonitor:
             self._meter.mean_over_data = self._mean
         decision = self._decision(clipped, threshold)
         seconds = time.perf_counter()
-        metrics = StepMetrics(
-            step=self.steps,
-            local_loss=None if loss is None else _number(loss),
-            decision=decision,
-            lr=lr,
-            samples=self._samples,
-            tokens=self._tokens,
-            seconds=seconds - self._before,
-        )
+        numbers: Numbers = {
+            keys.LOCAL_LOSS: _number(loss) if isinstance(loss, Tensor) else loss,
+            keys.TRAIN_LR: lr,
+            keys.TRAIN_SAMPLES: self._samples,
+            keys.TRAIN_TOKENS: self._tokens or None,
+            keys.TIME_STEP: seconds - self._before,
+        }
+        metrics = StepMetrics(self.steps, decision, numbers)
         self._before = seconds
         self._meter.push(metrics)
 

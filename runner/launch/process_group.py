@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from runner.config.environment import join_slurm_step
+from runner.config.notation import plural
 from runner.launch import signals
 
 LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
@@ -67,7 +68,7 @@ def launch_from_torch(
     atexit.register(_leave_at_exit)
     torch.manual_seed(seed)
     if verbose:
-        get_dist_logger().info(f"{dist.get_world_size()} ranks by {backend}", ranks=[0])
+        get_dist_logger().info(f"{plural(dist.get_world_size(), 'rank')} by {backend}", ranks=[0])
 
 
 def _wait_for_peers(backend: str | None, limit: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ def require_readable(source: str, folder: Path) -> None:
     if source in NO_PATH or branching(source):
         return
     path = Path(source).expanduser().absolute()
-    if not path.exists():
+    if not os.path.exists(path):
         raise _nothing_at(source, path)
     candidates = [path] if (path / files.MANIFEST).exists() else _checkpoints_of(path)
     damaged = list[str]()
@@ -183,17 +184,17 @@ def named(source: str) -> Start:
     path = Path(source).expanduser().absolute()
     try:
         branch = branching(source)
-        if branch is not None and not path.exists():
+        if branch is not None and not os.path.exists(path):
             run = Path(branch[0]).expanduser().absolute()
             path, _ = checkpoints.choose(run, str(branch[1]), "", False)
-        manifest = _require_usable(path) if (path / files.MANIFEST).exists() else None
+        manifest = _require_usable(path) if os.path.exists(path / files.MANIFEST) else None
     except (checkpoints.NoCheckpoint, DamagedCheckpoint) as error:
         raise RequestError([Problem("resume", source, str(error))]) from None
     if manifest is not None:
         if files.STATE in manifest["files"]:
             return Start(path, int(manifest.get("step") or 0))
         message = f"holds weights alone; name a checkpoint with the state of the training{_KEEP}"
-    elif path.is_dir():
+    elif os.path.isdir(path):
         start = newest(path)
         if start.checkpoint is not None:
             return start

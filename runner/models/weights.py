@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -22,10 +24,33 @@ class WeightsError(ValueError):
     """Weights that are not there, cannot be read, or do not fit the model."""
 
 
+class Loaded(NamedTuple):
+    """What was loaded into a model.
+
+    Attributes:
+        path: the file or folder.
+        tensors: number of tensors of the model that come from it, ``of`` all that the model has.
+        left_out: names of the tensors of the file that ``leave_out`` left out.
+        difference: what only the model, or only the file, has, in a sentence; empty if nothing.
+    """
+
+    path: Path
+    tensors: int
+    of: int
+    left_out: tuple[str, ...]
+    difference: str
+
+    def __str__(self) -> str:
+        text = f"{self.tensors} of {plural(self.of, 'tensor')} of the model come from {self.path}"
+        if self.left_out:
+            text += f"; left out by model.leave_out: {first_few(self.left_out, 6)}"
+        return f"{text}; {self.difference}" if self.difference else text
+
+
 def load_weights(
     model: nn.Module, path: Path, strict: bool = True, leave_out: Sequence[str] = ()
-) -> str:
-    """Load weights into a model; return in a sentence what is missing and left over, or "".
+) -> Loaded:
+    """Load weights into a model; return what was loaded, left out, and is missing.
 
     With a model on torch's meta device they are only compared.
 
@@ -56,7 +81,8 @@ def load_weights(
         raise WeightsError(f"{difference}. model.strict=false starts all the same")
     if not is_meta:
         model.load_state_dict(to_load, strict=False)
-    return difference
+    left_out = tuple(name for name in stored if name not in tensors)
+    return Loaded(path, len(to_load), len(targets), left_out, difference)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -85,9 +111,9 @@ def read_weights(path: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 def _files_of(path: Path) -> list[Path]:
     """Return a file, or the files of weights in a folder."""
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise WeightsError(f"there is no file or folder {path}")
     files = sorted(path.glob(f"*{SAFETENSORS}"))
     if not files:

@@ -28,7 +28,7 @@ def parameter_groups(
 
     Args:
         model: the whole model.
-        patterns: for globs of parameter names the settings of these parameters, such as
+        patterns: settings of the parameters whose names match a glob, by glob, such as
             ``{"head.*": {"lr": 0.01}}``; ``{"clip": False}`` leaves them out of clipping. The first
             pattern that matches a name counts. Parameters that none matches are the first group.
         no_decay: set ``weight_decay`` to 0 for vectors, scalars and weights of embeddings, unless
@@ -38,11 +38,7 @@ def parameter_groups(
         GroupError: a pattern matches no parameter, or only names that an earlier one matches.
     """
     without_decay = _without_decay(model) if no_decay else set()
-    groups = [_Group(None, {}), _Group(None, {"weight_decay": 0.0})]
-    for pattern, settings in patterns.items():
-        groups.append(_Group(pattern, settings))
-        if "weight_decay" not in settings:
-            groups.append(_Group(pattern, {**settings, "weight_decay": 0.0}))
+    groups = _empty_groups(patterns)
     for name, parameter in model.named_parameters():
         matching = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
         pattern_of_name = matching[0] if matching else None
@@ -62,6 +58,16 @@ class _Group:
     pattern: str | None
     settings: Settings
     parameters: list[nn.Parameter] = field(default_factory=list)
+
+
+def _empty_groups(patterns: Mapping[str, Settings]) -> list[_Group]:
+    """Return a group for each pattern and one for no pattern, each also without decay."""
+    groups = [_Group(None, {}), _Group(None, {"weight_decay": 0.0})]
+    for pattern, settings in patterns.items():
+        groups.append(_Group(pattern, settings))
+        if "weight_decay" not in settings:
+            groups.append(_Group(pattern, {**settings, "weight_decay": 0.0}))
+    return groups
 
 
 def _why_unused(pattern: str, model: nn.Module) -> str:

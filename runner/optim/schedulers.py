@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
 
-from runner.config.notation import higher_is_better
+from runner.config.notation import higher_is_better, plural
 from runner.config.problem import ArgumentError
 
 
@@ -201,8 +201,8 @@ class WarmupStableDecayLR(_FactorLR):
         decay = math.ceil(total_steps * decay_fraction)
         if warmup + decay > total_steps:
             raise ValueError(
-                f"a warm-up of {warmup} steps and a decay of {decay} are longer than the run, "
-                f"{total_steps} steps"
+                f"a warm-up of {plural(warmup, 'step')} and a decay of {decay} are longer than the "
+                f"run, {plural(total_steps, 'step')}"
             )
         power = 0.5 if shape == "sqrt" else 1.0
 

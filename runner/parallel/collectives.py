@@ -22,6 +22,7 @@ from runner.gradients.transfer import SHORT, start_gather
 T = TypeVar("T")
 
 BUCKET = 25 * 2**20  # approximate size of a flat buffer in bytes
+LARGE = 2**20  # bytes of a tensor that is broadcast without a buffer
 
 
 def span(length: int, shards: int, index: int) -> tuple[int, int]:
@@ -123,10 +124,19 @@ def all_reduce(
 
 
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Copy the ``tensors`` of rank ``source`` of ``group`` to its other ranks, in place."""
+    """Copy the ``tensors`` of rank ``source`` of ``group`` to its other ranks, in place.
+
+    Large ones travel as they are, small ones in a buffer: a copy of all would take memory.
+    """
     if group.size() == 1:
         return
-    for bucket in buckets([tensor for tensor in tensors if tensor.numel()]):
+    packed: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() * tensor.element_size() >= LARGE and tensor.is_contiguous():
+            dist.broadcast(tensor, group=group, group_src=source)
+        elif tensor.numel():
+            packed.append(tensor)
+    for bucket in buckets(packed, limit=LARGE):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
         if group.rank() != source:
@@ -147,8 +157,8 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[
     return of_any
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide ``tensors`` into lists of one dtype and about ``BUCKET`` bytes.
+def buckets(tensors: Sequence[Tensor], limit: int = BUCKET) -> Iterator[list[Tensor]]:
+    """Divide ``tensors`` into lists of one dtype and about ``limit`` bytes.
 
     Statistics of batch norm alternate with their integer counts, and travel apart from these.
     """
@@ -159,7 +169,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
         size = 0
         for tensor in of_dtype:
-            if size >= BUCKET:
+            if size >= limit:
                 yield bucket
                 bucket = []
                 size = 0

@@ -68,15 +68,16 @@ def average(
         return
     if not trained:
         return
-    gradients = []
     has_gradient = on_any_rank([p.grad is not None for p in trained], group)
-    for parameter, by_any in zip(trained, has_gradient, strict=True):
-        if not by_any:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(local(parameter.grad))
-    all_reduce(gradients, group, divisor)
+    used = [p for p, by_any in zip(trained, has_gradient, strict=True) if by_any]
+    all_reduce([_gradient_or_zeros(parameter) for parameter in used], group, divisor)
+
+
+def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+    """Return the local gradient; without one, zeros become the gradient."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)
 
 
 class _Use(NamedTuple):
@@ -114,8 +115,8 @@ class Averaging:
 
     Args:
         replicas: the parameters, and the ranks that hold copies of them.
-        backwards: by id of a parameter, how often a window accumulates its gradient in backward
-            passes that are not under ``no_sync``; once by default.
+        backwards: number of backward passes of a window, outside of ``no_sync``, that accumulate
+            the gradient of a parameter, by its id; 1 by default.
         waiting: ids of parameters whose gradients are averaged in :meth:`finish` alone.
     """
 
@@ -323,10 +324,7 @@ def sum_copies(name: str, copies: Sequence[nn.Parameter], group: dist.ProcessGro
         )
     if frozen or not used:
         return
-    for parameter in copies:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    gradients = [local(p.grad) for p in copies if p.grad is not None]
+    gradients = [_gradient_or_zeros(parameter) for parameter in copies]
     summed = torch.stack(gradients).sum(0) if len(gradients) > 1 else gradients[0].contiguous()
     if group is not None:
         dist.all_reduce(summed, group=group)

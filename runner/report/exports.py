@@ -70,11 +70,17 @@ def _inert(cells: Iterable[Any]) -> list[Any]:
 
 
 def as_json(findings: Findings) -> str:
-    """Return the verdict, the settings with their differences, the next command and `records`."""
+    """Return `answer_of` and `records` as JSON."""
+    whole = answer_of(findings) | {"runs": records(findings)}
+    return encode(whole, indent=2) + "\n"
+
+
+def answer_of(findings: Findings) -> dict[str, Any]:
+    """Return the verdict, the settings with their differences, best first, and the commands."""
     reference = findings.compared_with
     winner = findings.winner
     answer = verdict(findings)
-    whole = {
+    return {
         "name": findings.sweep.name,
         "verdict": answer.title,
         "sentences": answer.sentences,
@@ -86,9 +92,7 @@ def as_json(findings: Findings) -> str:
         "winner": winner.label if winner else None,
         "commands": {"next": answer.command or None, "sweep": findings.sweep.command},
         "settings": [_record_of(findings, setting) for setting in findings.listed],
-        "runs": records(findings),
     }
-    return encode(whole, indent=2) + "\n"
 
 
 def _record_of(findings: Findings, setting: Setting) -> dict[str, Any]:

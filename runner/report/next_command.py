@@ -7,10 +7,11 @@ from runner.report.edges import edge_values
 from runner.report.findings import DONE, Findings
 from runner.report.run import Run, SweepRuns, command_of
 from runner.report.settings import NAMES, RATE, THRESHOLD, Setting
-from runner.report.worth import SINGLE, kind, undecided
+from runner.report.worth import FEW, SAME, SINGLE, TIE, names, rivals_by_worth, undecided
 from runner.run_folder import keys
 
 NO_COMMAND = ("", "")
+_OF_SWEEPS = ("seed=", "sweep.name=")  # what a command for one setting leaves out
 
 
 def next_command(findings: Findings) -> tuple[str, str]:
@@ -29,14 +30,25 @@ def next_command(findings: Findings) -> tuple[str, str]:
 def _after_a_result(findings: Findings, best: Setting) -> tuple[str, str]:
     """Return the command after a sweep in which some setting has a result."""
     sweep = findings.sweep
-    more = "" if sweep.searches else _seeds_to_decide(findings)
+    # A branch has the seed of the run in which it begins.
+    one_seed = sweep.searches or any(run.branch for run in sweep.runs)
+    more = "" if one_seed else _seeds_to_decide(findings)
     if more:
-        return more, "More seeds would decide:"
+        return more, _purpose_of_seeds(findings)
     if findings.identical:
         return _lower_thresholds(findings, best)
     if sweep.searches:
         return _with_five_seeds(best)
     return _beyond_an_end(findings) or _train_with(findings, best)
+
+
+def _purpose_of_seeds(findings: Findings) -> str:
+    """Return what more seeds are for: they decide, unless some settings are a tie."""
+    by_worth = rivals_by_worth(findings)
+    if not (TIE in by_worth or SAME in by_worth) or findings.best is None:
+        return "More seeds would decide:"
+    rivals = names(by_worth.get(FEW, []))
+    return f"More seeds would tell {rivals} from {findings.best.label}:"
 
 
 def _beyond_an_end(findings: Findings) -> tuple[str, str] | None:
@@ -51,7 +63,7 @@ def _beyond_an_end(findings: Findings) -> tuple[str, str] | None:
 
 def _with_five_seeds(best: Setting) -> tuple[str, str]:
     """Return the command that repeats the best trial of a search."""
-    words = [word for word in best.runs[0].overrides if not word.startswith("seed=")]
+    words = [word for word in best.runs[0].overrides if not word.startswith(_OF_SWEEPS)]
     return command_of(["-m", *words, "seed=0,1,2,3,4"]), "The best trial, with five seeds:"
 
 
@@ -65,7 +77,7 @@ def _has_commands(sweep: SweepRuns) -> bool:
 def _train_with(findings: Findings, best: Setting) -> tuple[str, str]:
     """Return the command that trains with the best setting."""
     sweep = findings.sweep
-    words = [word for word in best.runs[0].overrides if not word.startswith("seed=")]
+    words = [word for word in best.runs[0].overrides if not word.startswith(_OF_SWEEPS)]
     if "-m" not in sweep.words and "--multirun" not in sweep.words:
         words.append("hydra.mode=RUN")  # a recipe asked for the sweep
     return command_of([*sweep.flags, *words]), "Train with it:"
@@ -120,8 +132,11 @@ def _seeds_to_decide(findings: Findings) -> str:
     rivals = findings.ranked[1:]
     if not rivals or findings.winner is not None:
         return ""
-    if any(kind(findings.rivals.get(rival.index)) == SINGLE for rival in rivals):
+    by_worth = rivals_by_worth(findings)
+    if SINGLE in by_worth:
         return _with_seeds(findings, 5)
+    if FEW not in by_worth and (TIE in by_worth or SAME in by_worth):
+        return ""  # it stays a tie, whatever is found of settings that are probably worse
     needed = [difference.needed or 0 for _, difference in undecided(findings)]
     return _with_seeds(findings, max(needed)) if needed else ""
 

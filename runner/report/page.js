@@ -181,7 +181,8 @@
     delete layout.title;
     layout.showlegend = false;
     layout.margin.t = state.paper ? 8 : 30;
-    layout.modebar = { bgcolor: "rgba(0,0,0,0)" };
+    const { color } = layout.font;
+    layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: layout.yaxis.linecolor ?? color, activecolor: color };
     layout.uirevision = String(chart.resets);
     layout.xaxis.uirevision = `${chart.resets} ${state.unit} ${state.range}`;
     layout.yaxis.uirevision = `${chart.resets} ${chart.log}`;

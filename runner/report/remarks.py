@@ -60,4 +60,4 @@ def _failed(run: Run) -> str:
     cause = (run.error or "").strip().rpartition("\n")[2][:300]
     ended = "was killed" if run.state == "killed" else run.state
     text = f"Run {run.number} {ended} at step {run.steps:,}"
-    return f"{text}: {cause}" if cause else text
+    return f"{text}: {cause}" if cause else f"{text}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,11 @@ class Run:
         """Seed, or the number of a run without one."""
         seed = self.config.get("seed", self.typed.get("seed"))
         return f"run {self.number}" if seed is None else str(seed)
+
+    @property
+    def has_seed(self) -> bool:
+        """Whether the seed is known."""
+        return not self.seed.startswith("run ")
 
     @property
     def mode(self) -> str:
@@ -292,7 +298,7 @@ class SweepRuns:
 
 def read(folder: Path) -> SweepRuns:
     """Read the folder of one run, or of a sweep, which may have no run yet."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise NoRunError(f"{folder}: no such folder")
     folder = folder.resolve()
     if is_run(folder):

@@ -15,6 +15,7 @@ from runner.report.run import Run, natural
 from runner.run_folder.strict_json import number
 
 ABSENT = "–"
+SEPARATOR = " · "  # between the values in the name of a setting
 MODE = "clip.mode"
 THRESHOLD = "clip.threshold"
 RATE = "optimizer.lr"
@@ -152,15 +153,14 @@ def label(run: Run, swept: Sequence[str]) -> str:
         value = choice(run, key)
         if key not in (MODE, THRESHOLD, "seed") and value != ABSENT:
             parts.append(_brief(value) if single else f"{short(key)} {_brief(value)}")
-    return ", ".join(parts) or run.mode or "?"
+    return SEPARATOR.join(parts) or run.mode or "?"
 
 
 def _name_of_clipping(run: Run, swept: Sequence[str]) -> list[str]:
     """Return mode and threshold of a run, as far as they were swept."""
     threshold = choice(run, THRESHOLD)
     if MODE not in swept:
-        has_threshold = THRESHOLD in swept and run.info.clips is not None
-        return [threshold] if has_threshold else []
+        return [threshold] if THRESHOLD in swept else []
     if THRESHOLD in swept and run.threshold is not None:
         return [f"{run.mode} {threshold}"]
     return [run.mode]
@@ -175,7 +175,8 @@ def named(settings: Iterable[Setting], text: str) -> Setting | None:
     """Return the setting that ``text`` names: by its label, by mode and threshold, or by a run."""
     for setting in settings:
         mode = setting.mode
-        names = {setting.label, *(run.number for run in setting.runs)}
+        names = {setting.label, setting.label.replace(SEPARATOR, ", ")}
+        names |= {run.number for run in setting.runs}
         if setting.threshold is None:
             names.add(mode)
         else:

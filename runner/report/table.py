@@ -16,6 +16,7 @@ from runner.report.worth import in_words
 from runner.run_folder import keys
 
 Text = Callable[[float | None], str]
+_LONGEST_IN_HEADING = 14  # most characters of a name in a heading
 
 
 class Column(NamedTuple):
@@ -56,25 +57,39 @@ def columns_of(findings: Findings) -> list[Column]:
         shown.append(Column(f"best/{metric}", metric, hint, rounded, more=False, phone=True))
     if findings.comparisons and reference is not None:
         hint = f"minus {reference.label}, seed by seed, with its 95 % interval"
-        title = f"Δ to {reference.label}"
+        title = f"Δ to {_name_in_heading(findings, reference)}"
         shown.append(Column("difference", title, hint, signed_or_dash, more=False, phone=True))
         if any(difference.p is not None for difference in findings.comparisons.values()):
             hint = "Tukey's test over seeds, for all settings together"
-            shown.append(Column("p", "p", hint, rounded, more=False))
+            shown.append(Column("p", "p", hint, _p_text, more=False))
     share = "share of what the mode clips: the steps, the elements or the units"
     shown.append(Column("share", "clipped", share, percent, more=False, phone=True))
     for name in ("p50", "p99"):
         hint = f"{name} of the gradient norm before clipping"
         key = f"{keys.GRAD_NORM}/{name}"
         shown.append(Column(key, f"‖G‖ {name}", hint, rounded, more=False))
-    shown.append(Column("seeds", "seeds", "runs of this setting", more=False))
+    shown.append(Column("seeds", "seeds", "runs of this setting", rounded, more=False))
     shown.append(Column("state", "state", "how its runs ended", more=False))
     return [*shown, *_more_columns(findings)]
 
 
+def _name_in_heading(findings: Findings, reference: Setting) -> str:
+    """Return the name of the reference, or what it is where the name is long."""
+    if len(reference.label) <= _LONGEST_IN_HEADING:
+        return reference.label
+    return "best" if findings.baseline is None else "baseline"
+
+
+def _p_text(p: float | None) -> str:
+    """Format p with two digits, and with more of them beside 0.05, where words depend on it."""
+    if p is None or abs(p - 0.05) >= 0.005:
+        return rounded(p, digits=2)
+    return rounded(p, digits=3 if abs(p - 0.05) >= 0.0005 else 5)
+
+
 def _more_columns(findings: Findings) -> list[Column]:
     further = []
-    if len(findings.swept) > 1:
+    if len(findings.swept) > 1 and not findings.sweep.single:
         for key in findings.columns:
             if key != "seed":
                 further.append(Column(f"key:{key}", key, f"configuration key {key}"))
@@ -161,7 +176,7 @@ def _metric(findings: Findings, setting: Setting) -> Cell:
     """Return the mean of the metric over seeds; none if a seed diverged."""
     mean, spread = findings.scores.mean(setting)
     if findings.scores.diverged(setting):
-        return Cell(ABSENT, value="nan", style="figure", hint="no mean: a seed diverged")
+        return Cell("diverged", value="nan", style="figure lost", hint="no mean: a seed diverged")
     return _with_spread(mean if findings.scores.seeds(setting) else None, spread, rounded)
 
 
@@ -215,7 +230,7 @@ def _p(findings: Findings, setting: Setting) -> Cell:
     difference = findings.comparisons.get(setting.index)
     if difference is None:
         return Cell(ABSENT, style="figure")
-    cell = _cell(difference.p, lambda p: rounded(p, digits=2))
+    cell = _cell(difference.p, _p_text)
     return cell._replace(hint=in_words(findings, difference))
 
 
@@ -236,7 +251,7 @@ def _of_run(findings: Findings, setting: Setting, run: Run, column: Column) -> C
     if key.startswith("key:") or key == "p":
         return Cell("")
     if key == "seeds":
-        return Cell(run.seed if run.seed.startswith("run ") else f"seed {run.seed}")
+        return Cell(f"seed {run.seed}" if run.has_seed else run.seed, style="figure")
     if key == "state":
         return _state_of_run(run, measured[DIVERGED])
     if key == "share":
@@ -284,7 +299,7 @@ def with_interval(difference: Difference) -> str:
     if difference.low is None or difference.high is None:
         return signed(difference.value)
     low = signed(difference.low, 2)
-    return f"{signed(difference.value)} [{low}, {signed(difference.high, 2)}]"
+    return f"{signed(difference.value)} [{low},\u00a0{signed(difference.high, 2)}]"
 
 
 def _key(text: str) -> Cell:

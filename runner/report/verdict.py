@@ -16,15 +16,18 @@ from runner.report.statistics import Difference
 from runner.report.worth import (
     CLEARLY,
     FEW,
+    LONGEST_NAMES,
     PROBABLY,
     REVERSED,
     SAME,
     SINGLE,
     TIE,
+    names,
     rivals_by_worth,
 )
 from runner.run_folder import keys
 
+_MOST_TIED = 4  # most settings that a title names
 _ENDED = {"failed": "failed", "killed": "was killed", "interrupted": "was interrupted"}
 
 
@@ -76,7 +79,7 @@ def _title(findings: Findings) -> str:
     if best is None:
         return _title_without_result(findings)
     if len(findings.settings) == 1:
-        seeds = plural(len(findings.scores.seeds(best)), "seed")
+        seeds = plural(len(findings.scores.seeds(best)), _noun(findings))
         return f"One setting, {seeds}: {_score(findings, best)}"
     if findings.identical:
         return _title_of_identical(findings)
@@ -111,18 +114,43 @@ def _answer(findings: Findings, best: Setting) -> str:
     if by_worth.keys() == {CLEARLY}:  # no run has finished
         return f"{best.label} is best so far"
     if SINGLE in by_worth:
-        return f"{best.label} did best, in one seed"
-    if FEW in by_worth:
-        rivals = joined([setting.label for setting in by_worth[FEW]], 2)
-        return f"Too few seeds to tell {best.label} from {rivals}"
+        return f"{best.label} did best, {_without_pairs(findings)}"
+    open_rivals = by_worth.get(FEW, [])
     equal = by_worth.get(SAME, []) + by_worth.get(TIE, [])
+    if equal and open_rivals:
+        verb = "needs" if len(open_rivals) == 1 else "need"
+        return f"{_tie(best, equal)}; {names(open_rivals)} {verb} more seeds"
     if equal:
-        tied = sorted([best, *equal], key=lambda setting: setting.index)
-        names = joined([setting.label for setting in tied], 4)
-        return f"{names} are a tie"
+        return _tie(best, equal)
+    if open_rivals:
+        return f"Too few seeds to tell {best.label} from {names(open_rivals)}"
     if REVERSED in by_worth:
         return f"{best.label} has the best mean, but not on the common seeds"
     return f"{best.label} is probably best"
+
+
+def _without_pairs(findings: Findings) -> str:
+    """Return why settings are not compared: one run each, or several without common seeds."""
+    most = max(len(findings.scores.seeds(setting)) for setting in findings.ranked)
+    if most > 1:
+        return "but settings have fewer than two seeds in common"
+    return f"in one {_noun(findings)}"
+
+
+def _noun(findings: Findings) -> str:
+    """Return what the scores of a setting are counted in: seeds, or runs without one."""
+    runs = findings.sweep.runs
+    return "seed" if any(run.has_seed for run in runs) else "run"
+
+
+def _tie(best: Setting, equal: Sequence[Setting]) -> str:
+    """Return that settings are a tie: by their names if these are short, else their number."""
+    tied = sorted([best, *equal], key=lambda setting: setting.index)
+    if len(tied) <= _MOST_TIED:
+        text = joined([setting.label for setting in tied], _MOST_TIED)
+        if len(text) <= LONGEST_NAMES:
+            return f"{text} are a tie"
+    return f"{best.label} ties with {plural(len(equal), 'other')}"
 
 
 def _title_of_run(findings: Findings, run: Run) -> str:
@@ -170,7 +198,7 @@ def _score(findings: Findings, setting: Setting) -> str:
 
 def _how_much(findings: Findings, best: Setting) -> str:
     """Compare the best setting with the baseline, no clipping, or the next best."""
-    seeds = plural(len(findings.scores.seeds(best)), "seed")
+    seeds = plural(len(findings.scores.seeds(best)), _noun(findings))
     sentence = f"{best.label}: {_score(findings, best)} over {seeds}"
     if not findings.ranked[1:] or findings.identical:
         return f"{sentence}."
@@ -219,12 +247,17 @@ def _how_sure(findings: Findings) -> Iterator[str]:
         REVERSED: "better on the common seeds",
     }
     if SINGLE in by_worth:
-        yield "Settings have one seed in common: small differences may be chance."
+        most = max(len(findings.scores.seeds(setting)) for setting in findings.ranked)
+        each = f"One {_noun(findings)} each" if most == 1 else "Seeds differ between settings"
+        yield f"{each}: small differences may be chance."
+        if any(run.branch for run in findings.sweep.runs):
+            yield "The same branches of a run with another seed would tell more."
+    most = 4 if len(findings.swept) == 1 else 2
     groups = []
     for worth, text in texts.items():
         if worth in by_worth:
             labels = [setting.label for setting in by_worth[worth]]
-            groups.append(f"{joined(labels, 4)} – {text}")
+            groups.append(f"{joined(labels, most)} – {text}")
     if groups and findings.best is not None:
         yield f"Beside {findings.best.label}: {'; '.join(groups)}."
 

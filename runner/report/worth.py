@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runner.report.findings import Findings
+from runner.report.look import joined, plural
 from runner.report.settings import Setting
 from runner.report.statistics import Difference
 
 CLEARLY, PROBABLY, FEW, TIE, SAME = "clearly", "probably", "few", "tie", "same"
 REVERSED = "reversed"  # better than the best mean, on the common seeds
+LONGEST_NAMES = 70  # most characters of the names of settings in a title
 SINGLE = "single"  # fewer than two common seeds
 
 
@@ -33,9 +37,16 @@ def in_words(findings: Findings, difference: Difference | None) -> str:
     direction = "better" if better else "worse"
     if worth == FEW and difference.needed is not None:
         return f"too few seeds to tell: {difference.needed - difference.seeds} more would"
-    texts = {SAME: "identical", TIE: "tie", SINGLE: "one seed: cannot tell"}
+    texts = {SAME: "identical", TIE: "tie", SINGLE: "too few common seeds to tell"}
     texts |= {CLEARLY: f"clearly {direction}", PROBABLY: f"probably {direction}"}
     return texts[worth]
+
+
+def names(settings: Sequence[Setting]) -> str:
+    """Return the names of one or two settings if they are short, else their number."""
+    text = joined([setting.label for setting in settings], 2)
+    short = len(settings) <= 2 and len(text) <= LONGEST_NAMES
+    return text if short else plural(len(settings), "other")
 
 
 def rivals_by_worth(findings: Findings) -> dict[str, list[Setting]]:

@@ -5,6 +5,7 @@ What is typed changes it. Sections that are about one command or one sweep are l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -42,10 +43,10 @@ def base_of(source: str) -> dict[str, Any]:
     """
     path = Path(source).expanduser().absolute()
     branch = branching(source)
-    if not path.exists() and branch:
+    if not os.path.exists(path) and branch:
         path = Path(branch[0]).expanduser().absolute()
     run = _run_of(path)
-    if (run / files.CONFIG).exists():
+    if os.path.exists(run / files.CONFIG):
         content = configuration(run / files.CONFIG, "resume", source)
     else:
         content = _of_checkpoint(path)
@@ -87,6 +88,8 @@ def _run_of(path: Path) -> Path:
 
 def _of_checkpoint(path: Path) -> dict[str, Any]:
     """Return the configuration in a manifest: of a checkpoint, or of the newest one below."""
+    if not os.path.exists(path):
+        return {}
     manifests = [path / files.MANIFEST]
     for folder in (path / files.CHECKPOINTS, path):
         manifests += sorted(folder.glob(f"step_*/{files.MANIFEST}"), reverse=True)

@@ -6,7 +6,7 @@ synchronised, unscaled, normalised gradients, before clipping unless the key say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 TRAIN_STEP = "train/step"
 TRAIN_LOSS = "train/loss"
@@ -49,9 +49,33 @@ ENDED_EARLY = "ended_early"  # why a callback ended the training (summary and st
 DIVERGED = "diverged"
 WALL_SECONDS = "wall_s"  # wall time of the run (summary only)
 
+# Numbers of a step that others are made of; no row has them
+CLIP_SPIKE = "clip/spike"  # 1 for a step that was skipped as a spike, else 0
+NOISE_TRACE = "noise/trace"  # an estimate of tr(Σ), the variance of the gradient of a sample
+NOISE_SQUARE = "noise/square"  # an estimate of |G|², the squared norm of its mean
+LOCAL_LOSS = "local/loss"  # the part of this rank, as in the next two
+LOCAL_TRACE = "local/trace"
+LOCAL_SQUARE = "local/square"
+LOCAL = {LOCAL_LOSS: TRAIN_LOSS, LOCAL_TRACE: NOISE_TRACE, LOCAL_SQUARE: NOISE_SQUARE}
+"""What a data-parallel rank knows, and the mean of it over these ranks."""
+NOT_IN_ROWS = frozenset({CLIP_PEAK, CLIP_SPIKE, NOISE_TRACE, NOISE_SQUARE, *LOCAL})
 
-def inner(path: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the key of each metric of a mode inside of another one, for what it clips."""
+OF_DECISION: Mapping[str, str] = {
+    "norm": GRAD_NORM,
+    "norm_clipped": GRAD_NORM_CLIPPED,
+    "coef": CLIP_COEF,
+    "clipped": CLIP_CLIPPED,
+    "fraction": CLIP_FRACTION,
+    "peak": CLIP_PEAK,
+    "threshold": CLIP_THRESHOLD,
+}
+"""The key of each number of a decision, see :attr:`runner.clip.Decision.numbers`."""
+
+ALWAYS = frozenset({LOCAL_LOSS, GRAD_NORM, GRAD_NORM_CLIPPED, CLIP_COEF, CLIP_PEAK})
+"""Numbers that are NaN in a step that went wrong. NaN of another one means that there is none."""
+
+
+def inner(path: Sequence[tuple[str, str]], number: str) -> str:
+    """Return the key of a number of a mode inside of another one, for what it clips."""
     place = "".join(f"{kind}/{name}/" for kind, name in path)
-    metrics = ("norm", "norm_clipped", "coef", "clipped", "fraction", "peak", "threshold")
-    return [f"clip/{place}{metric}" for metric in metrics]
+    return f"clip/{place}{number}"

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from runner.config.modes import ModeInfo
-from runner.config.notation import percent, rounded
+from runner.config.notation import percent, plural, rounded
 from runner.run_folder import keys
 
 if TYPE_CHECKING:
@@ -153,14 +153,18 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     nonfinite = summary[keys.GRAD_NONFINITE]
     faults = nonfinite - setting.searches
     if faults:
-        done = "were taken all the same" if setting.nonfinite == "ignore" else "were skipped"
-        text = f"{faults} of {steps} steps had a gradient that was NaN or inf and {done}; no "
-        text += "threshold mends that: look at the learning rate, the loss and the precision."
+        done = "taken all the same" if setting.nonfinite == "ignore" else "skipped"
+        done = f"{'was' if faults == 1 else 'were'} {done}"
+        text = f"{faults} of {plural(steps, 'step')} had a gradient that was NaN or inf and "
+        text += f"{done}; no threshold mends that: look at the learning rate, the loss and the "
+        text += "precision."
         listed.append(Remark("nonfinite", text))
     spikes = summary.get(keys.CLIP_SKIPPED, 0)
     if spikes:
-        text = f"{spikes} of {steps} steps were skipped as spikes (clip.skip): they changed no "
-        text += "weights. If they are many, raise clip.skip.k, or lower the learning rate."
+        verb = "was" if spikes == 1 else "were"
+        text = f"{spikes} of {plural(steps, 'step')} {verb} skipped as spikes "
+        text += "(clip.skip), and changed no weights. If they are many, raise clip.skip.k, or "
+        text += "lower the learning rate."
         listed.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
     peak = summary[keys.CLIP_PEAK]
     lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
@@ -174,7 +178,9 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
 def _on_threshold(summary: Mapping[str, Any], setting: Setting, taken: int) -> Remark | None:
     """Return the remark on the threshold, if any, after ``taken`` steps that were not skipped."""
     if taken < FEWEST:
-        text = f"{taken} steps are too few to tell whether the threshold suits this training."
+        verb = "is" if taken == 1 else "are"
+        text = f"{plural(taken, 'step')} {verb} too few to tell whether the threshold "
+        text += "suits this training."
         return Remark("few", text)
     if setting.effect.kind == "sign only":
         name = setting.effect.name

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,18 +23,8 @@ from runner.run_folder.divergence import diverged_from
 from runner.run_folder.strict_json import Row
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.sinks import Sink
-from runner.telemetry.step import StepMetrics, StepValues, on_host
+from runner.telemetry.step import StepMetrics, on_host
 from runner.telemetry.totals import Sums, spread
-
-
-class HostStep(NamedTuple):
-    """Metrics of one step on the host."""
-
-    metrics: StepMetrics
-    values: StepValues
-    gauges: Sequence[float] | None  # values of :class:`Gauges`
-    loss: float | None = None  # mean over data-parallel ranks
-    noise: tuple[float, float] | None = None  # mean of the estimates over these ranks
 
 
 @dataclass
@@ -47,9 +37,9 @@ class Meter:
     mean_over_data: Callable[[list[float]], list[float]] | None = None
     what_if: Sequence[float] = ()
     layers: Gauges | None = None
-    follow: Callable[[Sequence[tuple[int, StepValues]]], None] | None = None
+    follow: Callable[[Sequence[Row]], None] | None = None  # takes the numbers of each step
     skips: bool = False  # whether a rule skips spikes, which rows then count
-    noise: deque[list[float]] | None = None  # :meth:`StepMetrics.estimates` of the last rows
+    noise: deque[list[float]] | None = None  # :func:`noise_estimates` of the last rows
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     _pending: list[StepMetrics] = field(default_factory=list)
@@ -80,25 +70,26 @@ class Meter:
         pending = self._pending
         if not pending:
             return
-        steps = self._with_means(self._on_host(pending, together), together)
+        steps = self._on_host(pending, together)
+        self._add_means(steps, together)
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
-        for step in steps:
-            self._count(step)
-            further = last if step is steps[-1] else None
-            if further is not None or self.row_due(step.metrics.step):
-                self.write(self._row(step) | (step.values.inner or {}), further or {})
+        for numbers in steps:
+            self._count(numbers)
+            further = last if numbers is steps[-1] else None
+            if further is not None or self.row_due(int(numbers[keys.TRAIN_STEP])):
+                self.write(self._row(numbers), further or {})
                 self._window = Sums()
         if together and self.follow is not None:
-            self.follow([(step.metrics.step, step.values) for step in steps])
+            self.follow(steps)
 
-    def _on_host(self, pending: Sequence[StepMetrics], together: bool) -> list[HostStep]:
-        """Move the metrics of steps to the host."""
-        values, rows = on_host(pending, self._gauges_over_ranks(pending, together))
+    def _on_host(self, pending: Sequence[StepMetrics], together: bool) -> list[Row]:
+        """Move the numbers of steps to the host."""
+        steps, rows = on_host(pending, self._gauges_over_ranks(pending, together))
         gauges = iter(rows)
-        steps = []
-        for metrics, of_step in zip(pending, values, strict=True):
-            of_gauges = None if metrics.layers is None else next(gauges, None)
-            steps.append(HostStep(metrics, of_step, of_gauges))
+        for metrics, numbers in zip(pending, steps, strict=True):
+            if metrics.layers is not None and rows:
+                assert self.layers is not None
+                numbers |= self.layers.row(next(gauges))
         return steps
 
     def _gauges_over_ranks(self, pending: Sequence[StepMetrics], together: bool) -> Tensor | None:
@@ -110,30 +101,24 @@ class Meter:
             return None
         return self.layers.over_ranks(shares)
 
-    def _with_means(self, steps: Sequence[HostStep], together: bool) -> list[HostStep]:
-        """Fill in losses and estimates of the noise, as means over data-parallel ranks.
+    def _add_means(self, steps: Sequence[Row], together: bool) -> None:
+        """Add the loss, and the estimates of the noise, as means over data-parallel ranks.
 
         A rank that breaks off cannot know them.
         """
-        losses: list[float] = [step.values.local_loss for step in steps]
-        estimates: list[tuple[float, float]] = []
-        if self.noise is not None:
-            estimates = [step.metrics.estimates(step.values) for step in steps]
+        local_keys = list(keys.LOCAL) if self.noise is not None else [keys.LOCAL_LOSS]
+        # The numbers of all steps travel together. A rank may lack one that others have.
+        local = [numbers.get(key, math.nan) for key in local_keys for numbers in steps]
         if self.mean_over_data is not None:
             if not together:
-                return list(steps)
-            # All values travel together: losses, then trace and square of each estimate.
-            numbers = [number for pair in estimates for number in pair]
-            means = self.mean_over_data([*losses, *numbers])
-            losses = means[: len(steps)]
-            numbers = means[len(steps) :]
-            estimates = list(zip(numbers[::2], numbers[1::2], strict=True))
-        filled = []
-        for number, step in enumerate(steps):
-            loss = None if step.metrics.local_loss is None else losses[number]
-            noise = estimates[number] if estimates else None
-            filled.append(step._replace(loss=loss, noise=noise))
-        return filled
+                return
+            local = self.mean_over_data(local)
+        means = iter(local)
+        for key in local_keys:
+            for numbers in steps:
+                mean = next(means)
+                if key in numbers:
+                    numbers[keys.LOCAL[key]] = mean
 
     def summary(self) -> dict[str, Any]:
         total = self._total
@@ -176,6 +161,7 @@ class Meter:
         self.losses = array("d", () if losses is None else losses.tolist())
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
         if self.noise is not None:
+            self.noise.clear()
             self.noise.extend(state.get("noise", ()))
 
     def _diverged(self) -> int | None:
@@ -195,20 +181,22 @@ class Meter:
             counts[f"{keys.WHAT_IF}{threshold}"] = above / steps
         return counts
 
-    def _count(self, step: HostStep) -> None:
-        values = step.values
-        self.norms.append(values.norm)
-        self.max_stats.append(values.max_stat)
-        self._window.add(values)
-        self._total.add(values)
-        self._window.seconds += step.metrics.seconds
+    def _count(self, numbers: Row) -> None:
+        max_stat = numbers[keys.CLIP_PEAK]
+        self.norms.append(numbers[keys.GRAD_NORM])
+        self.max_stats.append(max_stat)
+        self._window.add(numbers)
+        self._total.add(numbers)
+        self._window.seconds += numbers[keys.TIME_STEP]
         for threshold in self._above:
-            self._above[threshold] += values.max_stat > threshold
-        if step.loss is not None:
-            self.losses.append(step.loss)
-            self._note_best({keys.TRAIN_LOSS: step.loss})
-        if self.noise is not None and step.noise is not None and math.isfinite(sum(step.noise)):
-            self.noise.append([*step.noise])
+            self._above[threshold] += max_stat > threshold
+        if keys.TRAIN_LOSS in numbers:
+            self.losses.append(numbers[keys.TRAIN_LOSS])
+            self._note_best({keys.TRAIN_LOSS: numbers[keys.TRAIN_LOSS]})
+        if self.noise is not None and keys.NOISE_TRACE in numbers:
+            estimates = [numbers[keys.NOISE_TRACE], numbers[keys.NOISE_SQUARE]]
+            if math.isfinite(sum(estimates)):
+                self.noise.append(estimates)
 
     def write(self, row: Row, further: Mapping[str, float]) -> None:
         row |= further
@@ -217,39 +205,24 @@ class Meter:
         for sink in self.sinks:
             sink.write(row)
 
-    def _row(self, step: HostStep) -> Row:
-        metrics = step.metrics
-        values = step.values
+    def _row(self, numbers: Row) -> Row:
+        """Return the row of a step: its numbers, and what all steps since the last row came to."""
+        row = {key: numbers[key] for key in (keys.TRAIN_STEP, keys.TRAIN_LOSS) if key in numbers}
+        row |= {key: number for key, number in numbers.items() if key not in keys.NOT_IN_ROWS}
         window = self._window
-        total = self._total
-        samples = metrics.samples
-        since = 0 if samples is None else samples - int(self.last.get(keys.TRAIN_SAMPLES, 0))
-        scaled = values.norm_scaled
-        row: dict[str, float | None] = {
-            keys.TRAIN_STEP: metrics.step,
-            keys.TRAIN_LOSS: step.loss,
-            keys.TRAIN_LR: metrics.lr,
-            keys.TRAIN_SAMPLES: samples,
-            keys.TRAIN_TOKENS: metrics.tokens or None,
-            keys.THROUGHPUT: None if samples is None else since / max(window.seconds, 1e-9),
-            keys.GRAD_NORM: values.norm,
-            keys.GRAD_NORM_CLIPPED: values.norm_clipped,
-            keys.GRAD_NORM_MEAN: window.norm / window.steps,
-            keys.GRAD_NORM_MAX: window.norm_max,
-            keys.CLIP_COEF: values.coef,
-            keys.CLIP_CLIPPED: int(values.clipped),
-            keys.CLIP_FRACTION: values.fraction,
-            keys.CLIP_RATIO: window.clipped / window.steps,
-            keys.CLIP_RATIO_TOTAL: total.clipped / total.steps,
-            keys.TIME_STEP: window.seconds / window.steps,
-            keys.CLIP_THRESHOLD: None if math.isnan(values.threshold) else values.threshold,
-            keys.GRAD_NORM_SCALED: None if math.isnan(scaled) else scaled,
-            keys.NOISE_SCALE: self._noise_scale(),
-        }
-        full = {key: value for key, value in row.items() if value is not None} | self._so_far()
-        if self.layers is not None and step.gauges is not None:
-            full |= self.layers.row(step.gauges)
-        return full
+        row[keys.CLIP_CLIPPED] = int(row[keys.CLIP_CLIPPED])
+        row[keys.GRAD_NORM_MEAN] = window.norm / window.steps
+        row[keys.GRAD_NORM_MAX] = window.norm_max
+        row[keys.CLIP_RATIO] = window.clipped / window.steps
+        row[keys.CLIP_RATIO_TOTAL] = self._total.clipped / self._total.steps
+        row[keys.TIME_STEP] = window.seconds / window.steps
+        if keys.TRAIN_SAMPLES in numbers:
+            since = numbers[keys.TRAIN_SAMPLES] - int(self.last.get(keys.TRAIN_SAMPLES, 0))
+            row[keys.THROUGHPUT] = since / max(window.seconds, 1e-9)
+        noise_scale = self._noise_scale()
+        if noise_scale is not None:
+            row[keys.NOISE_SCALE] = noise_scale
+        return row | self._so_far()
 
     def _noise_scale(self) -> float | None:
         """Return tr(Σ) ÷ |G|² over the last rows; None without a positive estimate of |G|²."""

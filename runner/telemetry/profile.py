@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from runner.config.notation import plural
 from runner.run_folder import files
 
 PARTS = ("data", "forward", "backward", "clipping", "optimizer", "record")
@@ -104,7 +105,7 @@ def _table(events: Iterable[Any], steps: int) -> Iterable[str]:
         elif event.key.startswith(COMMUNICATION):
             communication += total
     whole = sum(milliseconds.values()) or 1.0
-    yield f"mean of {steps} steps, with the profiler's own cost"
+    yield f"mean of {plural(steps, 'step')}, with the profiler's own cost"
     for part, value in milliseconds.items():
         yield f"{part:14} {value:10.3f} ms  {value / whole:6.1%}"
     yield f"{'all parts':14} {whole:10.3f} ms"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.telemetry.step import StepValues
+from runner.run_folder import keys
+from runner.run_folder.strict_json import Row
 
 
 @dataclass
@@ -24,13 +25,13 @@ class Sums:
     norm_max: float = 0.0
     seconds: float = 0.0  # of the window alone
 
-    def add(self, values: StepValues) -> None:
-        norm = values.norm
+    def add(self, numbers: Row) -> None:
+        norm = numbers[keys.GRAD_NORM]
         self.steps += 1
         self.nonfinite += not math.isfinite(norm)
-        self.skipped += bool(values.spike)
-        self.clipped += values.clipped
-        self.fraction += values.fraction
+        self.skipped += bool(numbers.get(keys.CLIP_SPIKE))
+        self.clipped += numbers[keys.CLIP_CLIPPED]
+        self.fraction += numbers[keys.CLIP_FRACTION]
         self.norm += norm
         self.norm_max = norm if math.isnan(norm) else max(self.norm_max, norm)  # NaN stays
 

@@ -92,9 +92,10 @@ def make_model(section: ModelSection, from_weights: bool = True) -> nn.Module:
     make = maker(section)
     model = required(nn.Module, make(), section)
     if from_weights and section.file is not None:
-        difference = load_weights(model, section.file, section.strict, section.leave_out)
-        if difference and is_first():
-            log.warning("model.weights: %s", difference)
+        loaded = load_weights(model, section.file, section.strict, section.leave_out)
+        if is_first():
+            level = logging.WARNING if loaded.difference else logging.INFO
+            log.log(level, "model.weights: %s", loaded)
     return model
 
 

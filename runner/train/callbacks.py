@@ -20,9 +20,9 @@ from runner.gradients import transfer
 from runner.gradients.norms import Norms
 from runner.gradients.shard import local
 from runner.run_folder import keys
+from runner.run_folder.strict_json import Row
 from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.console import print_line
-from runner.telemetry.step import StepValues
 from runner.train.progress import Progress
 from runner.train.windows import Window, Windows
 
@@ -38,7 +38,8 @@ HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
 * ``on_start(trainer)`` runs before the first step, also of a run that continues;
 * ``on_microbatch(trainer, number, of)`` after a microbatch; for the last one after the step;
 * ``on_step(trainer, metrics)`` after a step, with its :class:`runner.telemetry.step.StepMetrics`,
-  whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step;
+  whose ``local_loss`` is the part of this rank: ``trainer.loss_of(metrics)`` is that of the step.
+  What it puts into ``metrics.numbers``, by key, stands in the row of the step;
 * ``on_evaluate(trainer, metrics)`` after an evaluation; its metrics are the same on every rank;
 * ``on_end(trainer, summary)`` after the last step and the final weights, not if a training fails.
 
@@ -265,18 +266,20 @@ class SkippedSteps:
         if self._failure is not None:
             raise self._failure
 
-    def follow(self, steps: Sequence[tuple[int, StepValues]]) -> None:
-        """Take the values of steps that have left the device; every rank calls this alike."""
-        for number, values in steps:
+    def follow(self, steps: Sequence[Row]) -> None:
+        """Take the numbers of steps that have left the device; every rank calls this alike."""
+        for numbers in steps:
+            number = int(numbers[keys.TRAIN_STEP])
+            norm = numbers[keys.GRAD_NORM]
             step = self._steps.pop(number, None)
-            if values.spike:
-                self._report_spike(number, values.norm)
-            elif step is None or math.isfinite(values.norm):
+            if numbers.get(keys.CLIP_SPIKE):
+                self._report_spike(number, norm)
+            elif step is None or math.isfinite(norm):
                 self.in_a_row = 0
-            elif self._searches(step, values.local_loss):
+            elif self._searches(step, numbers[keys.LOCAL_LOSS]):
                 self.searches += 1
             else:
-                self._report_gradient(step, values)
+                self._report_gradient(step, norm, numbers[keys.LOCAL_LOSS])
 
     def state_dict(self) -> dict[str, Any]:
         reported = sorted(self._reported)
@@ -300,13 +303,13 @@ class SkippedSteps:
             description = f"the norm of the gradient is a spike: {rounded(norm)}"
             self._report(number, norm, description, skipped=True)
 
-    def _report_gradient(self, step: _Step, values: StepValues) -> None:
+    def _report_gradient(self, step: _Step, norm: float, loss: float) -> None:
         """Report a gradient that is not finite; the step may have been taken all the same."""
         skipped = self._booster.nonfinite != "ignore" or step.scale is not None
         self.in_a_row += skipped
         if self._is_due("gradient", skipped):
-            description = self._describe(step, values.local_loss, norm=values.norm)
-            self._report(step.number, values.norm, description, skipped)
+            description = self._describe(step, loss, norm=norm)
+            self._report(step.number, norm, description, skipped)
 
     def _is_due(self, kind: str, skipped: bool) -> bool:
         """Return True for the first report of a kind, and at the end of a long row."""

@@ -12,7 +12,7 @@ from runner.config.schema import RunConfig
 from runner.data import Data
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
-from runner.telemetry.step import StepMetrics
+from runner.telemetry.step import Numbers, StepMetrics
 from runner.train.metrics import name_of
 
 
@@ -20,7 +20,14 @@ def logged(config: RunConfig, data: Data) -> list[str]:
     """Return the metrics that a run logs, apart from norms of layers."""
     meter = Meter(what_if=config.clip.what_if)
     decision = Decision.untouched(torch.zeros(()), config.clip.threshold)
-    meter.push(StepMetrics(1, 0.0, decision, 0.0, 1, data.tokens_per_sample or 0, 0.0), {})
+    numbers: Numbers = {
+        keys.LOCAL_LOSS: 0.0,
+        keys.TRAIN_LR: 0.0,
+        keys.TRAIN_SAMPLES: 1,
+        keys.TRAIN_TOKENS: data.tokens_per_sample,
+        keys.TIME_STEP: 0.0,
+    }
+    meter.push(StepMetrics(1, decision, numbers), {})
     names = [*meter.summary()["final"]]
     if config.telemetry.update_ratio:
         names.append(keys.UPDATE_RATIO)

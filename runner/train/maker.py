@@ -44,7 +44,7 @@ def maker(target: Target) -> partial[Any]:
         make = instantiate(arguments, _partial_=True, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        reason = " ".join(str(cause).split()) or type(cause).__name__
+        reason = _missing_module(error) or " ".join(str(cause).split()) or type(cause).__name__
         suggestion = ""
         module, _, name = target.target.rpartition(".")
         with suppress(ImportError):
@@ -57,6 +57,16 @@ def maker(target: Target) -> partial[Any]:
         raise TargetError(f"{target.target}: {reason}", suggestion) from error
     assert isinstance(make, partial)
     return make
+
+
+def _missing_module(error: BaseException) -> str:
+    """Return that a module is not installed, and what to do; empty for another error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or cause.name is None or "." in cause.name:
+        return ""
+    return f"{cause}: install {cause.name}, or run the command in the folder of {cause.name}.py"
 
 
 def takes(make: partial[Any], argument: str) -> bool:

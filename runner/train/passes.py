@@ -22,7 +22,7 @@ from runner.booster.measurement import settle
 from runner.gradients import transfer
 from runner.gradients.norms import powers_of
 from runner.run_folder import keys
-from runner.telemetry.step import FirstMicrobatch
+from runner.telemetry.step import Numbers, noise_estimates
 from runner.train.counts import Counts
 from runner.train.metrics import EvalMetrics
 from runner.train.stop import beat
@@ -103,15 +103,17 @@ class Accumulated(NamedTuple):
     first_square: Tensor | None
     """‖G‖² of the first of several microbatches, if it was measured."""
 
-    def first_microbatch(self, counts: Counts, data_size: int) -> FirstMicrobatch | None:
-        """Return what the noise scale needs of the first microbatch, if it was measured."""
+    def noise(self, counts: Counts, data_size: int, norm: Tensor) -> Numbers:
+        """Return what the noise scale is made of, if the first microbatch was measured."""
+        if self.first_square is None:
+            return {}
         total = counts.over_ranks().total
         share = (counts.items[0] or 0.0) / (total.items or 1.0)
-        if self.first_square is None or not 0 < share < 1:
-            return None
+        if not 0 < share < 1:
+            return {}
         # Its gradient was weighted as a part of the mean over all ranks.
         unweighted = self.first_square / (share * data_size) ** 2
-        return FirstMicrobatch(unweighted, share, total.samples)
+        return noise_estimates(unweighted, share, total.samples, norm)
 
 
 @dataclass
@@ -159,7 +161,7 @@ class Passes:
             items = counts.over_ranks().total.items
             return self.booster.plugin.data_size / self.loss.divisor(items)
 
-        self.loss.begin_window()
+        self.loss.begin_window(lambda: counts.over_ranks().total)
         total: Tensor | None = None
         first_square: Tensor | None = None
         for number, (batch, count) in enumerate(zip(batches, counts.items, strict=True), 1):

@@ -6,7 +6,7 @@ of the data go through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
 from runner.config.environment import started_rank
 from runner.config.identity import NO_PATH, digest
-from runner.config.notation import first_line, message_of
+from runner.config.notation import first_line, message_of, plural
 from runner.config.problem import NOTHING, ArgumentError, Problem, RequestError, Suggesting
 from runner.config.schema import ModelSection, OptimizerSection, RunConfig
 from runner.config.section import Target
@@ -122,8 +122,8 @@ def _notes(
     samples_of_step = config.data.batch_size * config.accumulation.steps * data_parts
     if samples is not None and samples_of_step > samples:
         yield (
-            f"a step has all {samples:,} samples of the data, not {samples_of_step:,}: "
-            "lower data.batch_size"
+            f"a step has all {plural(samples, 'sample', ',')} of the data, not "
+            f"{samples_of_step:,}: lower data.batch_size"
         )
     if here and started_rank() is None and config.plugin.may_grow and ranks == 1:
         yield (
@@ -184,7 +184,8 @@ def _durations(config: RunConfig, data: Data, data_parts: int) -> Iterator[Probl
     samples = length_of(data.train)
     needed = config.data.batch_size * data_parts
     if samples == 0 or (samples is not None and config.data.drop_last and samples < needed):
-        message = f"with drop_last a microbatch of all ranks is {needed} of only {samples} samples"
+        whole = plural(samples, "sample")
+        message = f"with drop_last a microbatch of all ranks is {needed} of only {whole}"
         yield Problem("data.batch_size", config.data.batch_size, message)
 
 
@@ -298,9 +299,30 @@ def _refused(section: str, target: Any, error: Exception) -> Problem:
         reason = error.reason if isinstance(error, DataUnavailable) else message
         value = target.arguments[error.argument]
         return Problem(f"{section}.{error.argument}", value, reason, suggestion)
+    invalid = _invalid_argument(message, target.arguments)
+    if invalid is not None:
+        return Problem(f"{section}.{invalid}", target.arguments[invalid], message)
     if not isinstance(error, EXPLAINS):
         message = f"refused its arguments: {first_line(error)}"
     return Problem(f"{section}._target_", target.target, message, suggestion)
+
+
+def _invalid_argument(message: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return the argument whose value an error of torch ends with: ``Invalid momentum value: -1``.
+
+    Of several arguments with this value, it is the one whose name begins like a word of the error.
+    """
+    if not message.startswith("Invalid "):
+        return None
+    value = message.rpartition(" ")[2]
+    names = []
+    for name, given in arguments.items():
+        values = given if isinstance(given, list | tuple) else [given]
+        if value in map(str, values):
+            names.append(name)
+    if len(names) > 1:
+        names = [name for name in names if name[:3] in message]
+    return names[0] if len(names) == 1 else None
 
 
 def _require_fit(

@@ -31,7 +31,12 @@ _LINES = 10  # of a training, where there is no terminal
 
 
 def make_meter(
-    log: Log, mode: ClipMode, layout: Layout, booster: Booster, accumulation_steps: int
+    log: Log,
+    mode: ClipMode,
+    layout: Layout,
+    booster: Booster,
+    accumulation_steps: int,
+    pipelined: bool,
 ) -> Meter:
     """Return what collects the metrics of a training, still without sinks.
 
@@ -42,6 +47,8 @@ def make_meter(
     measurements = log.measurements
     meter = Meter(interval=log.interval, flush_every=log.flush, what_if=log.what_if)
     meter.skips = booster.skip is not None
+    if plugin.data_size > 1 or pipelined:
+        meter.mean_over_data = mean_over_data(plugin)
     if measurements.noise_scale:
         splits_model = layout.group is not None or plugin.data_size < plugin.world_size
         if splits_model or accumulation_steps < 2 or mode.norm_type != 2.0:

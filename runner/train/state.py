@@ -114,12 +114,7 @@ class TrainState:
             clip = state["clip"]
             self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            follows_steps = not isinstance(scheduler, ReduceLROnPlateau)
-            counts = "last_epoch" in saved and hasattr(scheduler, "last_epoch")
-            if "lr" in keep and follows_steps and counts:
-                _step_up_to(scheduler, saved["last_epoch"])
-            else:
-                scheduler.load_state_dict(saved)
+            _load_schedule(scheduler, saved, keeps_rates="lr" in keep)
         self.schedulers_behind = False
         self.windows.load_state_dict(self._random_of(state))
         if f"rank{self.rank}" not in state["random"]:
@@ -178,6 +173,16 @@ def followed_metric(scheduler: ReduceLROnPlateau, evaluated: Collection[str]) ->
             f"the schedule follows {metric}, and evaluations have {or_list(evaluated)}"
         )
     return metric
+
+
+def _load_schedule(scheduler: Any, saved: Mapping[str, Any], keeps_rates: bool) -> None:
+    """Load the state of a schedule; one that keeps this run's rates goes on at the same step."""
+    follows_steps = not isinstance(scheduler, ReduceLROnPlateau)
+    counts = "last_epoch" in saved and hasattr(scheduler, "last_epoch")
+    if keeps_rates and follows_steps and counts:
+        _step_up_to(scheduler, saved["last_epoch"])
+    else:
+        scheduler.load_state_dict(saved)
 
 
 def _step_up_to(scheduler: Any, epoch: int) -> None:

@@ -23,9 +23,10 @@ from runner.clip import Decision
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
+from runner.run_folder.strict_json import Row
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.profile import NoProfile
-from runner.telemetry.step import StepMetrics, StepValues
+from runner.telemetry.step import Numbers, StepMetrics
 from runner.train.callbacks import Callbacks, SkippedSteps, first_of, without
 from runner.train.counts import Asked, Counts, count
 from runner.train.metrics import EvalMetrics
@@ -37,7 +38,6 @@ from runner.train.recording import (
     flushes_each_step,
     make_bar,
     make_meter,
-    mean_over_data,
 )
 from runner.train.state import TrainState, all_schedulers
 from runner.train.stop import Stopped, defer, requested
@@ -139,10 +139,9 @@ class Trainer:
         self._accumulation_steps = accumulation_steps
         mode = bind(algorithms, self.optimizer, self._log)
         layout = self.optimizer.layout
-        meter = make_meter(self._log, mode, layout, self.booster, accumulation_steps)
+        pipelined = self.model.pipeline is not None
+        meter = make_meter(self._log, mode, layout, self.booster, accumulation_steps, pipelined)
         meter.follow = self._follow
-        if self.plugin.data_size > 1 or self.model.pipeline is not None:
-            meter.mean_over_data = mean_over_data(self.plugin)
         self.state = TrainState(
             meter=meter,
             mode=mode,
@@ -247,24 +246,23 @@ class Trainer:
         decision = self._clip(window, accumulated, each=gauges is not None and gauges.per_layer)
         self.skipped_steps.note(decision, before, window)  # for the report of a skipped step
 
+        numbers: Numbers = {
+            keys.LOCAL_LOSS: accumulated.loss,
+            keys.TRAIN_LR: optimizer.optimizers[0].param_groups[0]["lr"],
+            keys.TRAIN_SAMPLES: progress.samples,
+            keys.TRAIN_TOKENS: progress.tokens or None,
+        }
+        numbers |= accumulated.noise(counts, self.plugin.data_size, decision.norm)
+
         # Step
-        lr = optimizer.optimizers[0].param_groups[0]["lr"]
         layers = self._take_step(gauges)
         self.callbacks.call("on_microbatch", self, len(window.batches), len(window.batches))
 
         # Record
         state.progress = progress
-        metrics = StepMetrics(
-            step=progress.step,
-            local_loss=accumulated.loss,
-            decision=optimizer.decision or decision,  # the step completes a limit of updates
-            lr=lr,
-            samples=progress.samples,
-            tokens=progress.tokens,
-            seconds=time.perf_counter() - self._started,
-            layers=layers,
-            first=accumulated.first_microbatch(counts, self.plugin.data_size),
-        )
+        decision = optimizer.decision or decision  # the step completes a limit of updates
+        numbers[keys.TIME_STEP] = time.perf_counter() - self._started
+        metrics = StepMetrics(progress.step, decision, numbers, layers)
         with self._region("record"):
             self._record(metrics, evaluates)
         self._save_or_stop(requests, before)
@@ -307,9 +305,9 @@ class Trainer:
         self.optimizer.zero_grad()
         return layers
 
-    def _follow(self, steps: Sequence[tuple[int, StepValues]]) -> None:
-        """Take the values of steps that have left the device; every rank calls this alike."""
-        if not all(math.isfinite(values.norm) for _, values in steps):
+    def _follow(self, steps: Sequence[Row]) -> None:
+        """Take the numbers of steps that have left the device; every rank calls this alike."""
+        if not all(math.isfinite(numbers[keys.GRAD_NORM]) for numbers in steps):
             self.loss.raise_refusal()
         self.skipped_steps.follow(steps)
 

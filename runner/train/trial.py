@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.booster.batch import BatchError, mapped, targets_of
+from runner.booster.comparison import shape_of
 from runner.booster.criterion import is_of_torch
 from runner.booster.loss import Loss, WindowLoss
 from runner.booster.outputs import logits_of, returned_loss
@@ -23,6 +25,12 @@ from runner.train import build
 from runner.train.maker import TargetError
 from runner.train.metrics import EvalMetrics, MetricError
 from runner.train.model import is_about_meta
+
+_SIZES_OF_INPUTS = (
+    *("in_features", "input_size", "input_dim", "in_dim", "d_in", "n_inputs", "num_inputs"),
+    *("n_features", "num_features", "inputs", "features"),
+)
+"""Names that the size of its inputs has among the arguments of a model."""
 
 
 def misfits_of_samples(
@@ -85,6 +93,9 @@ class _Trial:
                         "must name a criterion, such as torch.nn.MSELoss: the targets are numbers, "
                         "not classes"
                     )
+            unequal = loss.compares.unequal(outputs, batch)
+            if unequal:
+                raise TargetError(self._broadcast(unequal))
             total = loss.sum(outputs, batch, items=1)
         self._require_classes(data, outputs)
         self._require_loss(total, outputs, caught)
@@ -116,13 +127,12 @@ class _Trial:
     def _require_loss(self, loss: Any, outputs: Any, caught: Sequence[Any]) -> None:
         """Refuse a loss that is no number, compares other shapes, or does not take the targets."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            kind = f"has the shape {_shape(loss)}" if isinstance(loss, Tensor) else "is no tensor"
+            kind = f"has the shape {shape_of(loss)}" if isinstance(loss, Tensor) else "is no tensor"
             raise TargetError(f"the loss of a batch must be one number, and {kind}")
         targets = targets_of(self._samples)
         if targets is not None and _were_broadcast(caught):
-            shapes = f"outputs {_shape(logits_of(outputs))} with targets {_shape(targets)}"
-            advice = f"give both the same shape{self._how_to_get_numbers()}"
-            raise TargetError(f"compares {shapes}, which would be broadcast: {advice}")
+            shapes = f"outputs {shape_of(logits_of(outputs))} with targets {shape_of(targets)}"
+            raise TargetError(self._broadcast(f"{shapes}, which would be broadcast"))
         criterion = self._loss.criterion
         on_meta = isinstance(criterion, nn.Module) and len(criterion.state_dict()) > 0
         if not is_of_torch(criterion) or on_meta or returned_loss(outputs) is not None:
@@ -130,6 +140,9 @@ class _Trial:
         with torch.enable_grad(), warnings.catch_warnings(action="ignore"):
             loss = self._loss.mean(tree_map_only(Tensor, _made_up, outputs), self._samples)
             torch.autograd.backward(loss)
+
+    def _broadcast(self, shapes: str) -> str:
+        return f"compares {shapes}: give both the same shape{self._how_to_get_numbers()}"
 
     def _how_to_get_numbers(self) -> str:
         """Return advice where whole numbers of a table are classes, and may be meant as numbers."""
@@ -168,16 +181,34 @@ class _Trial:
     def refusal(self, error: Exception) -> str:
         """Return that the target does not take the samples, with their shapes."""
         parts = tree_leaves(self._samples)
-        shapes = [_shape(part) for part in parts if isinstance(part, Tensor) and part.ndim]
+        shapes = [shape_of(part) for part in parts if isinstance(part, Tensor) and part.ndim]
         reason = first_line(error)
         data = self._config.data.target
         inputs = self._samples[0] if isinstance(self._samples, tuple | list) else None
         if isinstance(inputs, Tensor) and inputs.ndim == 2 and inputs.is_floating_point():
-            size = inputs.shape[1]
-            reason += f"; torch.nn.Linear with model.in_features={size} takes vectors of {size}"
+            reason += f"; {self._model_of_vectors(inputs.shape[1])}"
         if self.at_fault[0] == "loss._target_":
             reason += self._how_to_get_numbers()
         return f"does not take a sample of {data} ({', '.join(shapes)}): {reason}"
+
+    def _model_of_vectors(self, size: int) -> str:
+        """Return which model takes vectors of ``size`` numbers."""
+        target = self._config.model.target
+        if target.startswith("runner."):  # as of images: another model is needed
+            return f"torch.nn.Linear with model.in_features={size} takes vectors of {size}"
+        key = _size_of_inputs(self._model) if target.endswith(type(self._model).__name__) else None
+        if key is not None:
+            return f"model.{key}={size} takes vectors of {size}"
+        text = f"the first layer of {target} must take vectors of {size}"
+        if self._config.data.target == "runner.data.table.table":
+            text += ", or data.columns=[NAME,NAME] chooses columns of the table"
+        return text
+
+
+def _size_of_inputs(model: nn.Module) -> str | None:
+    """Return the argument of a model's class that is the size of its inputs, by its name."""
+    parameters = inspect.signature(type(model)).parameters
+    return next((name for name in _SIZES_OF_INPUTS if name in parameters), None)
 
 
 def _were_broadcast(caught: Sequence[warnings.WarningMessage]) -> bool:
@@ -191,11 +222,6 @@ def _made_up(output: Tensor) -> Tensor:
         return torch.zeros(output.shape, dtype=output.dtype)
     values = torch.linspace(0.1, 0.9, output.numel()).reshape(output.shape)
     return values.to(output.dtype).requires_grad_()
-
-
-def _shape(tensor: Tensor) -> str:
-    """Return the shape of a tensor of samples, whose number is B."""
-    return f"[{', '.join(['B', *(str(size) for size in tensor.shape[1:])])}]"
 
 
 def _are_numbers(targets: Any) -> bool:

@@ -57,7 +57,8 @@ class Windows:
     """
 
     def __init__(self, loader: Iterable[Any], steps: int) -> None:
-        self.loader, self._steps = loader, steps
+        self.loader = loader
+        self._steps = steps
         order = getattr(loader, "batch_sampler", None)
         self._order = order if isinstance(order, PartitionedBatches) else None
         self._stream = loader if isinstance(loader, StreamLoader) else None
@@ -103,15 +104,7 @@ class Windows:
         for part in ("batch_sampler", "sampler", "dataset"):
             set_epoch(getattr(self.loader, part, None), epoch)
         training = RandomState.now(self._generators)
-        if first:
-            # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.
-            self._random["epoch"].restore(self._generators)
-        else:
-            self._random = {"epoch": training}
-            self._epoch_reads = self._reads
-        self._reader = None
-        if self._epoch_reads == ALONE:
-            self._reader = OwnRandom.seeded(self._random["epoch"].digest())
+        self._prepare_random(training, first)
         batches = self._read(lambda: self._from(first) if first else self._begin())
         length = self._length()
         if length is not None:
@@ -131,6 +124,18 @@ class Windows:
         if first:
             training.restore(self._generators)
         yield from self._of_unknown_length(batches, upcoming, first)
+
+    def _prepare_random(self, training: RandomState, first: int) -> None:
+        """Restore the random numbers of the beginning of an epoch; note them where it begins."""
+        if first:
+            # When an epoch begins, a sampler may draw its order, and a loader its workers' seeds.
+            self._random["epoch"].restore(self._generators)
+        else:
+            self._random = {"epoch": training}
+            self._epoch_reads = self._reads
+        self._reader = None
+        if self._epoch_reads == ALONE:
+            self._reader = OwnRandom.seeded(self._random["epoch"].digest())
 
     def _of_length(self, length: int, batches: Iterator[Any], first: int) -> Iterator[Window]:
         for start in range(first, length, self._steps):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from runner.booster import Booster, OptimizerWrapper
 from runner.booster.batch import mapped
 from runner.booster.criterion import Criterion
-from runner.booster.loss import Loss, WindowLoss
+from runner.booster.loss import Count, Loss, WindowLoss
 from runner.booster.measurement import settle
 from runner.check.reference import total_norm
 from runner.clip import ClipMode, build
@@ -177,9 +177,12 @@ class Reference:
             return mapped(batch, lambda tensor: tensor.to(device))
 
         settle(self.loss, self.model, host, to_device=to_device)
-        self.loss.begin_window()
-        counts = [self.loss.items(batch).items for batch in host]
-        weight = 1.0 / self.loss.divisor(sum(counts))
+        counted = [self.loss.items(batch) for batch in host]
+        counts = [count.items for count in counted]
+        samples = sum(count.samples for count in counted)
+        total_count = Count(sum(counts), samples, 0)
+        self.loss.begin_window(lambda: total_count)
+        weight = 1.0 / self.loss.divisor(total_count.items)
         total = 0.0
         for on_host, items in zip(host, counts, strict=True):
             batch = mapped(on_host, lambda t: t.to(device))

@@ -14,8 +14,10 @@ from runner.cli.main import main
 from runner.train import stop
 from tests.process import python
 
+EVERY = tuple(name for name in TABLES if name != "gpu")
 
-@pytest.mark.parametrize("tables", [("clip",), pytest.param(tuple(TABLES), marks=pytest.mark.slow)])
+
+@pytest.mark.parametrize("tables", [("clip",), pytest.param(EVERY, marks=pytest.mark.slow)])
 def test_tables_are_recorded_as_they_are_printed(tables, tmp_path):
     folder = tmp_path / "out"
     words = ["--quick", "--peers", "--pairs", "1", "--device", "cpu", "--output", str(folder)]
@@ -39,6 +41,7 @@ def test_tables_are_recorded_as_they_are_printed(tables, tmp_path):
         (["clips"], "TABLE=clips  is no table: use clip, parallel"),
         (["start", "--output", "."], "holds an earlier benchmark"),
         (["clip", "--device", "cuda", "--output", "out"], "no CUDA device"),
+        (["gpu", "--output", "out"], "TABLE=gpu  needs a CUDA device"),
     ],
 )
 def test_a_wrong_request_measures_nothing(words, said, tmp_path, monkeypatch, capsys):

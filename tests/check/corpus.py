@@ -234,6 +234,41 @@ def clipped_twice():
     return report(model, clip), "clipped twice"
 
 
+def clipped_again_to_a_small_norm():
+    model = ddp()
+
+    def clip():
+        norm = clip_grad_norm_(model.parameters(), 1e-3)
+        clip_grad_norm_(model.parameters(), 1e-3)
+        return norm
+
+    return report(model, clip, limit=1e-3), "clipped to the same norm again"
+
+
+def clipped_again_to_one_norm():
+    model = ddp()
+
+    def clip():
+        clip_grad_norm_(model.parameters(), LIMIT)
+        return clip_grad_norm_(model.parameters(), LIMIT)
+
+    return report(model, clip), "this is the norm after clipping, not before"
+
+
+def nan_after_clipping_by_value():
+    model = ddp()
+    return report(model, lambda: spoil(model), mode="value"), "became NaN or inf: 0.weight"
+
+
+def nan_after_adaptive_clipping():
+    model = ddp()
+    return report(model, lambda: spoil(model), mode="adaptive"), "became NaN or inf: 0.weight"
+
+
+def spoil(model):
+    model.module[0].weight.grad[0, 0] = math.nan
+
+
 def scaled_up():
     model = ddp()
 

@@ -65,6 +65,18 @@ def torch_on_ddp():
     return by_torch(ddp())
 
 
+def torch_twice_to_one_norm():
+    """The second call changes nothing that counts."""
+    model = ddp()
+
+    def clip():
+        norm = clip_grad_norm_(model.parameters(), LIMIT)
+        clip_grad_norm_(model.parameters(), LIMIT)
+        return norm
+
+    return report(model, clip)
+
+
 def torch_on_ddp_not_binding():
     return by_torch(ddp(), 1e6)
 

@@ -43,6 +43,15 @@ def test_a_plan_lists_its_runs(answer):
     assert (steps, states) == ([1, 1], {"to run"})
 
 
+def test_a_plan_says_of_each_run_what_ranks_send(answer):
+    tiny = [word for word in TINY if not word.startswith("data.batch_size")]
+    ranks = ("plugin=ddp", "plugin.nproc=2", "data.batch_size=2")
+    content = answer("plan", "-m", *tiny, *ranks, "accumulation=x2,none")
+    sent = [run["communication"] for run in content["runs"]]
+    assert "2 microbatches" in sent[0]
+    assert "2 microbatches" not in sent[1]
+
+
 def test_a_run_answers_its_folder_and_summary(answer, outputs):
     content = answer(*TINY)
     [folder] = (outputs / "runs").iterdir()

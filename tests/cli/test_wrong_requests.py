@@ -192,6 +192,9 @@ FOLDERS = [
     ("-m seed=1,2 hydra.sweep.dir=/dev/null/x", ["hydra.sweep.dir=/dev/null/x", "Not a directory"]),
     ("hydra.run.dir=/proc/self/run", ["hydra.run.dir=/proc/self/run", "can be written"]),
     (f"hydra.run.dir={'n' * 300}", ["hydra.run.dir=", "File name too long"]),
+    (f"-cd={'n' * 300}", ["--config-dir/-cd", "a folder that exists"]),
+    (f"resume={'n' * 300}", ["resume=nnn", "there is no run at"]),
+    (f"resume={'n' * 300}@5", ["resume=nnn", "holds no checkpoint"]),
 ]
 COMMANDS = [
     ("new my-model", ["such as my_model"]),
@@ -224,7 +227,7 @@ FIRST_HOUR = [
     ("+model.id2label={null:cat}", ["a key of a mapping must be text, a number, true or false"]),
     ("data=fractions.Fraction", ["makes a Fraction, not a data set nor a runner.data.Data"]),
     ("data=own data.train=3", ["data.train is of class int, which is no data set"]),
-    ("model=nomodule.Net", ["model._target_=nomodule.Net", "No module named 'nomodule'"]),
+    ("model=nomodule.Net", ["No module named 'nomodule': install nomodule, or run"]),
     ("model=torch.nn.Linaer", ["torch.nn has no Linaer; did you mean Linear?"]),
     (LINEAR, ["model.in_features", "model.out_features", "(2 problems)", "no value given"]),
     (
@@ -232,7 +235,10 @@ FIRST_HOUR = [
         ["model.out_feature=10", "did you mean model.out_features?"],
     ),
     (f"{LINEAR} model.in_features=3 model.out_features=2", ["does not take a sample of"]),
-    ("loss=torch.nn.MSELoss", ["loss._target_=torch.nn.MSELoss", "does not take"]),
+    (
+        "loss=torch.nn.MSELoss",
+        ["loss._target_=torch.nn.MSELoss", "outputs [B, 10] with targets [B]"],
+    ),
     ("plugin=tensor plugin.tp_size=2 plugin.nproc=3", ["plugin.nproc=3", "tp_size 2"]),
     ("resume=/nope", ["resume=/nope", "there is no", "auto, never, or the path of a run"]),
     ("data=csv", ["data.path", "data.target", "no value given"]),

@@ -32,7 +32,7 @@ def test_samples_are_the_rows_of_a_table():
     for dataset, wrong, message in (
         (table, {"columns": ["pixels", "labels"]}, "labels.*not in the dataset"),
         (table, {"eval_fraction": 1}, "below 1"),
-        (table.select(range(1)), {}, "leaves none of 1 samples"),
+        (table.select(range(1)), {}, "leaves none of 1 sample "),
         (splits, {}, "choose a split of one, two"),
     ):
         with pytest.raises(ValueError, match=message):

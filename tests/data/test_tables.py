@@ -33,6 +33,20 @@ WIDE = [",".join([*(f"c{n}" for n in range(3000)), "label"])]
 WIDE += [",".join([*(str(DRAW.random()) for _ in range(3000)), str(n % 2)]) for n in range(12)]
 
 
+class OfThree(torch.nn.Sequential):
+    """Takes vectors of three numbers."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(3, 2))
+
+
+class OfSize(torch.nn.Linear):
+    """Takes vectors of a size that it is given."""
+
+    def __init__(self, input_dim):
+        super().__init__(input_dim, 2)
+
+
 def table(library):
     return library.Dataset.from_list(RECORDS)
 
@@ -115,6 +129,16 @@ REFUSED = {  # the content of a file, the words, and the message
     "no file": (TEXT, CSV.replace("t.csv", "u.csv"), "there is no file"),
     "no target": (TEXT, "data=csv data.path={0}/t.csv", "no value given"),
     "an image model": (TEXT, f"{CSV} model=cnn", "Linear with model.in_features=2 takes vectors"),
+    "a model of one's own": (
+        TEXT,
+        f"{CSV} model={__name__}.OfThree",
+        "OfThree must take vectors of 2, or data.columns=[NAME,NAME] chooses columns",
+    ),
+    "a model with another size": (
+        TEXT,
+        f"{CSV} model={__name__}.OfSize model.input_dim=3",
+        "model.input_dim=2 takes vectors of 2",
+    ),
 }
 
 

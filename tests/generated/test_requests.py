@@ -184,6 +184,8 @@ def read_once(monkeypatch):
 @example(words=["clip._target_=${clip}"])
 @example(words=["hydra.job.chdir='${nowhere}'"])
 @example(words=["-m", "seed=1,2", "hydra.sweeper.params='${oc.env:HOME}'"])
+@example(words=["-cd=" + "x" * 300])
+@example(words=["resume=" + "x" * 300])
 @given(words=REQUEST)
 def test_a_request_runs_or_is_refused_in_one_message(tmp_path, words):
     if {"-m", "--multirun"} & {*words} and not any("sweep" in word for word in words):

@@ -85,3 +85,35 @@ def test_units_are_scaled_as_by_the_twin(share):
     host.scale_units(ours, 1, factors)
     plain.scale_units(theirs, 1, factors)
     assert torch.equal(ours, theirs)
+
+
+@pytest.fixture
+def many():
+    """Tensors with units: small ones of one unit length, a large one, and one that is not there."""
+    shapes = [(1, 5), (4, 5), (6, 5), (3, 5), (8, 600), (7, 1), (1, 7)]
+    units = [
+        plain.TensorUnits(kept=1, units=units, length=length, dtype=torch.float32, packs=True)
+        for units, length in shapes
+    ]
+    units[3] = units[3]._replace(packs=False)
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) for shape in shapes]
+    tensors[3] = None
+    return tensors, [kernels.UnitKernel(units, torch.device("cpu")) for kernels in (host, plain)]
+
+
+def test_units_of_many_tensors_are_measured_as_by_the_twin(many):
+    tensors, kernels = many
+    ours, theirs = (kernel.norms(tensors, torch.float64) for kernel in kernels)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+def test_units_of_many_tensors_are_scaled_as_by_the_twin(many):
+    tensors, kernels = many
+    coefs = torch.linspace(0.1, 1.0, 30, dtype=torch.float64)
+    scaled = []
+    for kernel in kernels:
+        copies = [None if tensor is None else tensor.clone() for tensor in tensors]
+        kernel.scale(copies, coefs, torch.float64)
+        scaled.append([copy for copy in copies if copy is not None])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*scaled, strict=True))

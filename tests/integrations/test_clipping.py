@@ -4,6 +4,8 @@ import gc
 import math
 import re
 import weakref
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from runner import apply_gradient_clipping, clipping_state_dict, load_clipping_state_dict
 from runner.booster import Booster, LossScale, StepOrderError
 from runner.booster.step_order import StepState
+from runner.clip.norm import NormClip
 from runner.gradients import transfer
 from tests.clip.reference import norm_of, refused
 from tests.clip.test_history_modes import REFERENCE, SEQUENCES
@@ -264,16 +267,56 @@ def test_a_part_of_a_list_with_a_history_is_refused():
     apply_gradient_clipping(part, "norm", 1.0)  # a mode without memory takes it
 
 
-def test_a_history_of_a_list_ends_with_it():
+def test_what_is_kept_of_a_list_goes_with_it():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     graded(model, 0)
-    for mode in ("percentile", "zscore"):
+    for mode in ("percentile", "zscore", "adaptive", "per_parameter"):
         apply_gradient_clipping(model.parameters(), mode, 50.0)
+    groups = {"parameters[[]0[]]": {"mode": "norm", "threshold": 1.0}}
+    apply_gradient_clipping(model.parameters(), "groups", None, groups=groups)
     apply_gradient_clipping(model[0].parameters(), "norm", 1.0)
     weight = weakref.ref(model[0].weight)
     del model
     gc.collect()
     assert weight() is None
+
+
+@dataclass(eq=False)
+class Counted(NormClip):
+    """Clipping by the norm that counts how often it was made and bound."""
+
+    made: ClassVar[list[str]] = []
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.made.append("made")
+
+    def bind(self, layout):
+        self.made.append("bound")
+
+
+@pytest.mark.parametrize("given", ["model", "list"])
+def test_a_mode_is_made_and_bound_in_the_first_call(given, monkeypatch):
+    monkeypatch.setattr(Counted, "made", [])
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for seed in range(3):
+        norm = graded(model, seed)
+        target = model if given == "model" else model.parameters()
+        decision = apply_gradient_clipping(target, Counted, 0.5)
+        assert decision.norm == pytest.approx(norm, rel=1e-6)
+        assert length(model) == pytest.approx(0.5, rel=1e-6)
+    assert Counted.made == ["made", "bound"]
+
+
+def test_a_list_whose_tensors_have_changed_is_measured_anew():
+    model = nn.Linear(3, 4)
+    for shape in ((4, 3), (2, 5)):
+        model.weight.data = torch.zeros(shape)
+        clip_list = list(model.parameters())
+        norm = graded(model, 0)
+        decision = apply_gradient_clipping(clip_list, "adaptive", 1e9, exclude=[])
+        assert decision.norm == pytest.approx(norm, rel=1e-6)
+        assert decision.total == shape[0] + 1
 
 
 def test_clipping_without_gradients_warns_once():

@@ -43,7 +43,7 @@ def saved(state, path):
 def test_a_file_gives_every_parameter_and_buffer(tmp_path, name):
     source = net(1)
     model = net(2)
-    assert load_weights(model, saved(source.state_dict(), tmp_path / name)) == ""
+    assert load_weights(model, saved(source.state_dict(), tmp_path / name)).difference == ""
     assert equal(model, source.state_dict())
 
 
@@ -70,7 +70,7 @@ def test_a_tied_parameter_needs_one_of_its_names(tmp_path):
     source = Tied()
     state = {name: tensor for name, tensor in source.state_dict().items() if name != "head.weight"}
     model = Tied()
-    assert load_weights(model, saved(state, tmp_path / "w.safetensors")) == ""
+    assert load_weights(model, saved(state, tmp_path / "w.safetensors")).difference == ""
     assert torch.equal(model.head.weight, source.embed.weight)
 
 
@@ -78,7 +78,10 @@ def test_another_head_starts_from_its_own_values(tmp_path):
     source = net(1)
     model = net(2, classes=7)
     head = model[2].weight.clone()
-    load_weights(model, saved(source.state_dict(), tmp_path / "w.pt"), leave_out=["2.*"])
+    path = saved(source.state_dict(), tmp_path / "w.pt")
+    loaded = load_weights(model, path, leave_out=["2.*"])
+    assert str(loaded).startswith(f"7 of 9 tensors of the model come from {path}; left out by ")
+    assert loaded.left_out == ("2.weight", "2.bias")
     assert torch.equal(model[0].weight, source[0].weight)
     assert torch.equal(model[2].weight, head)
 
@@ -87,7 +90,7 @@ def test_what_is_missing_and_left_over_is_named(tmp_path):
     state = net(1).state_dict()
     state["old.weight"] = state.pop("0.bias")
     path = saved(state, tmp_path / "w.pt")
-    told = load_weights(net(2), path, strict=False)
+    told = load_weights(net(2), path, strict=False).difference
     lacking = f"{path} lacks 1 tensor of the model: 0.bias"
     assert told == f"{lacking}; the model lacks 1 tensor of {path}: old.weight"
     refused(WeightsError, "model.strict=false", load_weights, net(2), path)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from runner.report import figures, frame, read, write
+from runner.report.charts import heat
+from runner.report.figure import Entry
 from runner.report.findings import find
-from runner.report.look import HUES, NEUTRAL, on_dark, ordered
+from runner.report.look import HUES, NEUTRAL, on_dark, ordered, viridis
 from runner.report.sections import colors_of
 from tests.report.examples import (
     LAYERS,
@@ -243,11 +245,44 @@ def rates(tmp_path_factory):
 
 
 def test_two_numbers_have_a_map_of_means(rates):
-    [heat] = rates.data
+    cells, labels = rates.data
     assert list(rates.layout.xaxis.ticktext) == ["0.25", "1.0"]
     assert list(rates.layout.yaxis.ticktext) == ["0.1", "0.4"]
-    means = [[0.35, 0.225], [0.55, math.nan]]
-    assert np.asarray(heat.z) == pytest.approx(np.array(means), rel=1e-6, nan_ok=True)
+    # From the lowest mean, 0.225, to the highest one, 0.55
+    places = [[0.125 / 0.325, 0.0], [1.0, math.nan]]
+    assert np.asarray(cells.z) == pytest.approx(np.array(places), abs=1e-6, nan_ok=True)
+    texts = dict(zip(zip(labels.x, labels.y, strict=True), labels.text, strict=True))
+    assert texts == {(0, 0): "0.35", (1, 0): "0.225", (0, 1): "0.55"}
+
+
+def test_maps_share_one_scale_of_colours():
+    charts = [
+        heat.draw(
+            name="map",
+            title="",
+            note="",
+            axes=("x", "y"),
+            xs=["1", "2"],
+            ys=["1"],
+            cells=[
+                heat.Cell(Entry(0, "", "#000000"), "1", "1", low, True, ""),
+                heat.Cell(Entry(1, "", "#000000"), "2", "1", 0.4, True, ""),
+            ],
+            all_means=[0.2, 0.3, 0.4],
+            limits_marked=False,
+            lower_is_better=True,
+        )
+        for low in (0.2, 0.3)
+    ]
+    shown = [np.asarray(chart.figure.data[0].z).tolist() for chart in charts]
+    assert shown == [[[0.0, 1.0]], [pytest.approx([0.5, 1.0], abs=1e-6)]]
+
+
+def test_texts_of_a_map_are_read_on_every_colour_of_its_scale():
+    for place in np.linspace(0, 1, 101):
+        color = viridis(place)
+        red, green, blue = map(int, heat.readable(color)[4:-1].split(","))
+        assert contrast(color, f"#{red:02x}{green:02x}{blue:02x}") >= 4.5, place
 
 
 def test_a_cell_that_diverged_is_hatched(rates):

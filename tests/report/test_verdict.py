@@ -49,6 +49,11 @@ def case(losses, title, *said, winner=None, **changes):
         case(TIED, "Which threshold? 0.5 and 1.0 are a tie", "1.0 – tie; none – clearly worse"),
         case(OPEN, "Which threshold? 0.5 and 1.0 are a tie", "none – clearly worse"),
         case(
+            {0.5: [0.10, 0.21], 1.0: [0.11, 0.20], 2.0: [0.115, 0.225]},
+            "Which threshold? 0.5 and 1.0 are a tie; 2.0 needs more seeds",
+            "1.0 – tie; 2.0 – too few seeds to tell: 6 more would",
+        ),
+        case(
             {1.0: [0.1, 0.2], 2.0: [0.3, 0.25], 4.0: [0.3, 0.42]},
             "Which threshold? Too few seeds to tell 1.0 from 2.0",
             "2.0 – too few seeds to tell: 6 more would; 4.0 – probably worse",
@@ -65,7 +70,7 @@ def case(losses, title, *said, winner=None, **changes):
         ),
         case({0.5: [0.2, 0.3], 1.0: [0.2, 0.3]}, "All settings gave the same result"),
         # Other seeds are no pairs
-        case(UNPAIRED, "Which threshold? 1.0 did best, in one seed", "may be chance"),
+        case(UNPAIRED, "1.0 did best, but settings have fewer than two seeds", "may be chance"),
         case({0.1: [0.5], 1.0: [0.3]}, "Which threshold? 1.0 did best, in one seed", "against 0.5"),
         case({1.0: [0.5], 2.0: [0.9]}, "2.0 did best, in one seed", sweep=ACCURACY),
         # The first setting lacks the seed on which both are bad
@@ -77,9 +82,9 @@ def case(losses, title, *said, winner=None, **changes):
         case({1.0: [0.3, 0.2, 0.4]}, "One setting, 3 seeds: eval/loss 0.3 ± 0.1"),
         case(
             AT_A_RATE,
-            "Which setting? 0.25, lr 0.4 is best",
+            "Which setting? 0.25 · lr 0.4 is best",
             "The threshold makes a difference at learning rate 0.4 alone",
-            winner="0.25, lr 0.4",
+            winner="0.25 · lr 0.4",
         ),
         case(CLEAR, "0.5 is best so far", state="running"),
     ],
@@ -192,6 +197,15 @@ def test_the_command_for_more_seeds_keeps_the_runs_that_are_there(tmp_path):
     assert sorted({job.config.seed for job in proposed.jobs}) == list(range(needed))
     many = request(shlex.split(findings.sweep.command_with(range(12)))[4:], multirun=True)
     assert (many.lists["seed"], len(many.jobs)) == ("seed=range(12)", 4 * 12)
+
+
+def test_branches_are_offered_no_other_seeds(tmp_path):
+    folder = sweep(tmp_path / "s", NORM[1:3], steps=40)
+    for file in folder.glob("*/config.yaml"):
+        file.write_text(f"{file.read_text()}resume: {{from: parent@20}}\n")
+    answer = verdict(find(read(folder)))
+    assert "seed=" not in answer.command  # a branch of another seed is refused
+    assert "another seed" in " ".join(answer.sentences)
 
 
 def test_a_single_run_proposes_thresholds_at_its_norms(tmp_path):

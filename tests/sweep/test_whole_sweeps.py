@@ -1,5 +1,6 @@
 """Whole sweeps as a user starts them, kills them, and starts them again."""
 
+import json
 import os
 import re
 import signal
@@ -72,6 +73,17 @@ def test_a_finished_sweep_is_not_run_again(plain):
     assert again == out
     assert (plain.folder / "report.html").stat().st_mtime_ns > page.st_mtime_ns
     assert plain.record()["runs"] == record["runs"]
+
+
+def test_a_program_is_told_the_verdict_and_each_setting_of_a_sweep(plain):
+    out, _ = plain(*plain.words, "--json", before=("-c", WITHOUT_TORCH))
+    content = json.loads(out)
+    assert content["folder"] == str(plain.folder)
+    assert content["verdict"].startswith("Which setting? ")
+    objectives = [run["objective"] for run in plain.record()["runs"]]
+    assert sorted(row["mean"] for row in content["settings"]) == sorted(objectives)
+    for row in content["settings"]:
+        assert {"setting", "sd", "clipped", "worth"} <= row.keys()
 
 
 def test_a_sweep_leaves_no_secret_in_any_file(plain):

@@ -14,8 +14,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from runner import GradientMonitor, Loss, Measurements
 from runner.clip import Decision, build
+from runner.run_folder import keys
 from runner.telemetry.meter import Meter
-from runner.telemetry.step import FirstMicrobatch, StepMetrics, on_host
+from runner.telemetry.step import StepMetrics, noise_estimates, on_host
 from tests.distributed.training import Rows
 from tests.on_device import Waits, kept_on_device
 from tests.train.test_trainer import parts
@@ -23,13 +24,19 @@ from tests.trainers import trainer_of
 
 
 def decided(norm, after, share=1.0):
-    numbers = {"norm": norm, "after": after, "share": share, "threshold": 1.0}
+    numbers = {"norm": norm, "after": after, "parts_clipped": share, "threshold": 1.0}
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
     return Decision(**tensors)
 
 
 def step(number, decision, loss=1.0, layers=None):
-    return StepMetrics(number, loss, decision, 0.1, 8 * number, 0, 0.5, layers)
+    numbers = {
+        keys.LOCAL_LOSS: loss,
+        keys.TRAIN_LR: 0.1,
+        keys.TRAIN_SAMPLES: 8 * number,
+        keys.TIME_STEP: 0.5,
+    }
+    return StepMetrics(number, decision, numbers, layers)
 
 
 def test_what_is_recorded_does_not_depend_on_when_metrics_reach_the_host():
@@ -66,7 +73,7 @@ def test_steps_of_all_kinds_are_read_together_as_they_are_one_by_one():
     alone = [on_host([metrics])[0][0] for metrics in steps]
     assert repr(together) == repr(alone)
     expected = [[metric.item() for metric in decision.metrics] for decision in decisions]
-    read = [list(values[1:8]) for values in together]
+    read = [[numbers[key] for key in keys.OF_DECISION.values()] for numbers in together]
     assert repr([*read[:2], read[3]]) == repr([*expected[:2], expected[3]])
 
 
@@ -272,6 +279,50 @@ def test_a_loop_that_goes_on_after_it_broke_off_writes_each_step_once(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == file.read_text()
 
 
+class Halved:
+    """A callback that adds a number to rows."""
+
+    def on_step(self, trainer, metrics):
+        metrics.numbers["own/half"] = metrics.decision.norm / 2
+
+
+def test_a_number_that_a_callback_adds_stands_in_the_row():
+    rows, trainer = logged(False, callbacks=[Halved()])
+    trainer.fit()
+    assert [row["own/half"] for row in rows] == [row["grad/norm"] / 2 for row in rows]
+
+
+@pytest.mark.parametrize("continued", ["by the same monitor", "after a kill"])
+def test_a_loop_that_goes_back_to_a_checkpoint_has_each_row_once(continued, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    model = make_model()
+
+    def steps(monitor, count):
+        for _ in range(count):
+            model(torch.ones(1, 4)).sum().backward()
+            norm = norm_of(model)
+            monitor.step(norm, threshold=norm, loss=0.1, samples=1)
+            model.zero_grad()
+
+    monitor = killed = GradientMonitor(model, file, interval=2, flush=3)
+    steps(monitor, 5)
+    torch.save(monitor.state_dict(), tmp_path / "checkpoint.pt")
+    monitor.log({"eval/loss": 0.5})
+    steps(monitor, 4)
+    if continued == "after a kill":
+        with file.open("ab") as torn:
+            torn.write(b'{"train/step": 8, "gra')
+        monitor = GradientMonitor(model, file, interval=2, flush=3)
+    monitor.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+    steps(monitor, 3)
+    summary = monitor.close()
+    rows = list(map(json.loads, file.read_text().splitlines()))
+    assert values(rows, "train/step") == [2, 4, 5, 6, 8]
+    assert [row.get("train/samples") for row in rows] == [2, 4, None, 6, 8]
+    assert summary["steps"] == 8
+    killed.close()  # the file, for this process
+
+
 def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
     """Gradients are samples with unit variance in each of 60 elements, and a mean of 0.5."""
     torch.manual_seed(0)
@@ -290,5 +341,6 @@ def test_the_noise_scale_is_that_of_a_known_distribution_without_a_wait():
     assert options["sinks"][0].rows[-1]["noise/scale"] == pytest.approx(60 / (60 * 0.25), rel=0.05)
     with pytest.raises(ValueError, match="noise_scale needs two or more microbatches"):
         trainer_of(nn.Linear(60, 1), loader, measurements=options["measurements"])
-    huge = step(1, decided(1e200, 1.0))._replace(first=FirstMicrobatch(1.0, 0.25, 32))
-    assert huge.estimates(on_host([huge])[0][0]) == (-math.inf, math.inf)
+    norm = torch.tensor(1e200, dtype=torch.float64)
+    huge = noise_estimates(torch.ones(()), share=0.25, samples=32, norm=norm)
+    assert [*huge.values()] == [-math.inf, math.inf]

@@ -40,6 +40,8 @@ WRONG = [
     ),
     ("data=csv data.path=nope.csv data.target=label", "  data.path=nope.csv  there is no file /"),
     ("scheduler=wsd scheduler.warmup_steps=-1", "  scheduler.warmup_steps=-1  warmup_steps must"),
+    ("optimizer.momentum=-1", "  optimizer.momentum=-1  Invalid momentum value: -1"),
+    ("optimizer=adamw optimizer.betas=[0.9,1.5]", "  optimizer.betas=[0.9,1.5]  Invalid beta"),
     (f"{TEXT} data.path=5", "data._target_|refused its arguments: TypeError"),
     (f"{ODD}.named", "data._target_|a dict with the keys 'image', 'label'|collate_fn"),
     (f"{ODD}.endless", "scheduler._target_|a stream has epochs of unknown length"),

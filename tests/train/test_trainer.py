@@ -2,11 +2,13 @@
 
 import logging
 import math
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -198,6 +200,17 @@ def test_wrong_arguments(options, message):
     model, loader = parts()
     arguments = {"train_dataloader": loader} | options
     refused(ValueError, message, lambda: Trainer(model, **arguments).fit())
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.MSELoss(), nn.HuberLoss(reduction="sum"), partial(functional.poisson_nll_loss, full=True)],
+)
+def test_targets_that_a_criterion_would_broadcast_are_refused(criterion):
+    data = TensorDataset(torch.randn(8, 6), torch.rand(8))
+    trainer = trainer_of(nn.Linear(6, 1), DataLoader(data, 4), "1ep", [], criterion=criterion)
+    message = r"compares outputs [B, 1] with targets [B], which would be broadcast"
+    refused(TypeError, message, trainer.fit)
 
 
 class Worsens:

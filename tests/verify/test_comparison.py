@@ -28,7 +28,7 @@ SIDE = side_of(
     Decision(
         norm=torch.tensor(2.0),
         after=torch.tensor(1.0),
-        share=torch.tensor(0.25),
+        parts_clipped=torch.tensor(0.25),
         threshold=torch.tensor(math.nan),
     )
 )

@@ -12,7 +12,7 @@ from runner.report.look import rounded
 from runner.report.run import Floats
 
 _BINS = 60
-_LABELS = 12  # most labels of thresholds
+_LABELS = 5  # most labels of thresholds, which have room above the histogram
 
 
 def draw(
@@ -36,13 +36,18 @@ def draw(
     style: Trace = {"fill": "tozeroy", "hoveron": "points", "hovertemplate": hover}
     traces = [figure.line(None, xs, ys, "steps", line={"width": 0.5}, **style)]
     # A label stands right of the end of its line, and the next line is shorter: none crosses it.
-    for row, (threshold, entry) in enumerate(sorted(marked.items())):
+    thresholds_shown = sorted(marked)
+    places = np.linspace(0, len(marked) - 1, min(len(marked), _LABELS)).round().astype(int)
+    labelled = {thresholds_shown[place]: row for row, place in enumerate(places)}
+    for threshold in thresholds_shown:
+        entry = marked[threshold]
         below = float(np.searchsorted(values, threshold, side="right")) / len(values)
         text = f"{rounded(threshold)} · p{rounded(100 * below, 3)}"
-        height = top * max(1.38 - 0.09 * row, 0.1)
+        row = labelled.get(threshold)
+        height = top * (0.95 if row is None else 1.4 - 0.09 * row)
         mark = figure.line(entry, [threshold] * 2, [0, height], text, line={"dash": "6px,4px"})
         traces.append(mark | {"hovertemplate": f"{text}<extra></extra>"})
-        if row < _LABELS:
+        if row is not None:
             label: Trace = {"meta": mark["meta"], "textposition": "middle right"}
             traces.append(figure.labels([threshold], [height], [f" {text}"], **label))
     note += " p90 at a threshold: 90 % of these norms lie at or below it." if marked else ""

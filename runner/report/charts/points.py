@@ -52,11 +52,14 @@ def draw(
     published: Sequence[tuple[float, str]] = (),
     names: Mapping[float, str] | None = None,
     reference: float | None = None,
+    enclosed: Sequence[float] = (),
     height: int = 330,
 ) -> Chart:
     """Draw points, means with intervals, levels, and a line at the mean of the ``reference``.
 
-    ``names`` are the values of the axis as they were typed.
+    Args:
+        names: the values of the axis as they were typed.
+        enclosed: further values that the vertical axis encloses, those of charts beside this one.
     """
     places = [point.place for point in points]
     ends = _ends(places)
@@ -76,8 +79,10 @@ def draw(
         note += " ▾ Published settings, of other models and losses."
         traces.append(_published(of_others))
     scores = [point.score for point in points]
-    enclosed = [scores, [level.mean for level in levels], *(_interval(mean) for mean in connected)]
-    scales, kind = figure.scales(enclosed, figure.spans([scores], 30))
+    heights = [*scores, *enclosed, *(level.mean for level in levels)]
+    for mean in connected:
+        heights += interval(mean)
+    scales, kind = figure.scales([heights], figure.spans([scores], 30))
     ticks = _ticks(sorted(set(places)), ends, names or {})
     return figure.chart(
         name,
@@ -91,7 +96,8 @@ def draw(
     )
 
 
-def _interval(mean: Mean) -> list[float]:
+def interval(mean: Mean) -> list[float]:
+    """Return the ends of the interval of a mean."""
     half = mean.half or 0.0
     return [mean.mean - half, mean.mean + half]
 
@@ -154,6 +160,6 @@ def _ticks(places: Sequence[float], ends: tuple[float, float], names: Mapping[fl
     for place in places:
         if not ticks or place / ticks[-1] > (ends[1] / ends[0]) ** 0.055:
             ticks.append(place)
-    if len(places) > 16:
-        return {}
+    if len(places) > 16:  # such as those that Optuna chose
+        return {"dtick": 1} if ends[1] > 100 * ends[0] else {}
     return {"tickvals": ticks, "ticktext": [names.get(tick, rounded(tick)) for tick in ticks]}

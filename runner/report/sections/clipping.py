@@ -41,10 +41,14 @@ def _share_chart(tables: Tables, clipping: Sequence[Setting]) -> Chart | None:
         recorded += shares
     if not recorded:
         return None
-    what = kinds.pop() if len(kinds) == 1 else "what the mode clips"
+    title = "Share clipped"
+    what = "steps, elements or units"
+    if len(kinds) == 1:
+        what = kinds.pop()
+        title = f"Share of {what} clipped"
     return curves.draw(
         name="clipped",
-        title=f"Share of {what} clipped",
+        title=title,
         note=f"Share of {what} that clipping changed, mean over the steps around.",
         axis="clipped",
         curves=recorded,

@@ -44,5 +44,5 @@ def _loss_chart(tables: Tables, key: str) -> Chart | None:
         smooth=training,
         percent=accuracy,
         log=False if accuracy else None,
-        until=until,
+        until=() if accuracy else until,  # no accuracy is cut off
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from runner.report.charts import dots, heat, points
 from runner.report.figure import Chart
@@ -19,7 +20,18 @@ _GRID = 0.6  # share of the pairs of two numbers that have to have run for a map
 
 
 def metric_charts(tables: Tables) -> list[Chart]:
-    """Return the charts of the metric, of a kind that follows what was swept."""
+    """Return the charts of the metric, of a kind that follows what was swept.
+
+    A note that is the same for all of them stands below the first one.
+    """
+    charts = _charts(tables)
+    notes = {chart.note for chart in charts}
+    if len(notes) > 1:
+        return charts
+    return [*charts[:1], *(replace(chart, note="") for chart in charts[1:])]
+
+
+def _charts(tables: Tables) -> list[Chart]:
     findings = tables.findings
     scored = [setting for setting in findings.settings if _has_score(findings, setting)]
     if len(scored) < 2:
@@ -140,7 +152,19 @@ def _points(tables: Tables, settings: Sequence[Setting], key: str, suffix: str) 
         names={_place(setting, key): choice(setting.runs[0], key) for setting in placed},
         published=_published(placed) if key == THRESHOLD else (),
         reference=level_of_reference,
+        enclosed=_heights(tables, key) if suffix else (),
     )
+
+
+def _heights(tables: Tables, key: str) -> list[float]:
+    """Return all scores and ends of intervals of the page, whose charts share one axis."""
+    heights = []
+    for setting in tables.findings.settings:
+        heights += [point.score for point in _scores(tables, setting, key)]
+        mean = _mean(tables, setting, key)
+        if math.isfinite(mean.mean):
+            heights += points.interval(mean)
+    return heights
 
 
 def _published(settings: Sequence[Setting]) -> Sequence[tuple[float, str]]:
@@ -224,15 +248,21 @@ def _heat(
                 text=tables.text_of(setting),
             )
         )
+    lost = [setting for setting in findings.settings if findings.scores.diverged(setting)]
+    note = f"Mean over seeds, {_better(findings)}."
+    if lost:
+        note += f" Hatched: a seed diverged. Bar: the highest {_name_of(up)} at which every seed "
+        note += f"stayed stable, for each {_name_of(across)}."
     return heat.draw(
         name=f"metric-map{_slug(suffix)}",
         title=f"Best {findings.metric} by {_name_of(up)} and {_name_of(across)}{suffix}",
-        note=f"Mean over seeds, {_better(findings)}. Hatched: a seed diverged. Bar: the highest "
-        f"{_name_of(up)} at which every seed stayed stable, for each {_name_of(across)}.",
+        note=note,
         axes=(_name_of(across), _name_of(up)),
         xs=values_of(across),
         ys=values_of(up),
         cells=cells,
+        all_means=[findings.scores.mean(setting)[0] for setting in findings.settings],
+        limits_marked=bool(lost),
         lower_is_better=not findings.higher_is_better,
     )
 

@@ -29,9 +29,17 @@ def announce(line: str) -> None:
 def print_line(text: str = "", stream: TextIO | None = None) -> None:
     """Print ``text`` at once. A reader that left does not change how the command ends."""
     stream = sys.stdout if stream is None else stream
+    _write(f"{fitted(hidden(text), stream)}\n", stream)
+
+
+def print_json(line: str) -> None:
+    """Print one line of JSON as it is: its texts hold no secrets, and it is never wrapped."""
+    _write(f"{line}\n", sys.stdout)
+
+
+def _write(text: str, stream: TextIO) -> None:
     try:
-        # In one piece: other processes print too.
-        stream.write(f"{fitted(hidden(text), stream)}\n")
+        stream.write(text)  # in one piece: other processes print too
         stream.flush()
     except BrokenPipeError:
         leave_unread(stream)
@@ -261,7 +269,7 @@ class TerminalSink:
         if steps is not None:
             # A summary counts the steps of a branch from its beginning.
             if self._total is not None and max(steps, self._step) < self._total:
-                text = f" after {steps} of {self._total} steps"
+                text = f" after {steps} of {plural(self._total, 'step')}"
             else:
                 text = f" after {plural(steps, 'step')}"
         if keys.WALL_SECONDS in summary:

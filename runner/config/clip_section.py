@@ -86,6 +86,7 @@ class Clip(Section):
             options = {name: value for name, value in given.items() if name not in keys}
             try:
                 mode = validated(class_of(given), options)
+                _refuse_options_of_programs(mode)
             except ValidationError as error:
                 errors += error.errors(include_url=False)
         try:
@@ -106,14 +107,9 @@ class Clip(Section):
             yield "step_in_backward", "needs clip.when=backward"
 
     def _conflicts_with_mode(self) -> Conflicts:
-        """Yield values that the mode does not take, or that only a program may give to it."""
-        options = self._options
-        info = type(options).info
-        if options.threshold == math.inf:
-            yield "threshold", "must be a finite number; clip=none measures without clipping"
-        if options.norm_type not in (1, 2, math.inf):
-            yield "norm_type", "must be 1, 2 or inf"
-        if options.scales == "all" and info.parts is not None:
+        """Yield values that the mode does not take."""
+        info = type(self._options).info
+        if self._options.scales == "all" and info.parts is not None:
             yield "scales", "this mode multiplies no gradients by one coefficient: use auto"
         if self.what_if and (info.nested or info.follows == "norms"):
             yield "what_if", f"clip={self.mode} has no fixed threshold: leave it empty"
@@ -140,3 +136,15 @@ class Clip(Section):
     def info(self) -> ModeInfo:
         """What the mode with these options clips, compares and measures."""
         return self._options.info_here()
+
+
+def _refuse_options_of_programs(mode: Mode) -> None:
+    """Refuse values of options that only a program may give to a mode."""
+    conflicts = []
+    if mode.threshold == math.inf:
+        message = "must be a finite number; clip=none measures without clipping"
+        conflicts.append(("threshold", message))
+    if mode.norm_type not in (1, 2, math.inf):
+        conflicts.append(("norm_type", "must be 1, 2 or inf"))
+    if conflicts:
+        raise refusal(conflicts)

@@ -86,7 +86,7 @@ VALUES = [
             *("accumulation.steps=1.5", "an integer", "data.num_workers=-1", "at least 0"),
             *("a boolean", "tok (tokens)", "eval.interval=-1ep"),
             *("did you mean cuda?", "auto, online, offline, disabled", "a list"),
-            *("match pattern", "float64?", "model._target_=resnet", "full name"),
+            *("begin with a letter or a digit", "float64?", "model._target_=resnet", "full name"),
         ],
     ),
     (

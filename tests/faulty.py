@@ -23,6 +23,7 @@ class Faulty(DigitsCNN):
     ``die`` ends at once, as C code does; ``halt`` is SIGSTOP; ``late`` raises after a signal;
     ``warn`` is on all ranks. Rank -1 is the last one. ``at`` has the microbatch of the first
     attempt, of the second, and so on; later ones do not fail. ``fill`` fills the disk.
+    The file ``struck`` has a line for each fault: the node of Slurm where it happened.
     """
 
     def __init__(self, fault: str, rank: int, at: Sequence[int], **options: int) -> None:
@@ -42,10 +43,10 @@ class Faulty(DigitsCNN):
                 warnings.warn("planted Python warning", stacklevel=1)
             elif self.fault != "warn" and rank == (last if self.rank < 0 else self.rank):
                 struck = Path(os.environ["RUNNER_OUTPUTS"], "struck")
-                before = len(struck.read_text()) if struck.exists() else 0
+                before = len(struck.read_text().split()) if struck.exists() else 0
                 if self.at[before:][:1] == [int(self.step)]:
                     with struck.open("a") as file:
-                        file.write("x")
+                        file.write(os.environ.get("SLURMD_NODENAME", "here") + "\n")
                     self.fail()
         return super().forward(images)
 

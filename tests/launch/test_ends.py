@@ -38,7 +38,9 @@ def failed(tmp_path_factory):
     with started(environment_at(tmp_path_factory.mktemp("failed")), words) as run:
         struck = run.home / "outputs" / "struck"
         for count in range(1, len(FAULTS)):  # one after the other, so that each may take its time
-            run.wait_for(lambda count=count: struck.exists() and struck.stat().st_size >= count)
+            run.wait_for(
+                lambda count=count: struck.exists() and len(struck.read_text().split()) >= count
+            )
         run.process.terminate()
         run.ends(143)
         [sweep] = (run.home / "outputs" / "sweeps").iterdir()

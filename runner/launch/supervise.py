@@ -372,13 +372,15 @@ def name_of(overrides: Sequence[str], swept: Sequence[str] | None, folder: Path)
 
 def _trackers(run: Run, status: dict[str, Any]) -> Iterator[Sink]:
     """Yield the trackers of a run. They have imported nothing before it begins."""
+    from runner.train.maker import maker
+
     tracker = run.config.tracker
     continued_after = status["step"] if RESUMED in status else None
     if tracker.uses("wandb"):
         aside = ("calibrate", "verify", "sweep", "report")  # they say nothing about a run itself
         yield WandbSink(
             run.folder,
-            **hidden_in(tracker.model_dump(exclude={"name", "also"})),
+            **hidden_in(tracker.model_dump(exclude={"name", "target", "also"})),
             name=hidden(run.name),
             run_id=status["wandb_run_id"],
             config={key: value for key, value in run.plain.items() if key not in aside},
@@ -387,3 +389,6 @@ def _trackers(run: Run, status: dict[str, Any]) -> Iterator[Sink]:
         )
     if tracker.uses("tensorboard"):
         yield TensorboardSink(run.folder, continued_after)
+    if tracker.own is not None:
+        make = maker(tracker.own)
+        yield make(run.folder, continued_after)

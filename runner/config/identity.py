@@ -22,8 +22,9 @@ NOT_HASHED = (
     "resume",
     "shutdown",
     "trust",
+    "activation_checkpointing",
 )
-"""Sections that do not change what is trained: runs that differ in these alone are the same."""
+"""What does not change what is trained: runs that differ in these sections alone are the same."""
 
 MAY_CHANGE = (
     *NOT_HASHED,

@@ -308,6 +308,10 @@ class RunConfig(Section):
     # Seeds of numpy and scikit-learn end at 2**32 - 1; torch takes more.
     seed: int = key("change it to see how much runs differ by chance", ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("train on it; auto: cuda where there is one")
+    activation_checkpointing: Literal["none", "blocks"] | Count = key(
+        "compute activations again in the backward pass: blocks; a number N: of every N-th block",
+        "none",  # like loss
+    )
     callbacks: list[Target] = key("call objects of your own after steps and evaluations")
     trust: bool = key("resume, evaluate: call any target that the run's config.yaml names", False)
     recipe: Text = key("start from this published setting; none: from none")
@@ -322,3 +326,10 @@ class RunConfig(Section):
             nested = MODES[name].info.nested
             if nested and name != mode:
                 yield "verify.modes", f"{name} needs clip.{nested}: give clip={name} too"
+
+    @property
+    def checkpointed_blocks(self) -> int:
+        """N where every N-th block computes its activations again; 0 for none."""
+        names = {"none": 0, "blocks": 1}
+        chosen = self.activation_checkpointing
+        return chosen if isinstance(chosen, int) else names[chosen]

@@ -28,6 +28,7 @@ from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
 from runner.gradients import Layout, OptionError
+from runner.models.recompute import blocks_of
 from runner.models.weights import WeightsError, load_weights
 from runner.optim.groups import GroupError
 from runner.train import build
@@ -98,6 +99,7 @@ def check(
         checks.problems += _durations(config, data, data_parts)
         checks.problems += unlogged_keys(config, data, compared)
     if model is not None:
+        checks.problems += _blocks(config, model)
         checks.problems += _weights(config, model, weights or ComparedWeights())
     if model is not None and unfit is None:
         tokens = None if data is None else data.tokens_per_sample
@@ -132,6 +134,16 @@ def _notes(
             f"plugin={config.plugin.name} runs on one rank: plugin.nproc is not given, and "
             "this run uses at most one GPU. plugin.nproc=2 starts two ranks."
         )
+
+
+def _blocks(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
+    """Yield why the model has no blocks to compute again."""
+    if not config.checkpointed_blocks:
+        return
+    try:
+        blocks_of(model)
+    except ValueError as error:
+        yield Problem("activation_checkpointing", config.activation_checkpointing, str(error))
 
 
 def _weights(config: RunConfig, model: nn.Module, weights: ComparedWeights) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ from runner.config.schema import RunConfig
 from runner.data.dataset import length_of
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples
+from runner.models.recompute import checkpoint_activations
 from runner.parallel.collectives import on_first
 from runner.train.build import device_of, make_collate, make_criterion, make_data, make_model
 from runner.verify.comparison import relative, side_of
@@ -79,6 +80,8 @@ def make_parts(
     device = device_of(config.device)
     dtype = getattr(torch, config.verify.dtype)
     model = make_model(config.model).to(device, dtype)
+    if config.checkpointed_blocks:
+        checkpoint_activations(model, config.checkpointed_blocks)
     switch_off_dropout(model)
     parameters = dict.fromkeys(model.parameters())
     criterion = make_criterion(config.loss)

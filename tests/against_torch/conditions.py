@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from runner.booster import SinglePlugin
 from runner.models.mixture import Mixture
+from runner.models.recompute import checkpoint_activations
 from runner.optim.groups import parameter_groups
 from tests.distributed.cases import Ddp, Experts, Fsdp, Hybrid, Stages, Tensors, Zero
 
@@ -289,7 +290,10 @@ def tie(net, *_):
 
 
 def recompute(net):
-    net[0].recomputes = net[1].recomputes = True
+    net[0].recomputes = True
+    holder = nn.Module()
+    holder.blocks = nn.ModuleList([net[1]])
+    checkpoint_activations(holder)
     net[0].never = nn.Linear(3, 3).double()
 
 

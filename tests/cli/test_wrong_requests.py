@@ -86,6 +86,8 @@ OTHER_WORDS = [
             "data.path=mydata.csv",
         ],
     ),
+    ("activation_checkpointing=blocks", ["DigitsCNN has no blocks: a block is an element of"]),
+    ("activation_checkpointing=0", ["none, blocks", "at least 1"]),
     ("clip.threshold=inf", ["clip=none measures without clipping"]),
     ("model=torch.py", ["name a class or a function of the file: torch.NAME"]),
 ]

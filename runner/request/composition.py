@@ -52,7 +52,7 @@ def no_option(group: str, option: str, options: Sequence[str]) -> str:
     if group in OPEN:
         listed += f"; any class or function by its full name: {group}=package.name"
     if group == "tracker":
-        listed += "; a sink of your own: see runner/telemetry/README.md"
+        listed += f"; a sink of your own: {group}._target_=package.Sink"
     return f"there is no {group}/{option}{meant}  (options: {listed})"
 
 

@@ -51,7 +51,9 @@ def misfits_of_samples(
     trial = _Trial(config, model, loss)
     try:
         trial.run(data, criterion)
-    except (BatchError, DataUnavailable) as error:
+    except BatchError as error:
+        yield _misfit_of_batch(config, str(error))
+    except DataUnavailable as error:
         yield Problem("data._target_", config.data.target, str(error))
     except MetricError as error:
         yield Problem("eval.metrics", error.metric, str(error))
@@ -60,6 +62,17 @@ def misfits_of_samples(
     except Exception as error:
         if not is_about_meta(error):
             yield Problem(*trial.at_fault, trial.refusal(error))
+
+
+def _misfit_of_batch(config: RunConfig, message: str) -> Problem:
+    """Return the problem of a batch that cannot be read; at ``data.columns``, if that is a key."""
+    arguments = config.data.arguments
+    if "columns" not in arguments or arguments["columns"] is not None:
+        return Problem("data._target_", config.data.target, message)
+    form, _, _ = message.partition(": give the DataLoader")
+    return Problem(
+        "data.columns", None, f"{form}: [[x,y],label] chooses columns of inputs and, last, targets"
+    )
 
 
 class _Trial:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.booster.batch import Calls, batch_size, mapped
+from runner.booster.batch import Calls, batch_size, mapped, targets_of
+from runner.booster.broadcast import BroadcastError, BroadcastWatch, is_compiled, would_broadcast
 from runner.booster.candidates import Candidates, is_zero
 from runner.booster.checks import Checks, Unshown
-from runner.booster.comparison import Comparison
+from runner.booster.comparison import Comparison, shape_of
 from runner.booster.criterion import (
     Criterion,
     binary_outputs,
@@ -105,6 +106,7 @@ class WindowLoss:
         exact = in_sum is not None and stated.items in ("auto", "labels")
         mean = cross_entropy_mean if may_return else criterion or method
         self._criterion: Criterion = in_sum if exact else mean  # type: ignore[assignment]
+        self._watched = is_compiled(criterion)  # whether it was seen not to broadcast
         self._sums = exact or not self._averages
         self._form = LossForm(
             has_criterion=criterion is not None,
@@ -180,7 +182,7 @@ class WindowLoss:
 
     def mean(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns for a batch."""
-        return self._criterion(*self.compares.arguments(outputs, batch))
+        return self._called(outputs, batch)
 
     def counted_as(self, batch: Any) -> str:
         """Return what a message calls the items of a batch."""
@@ -335,7 +337,7 @@ class WindowLoss:
         if items == 0 and not is_sum:
             return self._of_no_items(returned, outputs, batch)
         if is_sum and self._averages:
-            return self._criterion(*self.compares.arguments(outputs, batch))  # summed exactly
+            return self._called(outputs, batch)  # summed exactly
         loss = self._loss_with_graph(outputs, batch) if returned is None else returned
         counted = self._scale if is_sum else items
         multiplier = self._multiplier(loss, counted, batch, outputs)
@@ -372,7 +374,32 @@ class WindowLoss:
         if not torch.is_grad_enabled() and not holds_numbers(outputs):  # as in an evaluation
             outputs = mapped(outputs, as_leaf)
         with torch.enable_grad():
-            return self._criterion(*self.compares.arguments(outputs, batch))
+            return self._called(outputs, batch)
+
+    def _called(self, outputs: Any, batch: Any) -> Tensor:
+        """Return what the criterion returns, watched in its first call.
+
+        Raises:
+            BroadcastError: it compares outputs [B, 1] with targets [B], each with all.
+        """
+        arguments = self.compares.arguments(outputs, batch)
+        if self._watched:
+            return self._criterion(*arguments)
+        numbers = logits_of(outputs)
+        targets = targets_of(batch)
+        if targets is None or not would_broadcast(numbers, targets):
+            self._watched = targets is None or targets.numel() > 1
+            return self._criterion(*arguments)
+        with BroadcastWatch(numbers, targets) as watch:
+            loss = self._criterion(*arguments)
+        if watch.broadcast:
+            shapes = f"outputs {shape_of(numbers)} with targets {shape_of(targets)}"
+            raise BroadcastError(
+                f"{self.name} compares {shapes}, so each output with all targets: give both the "
+                "same shape"
+            )
+        self._watched = True
+        return loss
 
     def _multiplier(self, loss: Tensor, items: float, batch: Any, outputs: Any) -> float | None:
         """Return what makes a mean a sum over its items; None if it is not over these."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from runner.booster.batch import batch_size, mapped
+from runner.booster.broadcast import BroadcastError
 from runner.booster.candidates import is_silent, of_samples_in
 from runner.booster.graph_places import GraphError, Recorded
 from runner.booster.loss import DivisorError, WindowLoss
@@ -173,7 +174,7 @@ def first_pass(
         except _ExactError:
             is_exact = True  # the cross entropy of logits is, unless training returns a loss
             continue
-        except DivisorError as error:
+        except (BroadcastError, DivisorError) as error:
             return ShowsNothing(problem=str(error)), loss_of
         except Exception as error:
             if model.is_inside:

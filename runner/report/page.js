@@ -29,8 +29,11 @@
     if (text === "inf" || text === "-inf") return { rank: 1, size: text === "inf" ? 1 : -1, text };
     return Number.isNaN(size) ? { rank: 0, size: Infinity, text } : { rank: 0, size, text };
   };
-  const compare = (a, b, sign) =>
-    a.rank - b.rank || sign * (a.size === b.size ? a.text.localeCompare(b.text) : a.size - b.size);
+  const compare = (a, b, sign) => {
+    if (a.rank !== b.rank) return a.rank - b.rank;
+    if (a.size !== b.size) return sign * (a.size - b.size);
+    return sign * a.text.localeCompare(b.text);
+  };
   const sort = (heading, down) => {
     const column = heading.cellIndex;
     const by = (a, b) => compare(worth(a, column), worth(b, column), down ? -1 : 1);
@@ -79,9 +82,12 @@
   const convert = (data, layout) => {
     let highest = 0;
     for (const trace of data) {
-      const axis = look.axes[trace.meta?.setting]?.[state.unit];
-      trace.visible = axis ? trace.visible : trace.meta?.setting === undefined ? trace.visible : false;
-      if (!axis) continue;
+      if (trace.meta?.setting === undefined) continue;
+      const axis = look.axes[trace.meta.setting]?.[state.unit];
+      if (!axis) {
+        trace.visible = false; // its rows do not tell
+        continue;
+      }
       trace.x = converted(trace.x, axis);
       highest = Math.max(highest, trace.x[trace.x.length - 1] || 0);
     }
@@ -267,12 +273,17 @@
 
   // ---- Reading values off: by pointer or arrow keys, with one cursor in all charts. ------------
   const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : value);
+  const textOf = (chart, point) => {
+    const given = point.hovertext ?? (point.z === undefined ? point.text : undefined);
+    if (given !== undefined && given !== null) return given;
+    const x = number(point.x);
+    if (point.z !== undefined) return `${point.y}, ${x}: ${number(10 ** point.z)}`;
+    const value = `${point.fullData.name}: ${number(point.y)}`;
+    return chart.steps ? value : `${value} at ${x}`;
+  };
   const read = (chart, points) => {
-    const texts = points.map((p) => (p.z !== undefined
-      ? p.hovertext ?? `${p.y}, ${number(p.x)}: ${number(10 ** p.z)}`
-      : p.hovertext ?? p.text) ??
-      `${p.fullData.name}: ${number(p.y)}${chart.steps ? "" : ` at ${number(p.x)}`}`);
-    chart.reading.textContent = texts.join("; ") + (chart.steps ? ` at ${number(points[0].x)}` : "");
+    const texts = points.map((point) => textOf(chart, point)).join("; ");
+    chart.reading.textContent = chart.steps ? `${texts} at ${number(points[0].x)}` : texts;
   };
   const settingOf = ({ data, customdata }) =>
     (data?.meta?.cells ? customdata : data?.meta?.setting) ?? null;

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.booster.batch import BatchError, mapped, targets_of
+from runner.booster.broadcast import BroadcastError
 from runner.booster.comparison import shape_of
 from runner.booster.criterion import is_of_torch
 from runner.booster.loss import Loss, WindowLoss
@@ -50,7 +51,9 @@ def misfits_of_samples(
     trial = _Trial(config, model, loss)
     try:
         trial.run(data, criterion)
-    except (BatchError, DataUnavailable) as error:
+    except BatchError as error:
+        yield _misfit_of_batch(config, str(error))
+    except DataUnavailable as error:
         yield Problem("data._target_", config.data.target, str(error))
     except MetricError as error:
         yield Problem("eval.metrics", error.metric, str(error))
@@ -59,6 +62,17 @@ def misfits_of_samples(
     except Exception as error:
         if not is_about_meta(error):
             yield Problem(*trial.at_fault, trial.refusal(error))
+
+
+def _misfit_of_batch(config: RunConfig, message: str) -> Problem:
+    """Return the problem of a batch that cannot be read; at ``data.columns``, if that is a key."""
+    arguments = config.data.arguments
+    if "columns" not in arguments or arguments["columns"] is not None:
+        return Problem("data._target_", config.data.target, message)
+    form, _, _ = message.partition(": give the DataLoader")
+    return Problem(
+        "data.columns", None, f"{form}: [[x,y],label] chooses columns of inputs and, last, targets"
+    )
 
 
 class _Trial:
@@ -96,11 +110,18 @@ class _Trial:
             unequal = loss.compares.unequal(outputs, batch)
             if unequal:
                 raise TargetError(self._broadcast(unequal))
-            total = loss.sum(outputs, batch, items=1)
+            total = self._total(outputs, batch)
         self._require_classes(data, outputs)
         self._require_loss(total, outputs, caught)
         if self._config.eval.metrics:
             EvalMetrics(self._config.eval.metrics, loss).try_on(logits_of(outputs), self._samples)
+
+    def _total(self, outputs: Any, batch: Any) -> Any:
+        """Return the loss of the batch; refuse one that compares outputs with all targets."""
+        try:
+            return self._loss.sum(outputs, batch, items=1)
+        except BroadcastError as error:
+            raise TargetError(f"{error}{self._how_to_get_numbers()}") from error
 
     def _require_classes(self, data: Data, outputs: Any) -> None:
         """Refuse targets that are no classes of the outputs, of all samples that are in memory."""

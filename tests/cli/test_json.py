@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from runner.bench.timing import row
 from runner.cli.main import main
 from tests.cli.test_run import TINY
 
@@ -70,3 +71,16 @@ def test_a_calibration_answers_what_its_file_says(answer):
     with open(content["file"], encoding="utf-8") as file:
         description = json.load(file)
     assert {**description, "exit_code": 0, "file": content["file"]} == content
+
+
+def test_a_verification_answers_whether_the_steps_are_equal(answer):
+    content = answer("verify", "verify.steps=1", "accumulation=x2", *TINY)
+    assert content["ok"] is True
+    assert content["max_rel_error"] <= content["tolerance"]
+
+
+def test_a_benchmark_answers_its_tables(answer, tmp_path, monkeypatch):
+    monkeypatch.setattr("runner.bench.clip.rows", lambda setting: [row("first", [1.0])])
+    content = answer("bench", "clip", "--quick", "--output", str(tmp_path / "out"))
+    [first] = content["tables"]["clip"]["rows"]
+    assert first["median"] == 1.0

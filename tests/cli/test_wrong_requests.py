@@ -71,7 +71,7 @@ OTHER_WORDS = [
     ("wandb=false report_to=wandb", ["did you mean tracker=none?", "did you mean tracker?"]),
     (
         "precision=bf16-mixed tracker=mlflow",
-        ["mean bf16?", "a sink of your own: see runner/telemetry/README.md"],
+        ["mean bf16?", "a sink of your own: tracker._target_=package.Sink"],
     ),
     ("precision=16-mixed", ["did you mean fp16?"]),
     ("--help clip.treshold", ["did you mean clip.threshold?"]),

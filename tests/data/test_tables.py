@@ -248,6 +248,7 @@ def test_a_table_of_datasets_that_cannot_train_is_refused_in_one_sentence(tmp_pa
         (f"{saved} data.columns=[x,label] data.eval_split=dev", "no split dev (data.train.split"),
         (f"{saved} data.columns=[label,x]", "column label holds text: choose columns of numbers"),
         (f"{saved} data.columns=[x,labels]", "labels"),
+        (saved, "[[x,y],label] chooses columns of inputs and, last, targets"),
         ("data=datasets data.path=nowhere.csv", "there is no file"),
         ("data=datasets", "name a folder or a file"),
     ):

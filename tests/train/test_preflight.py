@@ -81,6 +81,10 @@ WRONG = [
         "compares outputs [B, 1] with targets [B], which would be broadcast",
     ),
     (
+        f"{LINEAR}out_features=1 loss={__name__}.squares data={__name__}.flat",
+        "outputs [B, 1] with targets [B], so each output with all targets: give both the same",
+    ),
+    (
         f"data={__name__}.five {LINEAR}out_features=5 loss={__name__}.each_item",
         "the loss of a batch must be one number, and has the shape [B, 5]",
     ),
@@ -209,6 +213,23 @@ def each_item(outputs, targets):
     return (outputs - targets[:, None]) ** 2
 
 
+def squares(outputs, targets):
+    return ((outputs.float() - targets * 2) ** 2).mean()
+
+
+def squeezed(outputs, targets):
+    return squares(outputs.squeeze(1), targets)
+
+
+def columns(outputs, targets):
+    return squares(outputs, targets[:, None])
+
+
+def ordered(outputs, targets):
+    pairs = (targets[:, None] - targets[None, :]).sign()
+    return torch.relu(-(outputs - outputs.T) * pairs).sum() / len(targets)
+
+
 @pytest.mark.parametrize(
     ("words", "parts"), WRONG + WRONG_IN_SIX_RANKS, ids=lambda value: value[:50]
 )
@@ -244,6 +265,12 @@ def test_the_metrics_that_an_objective_may_name_are_those_of_a_run():
     names = logged(configuration, build.make_data(configuration.data))
     assert sorted(names) == sorted(written | {"wall_s"})
     assert all(objective_of(summary, key) is not None for key in names)
+
+
+@pytest.mark.parametrize("loss", ["squeezed", "columns", "ordered"])
+def test_a_loss_that_compares_what_belongs_together_is_accepted(loss):
+    names = f"loss={__name__}.{loss} data={__name__}.flat"
+    preflight.check(config(f"{LINEAR}out_features=1 {names} loss.items=samples"))
 
 
 def test_a_model_that_the_meta_device_cannot_make_is_left_to_the_run():

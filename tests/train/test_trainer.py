@@ -213,6 +213,21 @@ def test_targets_that_a_criterion_would_broadcast_are_refused(criterion):
     refused(TypeError, message, trainer.fit)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_function_that_compares_each_output_with_all_targets_is_refused(accumulation):
+    data = TensorDataset(torch.randn(8, 6), torch.rand(8))
+    trainer = trainer_of(
+        nn.Linear(6, 1),
+        DataLoader(data, 4),
+        "1ep",
+        [],
+        criterion=lambda outputs, targets: ((outputs - targets) ** 2).mean(),
+        accumulation_steps=accumulation,
+    )
+    message = "outputs [B, 1] with targets [B], so each output with all targets: give both the same"
+    refused((TypeError, ValueError), message, trainer.fit)
+
+
 class Worsens:
     """Makes the losses of all later steps large."""
 

@@ -65,7 +65,7 @@ def fitted(text: str, stream: TextIO) -> str:
 
 def _wrapped(line: str, columns: int) -> str:
     """Wrap a line; a command stays in one piece, so that it can be copied."""
-    if len(line) <= columns:
+    if len(line) <= columns or line.lstrip().startswith("python -m runner"):
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     sentence, command, options = line.partition("python -m runner")

@@ -101,6 +101,7 @@ sink.write({"train/step": 1})
 sink.close({"guidance": ["the threshold clipped all of the steps, raise clip.threshold"]}, 0)
 logging.getLogger().addHandler(ConsoleHandler())
 logging.warning("a message that is longer than the terminal: see python -m runner report RUN")
+print_line("  python -m runner clip=norm clip.threshold=0.25")
 """
 
 
@@ -111,6 +112,7 @@ def test_lines_on_a_terminal_end_at_a_word_and_leave_a_command_whole():
     assert shown[0] == "clip-runner: cpu, one rank"
     assert "  raise clip.threshold" in shown
     assert "  python -m runner report RUN" in shown
+    assert "  python -m runner clip=norm clip.threshold=0.25" in shown
     assert all(len(line) <= 40 or "python -m runner" in line for line in shown)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         clipping_state_dict,
         load_clipping_state_dict,
     )
+    from runner.integrations.lightning_callback import LightningClipping
     from runner.integrations.monitor import GradientMonitor
     from runner.integrations.transformers_callback import ClippingCallback
     from runner.launch.process_group import (
@@ -55,6 +56,7 @@ _HOME = {
     "GradientClipping": "runner.train.options",
     "GradientMonitor": "runner.integrations.monitor",
     "HybridParallelPlugin": "runner.booster",
+    "LightningClipping": "runner.integrations.lightning_callback",
     "LinearWarmupLR": "runner.optim.schedulers",
     "InBackward": "runner.train.options",
     "Log": "runner.train.options",
@@ -91,6 +93,7 @@ __all__ = [
     "GradientMonitor",
     "HybridParallelPlugin",
     "InBackward",
+    "LightningClipping",
     "LinearWarmupLR",
     "Log",
     "Loss",

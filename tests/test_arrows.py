@@ -15,7 +15,7 @@ ARROWS = {
     "launch": "train telemetry run_folder",
     "verify": "check train telemetry",
     "calibrate": "train telemetry",
-    "bench": "request launch train",
+    "bench": "request launch train check integrations",
     "integrations": "telemetry",
     "check": "clip",
     "clip": "gradients",

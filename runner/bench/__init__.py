@@ -7,6 +7,7 @@ TABLES = {
     "loop": "runner.bench.loop:rows",
     "start": "runner.bench.loop:start",
     "scale": "runner.bench.scale:rows",
+    "parity": "runner.bench.parity:rows",
     "gpu": "runner.bench.gpu:rows",
 }
 """Generators of the rows of each table, ``rows(setting)``; their docstrings are the titles."""

@@ -106,6 +106,19 @@ def local_gradients(shards: Sequence[ParamShard]) -> list[Any]:
     return gradients
 
 
+def add_up_gradient(parameter: Tensor) -> None:
+    """Give a DTensor a gradient of its own placements, if its ranks have only partial sums.
+
+    Such is the gradient of a norm under sequence parallelism, each rank of which has its part of
+    the sequence. Then this is a collective of the parameter's mesh.
+    """
+    gradient = parameter.grad
+    if not is_dtensor(gradient) or not is_dtensor(parameter):
+        return
+    if any(placement.is_partial() for placement in gradient.placements):
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor that is not a replica on all mesh axes."""
     return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)

@@ -34,7 +34,7 @@ from runner.gradients.over_ranks import (
     require_unmarked,
     without_gradient,
 )
-from runner.gradients.shard import WeakShard, is_dtensor, is_sharded
+from runner.gradients.shard import WeakShard, add_up_gradient, is_dtensor, is_sharded
 
 # Names of wrappers of other libraries, and their attribute that holds the model.
 _INSIDE = {
@@ -271,6 +271,7 @@ def plain_clipper(model: nn.Module, process_groups: ProcessGroups | None = None)
     for parameter in model.parameters():
         mark += [id(parameter), parameter.shape, parameter.requires_grad]
         if is_dtensor(parameter):
+            add_up_gradient(parameter)
             mark += [parameter.placements, id(parameter.device_mesh)]
     groups = dict(process_groups or {})
     clippers: list[PlainClipper] = _plain.setdefault(model, [])  # type: ignore[no-untyped-call]

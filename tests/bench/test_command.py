@@ -14,7 +14,7 @@ from runner.cli.main import main
 from runner.train import stop
 from tests.process import python
 
-EVERY = tuple(name for name in TABLES if name != "gpu")
+EVERY = tuple(name for name in TABLES if name not in ("gpu", "parity"))
 
 
 @pytest.mark.parametrize("tables", [("clip",), pytest.param(EVERY, marks=pytest.mark.slow)])

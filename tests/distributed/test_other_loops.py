@@ -21,6 +21,8 @@ from runner import (
     Trainer,
     apply_gradient_clipping,
 )
+from runner.integrations.accelerate import clip_gradients as accelerate_clip
+from runner.integrations.fabric import clip_gradients as fabric_clip
 from runner.report import figures, read_run, write
 from runner.run_folder.strict_json import read_rows
 from tests.ranks import run_ranks
@@ -29,6 +31,9 @@ from tests.ranks import run_ranks
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The `srun` command"),
+    # What Lightning says of torch's trees, of few workers and of the default dictionary of logs.
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
 ]
 
 CLIPS = {"norm": 0.3, "value": 0.02, "adaptive": 0.05}
@@ -76,8 +81,8 @@ def whole(model):
     return weights
 
 
-def clip_and_step(model, optimizer, monitor, mode, **measured):
-    monitor.step(apply_gradient_clipping(model, mode, CLIPS[mode]), **measured)
+def record_and_step(decision, optimizer, monitor, **measured):
+    monitor.step(decision, **measured)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -99,8 +104,9 @@ def bare(kind, mode, *to):
                 loss = cross_entropy(model(inputs), targets)
                 (loss / MICROBATCHES).backward()
             if last:
+                decision = apply_gradient_clipping(model, mode, CLIPS[mode])
                 samples = BATCH * MICROBATCHES
-                clip_and_step(model, optimizer, monitor, mode, loss=loss, lr=0.3, samples=samples)
+                record_and_step(decision, optimizer, monitor, loss=loss, lr=0.3, samples=samples)
     return whole(net)
 
 
@@ -122,7 +128,8 @@ def fabric(kind, mode, *to):
                 loss = cross_entropy(model(inputs), targets)
                 fabric.backward(loss / MICROBATCHES)
             if last:
-                clip_and_step(model, optimizer, monitor, mode, loss=loss)
+                decision = fabric_clip(fabric, model, optimizer, mode, CLIPS[mode])
+                record_and_step(decision, optimizer, monitor, loss=loss)
     return whole(net)
 
 
@@ -147,10 +154,62 @@ def accelerate(kind, mode, *to):
             with accelerator.accumulate(model):
                 loss = cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    clip_and_step(model, optimizer, monitor, mode, loss=loss)
+                decision = accelerate_clip(accelerator, model, mode, CLIPS[mode])
+                if decision is None:  # as Accelerate, which does not step either
+                    continue
+                record_and_step(decision, optimizer, monitor, loss=loss)
     AcceleratorState._reset_state(reset_partial_state=True)
     return whole(accelerator.unwrap_model(model))
+
+
+def lightning(kind, mode, *to):
+    from runner import LightningClipping  # which imports Lightning: other loops need not
+
+    callback = LightningClipping(mode, CLIPS[mode], to=list(to))
+    return by_lightning(kind, callback)
+
+
+def by_lightning(kind, callback, ckpt_path=None, hook=None, **options):
+    """Weights after the Trainer of Lightning, on each rank."""
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+
+        def configure_model(self):
+            if kind == "fsdp":
+                sharded(self.net)
+
+        def training_step(self, batch):
+            inputs, targets = batch
+            return cross_entropy(self.net(inputs), targets)
+
+        def configure_optimizers(self):
+            return make_optimizer(self)
+
+    if hook is not None:
+        Module.configure_gradient_clipping = hook
+    world = 1 if kind == "single" else _as_torchrun()
+    strategies = {"ddp": DDPStrategy, "fsdp": ModelParallelStrategy}
+    module = Module()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategies[kind]() if kind in strategies else "auto",
+        accumulate_grad_batches=MICROBATCHES,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **({"max_epochs": 1, "enable_checkpointing": False, "callbacks": callback} | options),
+    )
+    rank = dist.get_rank() if world > 1 else 0
+    batches = [(inputs, targets) for inputs, targets, _ in microbatches(rank, world)]
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    return whole(module.net)
 
 
 def _as_torchrun():
@@ -168,7 +227,7 @@ def _as_torchrun():
     return world
 
 
-LOOPS = {"bare": bare, "fabric": fabric, "accelerate": accelerate}
+LOOPS = {"bare": bare, "fabric": fabric, "accelerate": accelerate, "lightning": lightning}
 
 
 def run_all(name, kinds):
@@ -423,8 +482,9 @@ def test_every_library_has_the_rows_of_float64_by_hand(in_float64):
     series = read_run(file.parent).series
     for key in steps[0]:
         assert series[key].values == pytest.approx([step[key] for step in steps], rel=1e-9), key
-    # The loss of the last microbatch is what these loops give; transformers logs the step's own.
-    expected = [np.mean(step) if name == "transformers" else step[-1] for step in losses]
+    # The loss of the last microbatch is what these loops give; Trainers log the step's own.
+    whole_step = name in ("transformers", "lightning")
+    expected = [np.mean(step) if whole_step else step[-1] for step in losses]
     assert series["train/loss"].values == pytest.approx(expected, rel=1e-6)
 
 

@@ -11,7 +11,7 @@ if __name__ == "__main__":
         code = start()
     except KeyboardInterrupt:  # nothing has begun yet
         code = 130
-    # Python ends by SIGINT, whatever the exit code, if an interrupt met code that was executed from
-    # a string, as dataclasses are made. Executing another string clears that.
-    exec("")
+    from runner.workarounds import forget_interrupt
+
+    forget_interrupt()
     raise SystemExit(code)

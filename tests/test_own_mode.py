@@ -119,7 +119,7 @@ def test_the_page_shows_its_threshold(home):
 
 def test_its_options_are_in_the_help(importable, capsys):
     for words, shown in ((), "clip.decay=0.9 "), (("+clip.decay=0.5",), "clip.decay=0.5 "):
-        assert main([TARGET, *words, "--help"]) == 0
+        assert main([TARGET, *words, "--help", "clip"]) == 0
         text = capsys.readouterr().out
         [line] = [line for line in text.splitlines() if line.strip().startswith("clip.decay")]
         assert line.strip().startswith(shown)

@@ -23,7 +23,7 @@ from runner.bench.timing import Row, Setting, Side, clocked, compared, interleav
 from runner.booster import Booster, HybridParallelPlugin, TensorParallelPlugin, TorchFSDPPlugin
 from runner.clip import build
 from runner.gradients import Layout, total_norm
-from runner.launch.supervise import train
+from runner.launch.train import train
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fsdp": TorchFSDPPlugin,

@@ -108,20 +108,34 @@ class BoostedParameters:
     """
 
     def __init__(self, model: nn.Module, renamed: Mapping[str, str], alone: bool) -> None:
-        self._model, self._renamed, self._alone = model, renamed, alone
-        self._known = {id(p): (name, p) for name, p in self._named()}
-        self._trained = [p.requires_grad for _, p in self._known.values()]
+        self._model = model
+        self._renamed = renamed
+        self._alone = alone
+        # With the name, by the id of each parameter, which is held: no other tensor gets this id.
+        self._known = {id(parameter): (name, parameter) for name, parameter in self._named()}
+        self._trained = [parameter.requires_grad for _, parameter in self._known.values()]
         self._asked = False
         self._record()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(self._renamed.get(n, n), p) for n, p in self._model.named_parameters()]
+        """Return the parameters that the model has now, with their names at boost."""
+        named = []
+        for name, parameter in self._model.named_parameters():
+            named.append((self._renamed.get(name, name), parameter))
+        return named
 
     def _record(self) -> None:
-        self._dicts = [d for m in self._model.modules() for d in (m._parameters, m._modules)]
-        self._slots = [(slots, key, value) for slots in self._dicts for key, value in slots.items()]
+        """Note what the dictionaries of all modules hold, and the type of each parameter."""
+        self._dicts: list[dict[str, Any]] = []
+        for module in self._model.modules():
+            self._dicts.append(module._parameters)
+            self._dicts.append(module._modules)
+        self._slots: list[tuple[dict[str, Any], str, Any]] = []
+        for slots in self._dicts:
+            for key, value in slots.items():
+                self._slots.append((slots, key, value))
         self._values = [value for _, _, value in self._slots]
-        self._parameters = [p for _, p in self._known.values()]
+        self._parameters = [parameter for _, parameter in self._known.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
 
     def require_same(self) -> None:
@@ -143,22 +157,35 @@ class BoostedParameters:
         named = self._named()
         present = {id(parameter) for _, parameter in named}
         self._require_present(present)
-        # A slot may hold None, for a parameter that was tied to another stage's parameter.
-        moved = {id(d[key]) for d, key, value in self._slots if d.get(key, value) is not value}
-        unsharded = {id(computed_with(p)) for _, p in self._known.values()} - self._known.keys()
-        for name, p in named:
-            if p.requires_grad and id(p) not in (self._known.keys() - moved) | unsharded:
+        # FSDP computes with unsharded parameters, which stand in the slots of the sharded ones.
+        computing = {id(computed_with(parameter)) for parameter in self._parameters}
+        unsharded = computing - self._known.keys()
+        allowed = (self._known.keys() - self._moved()) | unsharded
+        for name, parameter in named:
+            if parameter.requires_grad and id(parameter) not in allowed:
                 raise ValueError(f"{name} was added after boost: {_BEFORE}")
         if not present & unsharded:
             self._record()
 
+    def _moved(self) -> set[int]:
+        """Return the ids of what stands in a slot in which something else stood before."""
+        moved = set()
+        for slots, key, value in self._slots:
+            # A slot may hold None, for a parameter that was tied to another stage's parameter.
+            value_now = slots.get(key, value)
+            if value_now is not value:
+                moved.add(id(value_now))
+        return moved
+
     def _require_present(self, present: Collection[int]) -> None:
         """Check that no parameter was removed or converted; ``present``: ids of all parameters."""
-        for (name, p), dtype in zip(self._known.values(), self._dtypes, strict=True):
-            if id(p) not in present and id(computed_with(p)) not in present:
+        for (name, parameter), dtype in zip(self._known.values(), self._dtypes, strict=True):
+            if id(parameter) not in present and id(computed_with(parameter)) not in present:
                 raise ValueError(f"{name} was replaced, removed or tied after boost: {_BEFORE}")
-            if p.dtype != dtype and not self._alone:
-                raise ValueError(f"{name} is {p.dtype}, but was {dtype} at boost: {_BEFORE}")
+            if parameter.dtype != dtype and not self._alone:
+                raise ValueError(
+                    f"{name} is {parameter.dtype}, but was {dtype} at boost: {_BEFORE}"
+                )
 
     def require_final(self) -> None:
         """Check, once a step, that parameters are as at boost, and none frozen with a gradient."""
@@ -169,8 +196,8 @@ class BoostedParameters:
         if not self._alone:
             trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
-            for (name, p), was in zip(self._known.values(), self._trained, strict=True):
-                if was and not p.requires_grad and p.grad is not None:
+            for (name, parameter), was in zip(self._known.values(), self._trained, strict=True):
+                if was and not parameter.requires_grad and parameter.grad is not None:
                     raise ValueError(
                         f"{name} was frozen while it has a gradient: freeze it after "
                         "optimizer.zero_grad() and before the next forward pass"

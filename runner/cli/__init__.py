@@ -23,7 +23,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a RequestError that names the argument."""
         if message.startswith("the following"):
-            message = f"{message.partition(': ')[2]}: must be given"
+            names = message.partition(": ")[2].split(", ")
+            required = [name for name in names if name != "KEY=VALUE"]  # which may be left out
+            message = f"{', '.join(required)}: must be given"
         name, _, text = message.removeprefix("argument ").partition(": ")
         raise RequestError([Problem(name, NOTHING, text)])
 

@@ -17,7 +17,6 @@ from runner.config.folders import Refusal, read_yaml
 from runner.config.identity import differences
 from runner.config.masking import masked_words
 from runner.config.problem import NOTHING, Problem, RequestError
-from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.request.request import Request, request
 from runner.run_folder import files
@@ -30,6 +29,8 @@ _COMPLETIONS = [
     for shell in ("bash", "fish", "zsh")
 ]
 
+_NAME = re.compile(r"\w+(\.\w+)*")  # of a section or a key
+
 
 class Arguments(argparse.Namespace):
     """Overrides and flags. Flags that a command does not have keep these values."""
@@ -39,7 +40,7 @@ class Arguments(argparse.Namespace):
     multirun: bool = False
     # Flags that print and run nothing
     help: bool = False
-    sections: Sequence[str] = ()  # --help is about these alone
+    topics: Sequence[str] = ()  # --help is about these alone
     cfg: str | None = None
     info: str | None = None
     hydra_help: bool = False
@@ -86,8 +87,8 @@ def read(argv: Sequence[str], purpose: str = "a run") -> Arguments:
             message = "goes with --cfg, which runs nothing"
             raise RequestError(Problem(flag, NOTHING, message) for flag in flags)
     if arguments.help:
-        arguments.sections = [text for text in overrides if text in RunConfig.model_fields]
-    arguments.overrides = [text for text in overrides if text not in arguments.sections]
+        arguments.topics = [text for text in overrides if _NAME.fullmatch(text)]
+    arguments.overrides = [text for text in overrides if text not in arguments.topics]
     return arguments
 
 
@@ -158,7 +159,10 @@ def _how_to_go_on(request: Request) -> str | None:
     except (Refusal, KeyError, TypeError):
         return None
     duration = str(job.config.train.max_duration)
-    if status.get("state") != "finished" or duration == before or differences(recorded, job.plain):
+    differing = differences(recorded, job.plain)
+    if str(before)[-2:] != duration[-2:]:  # in another unit, which may be longer
+        differing.pop("train.max_duration", None)
+    if status.get("state") != "finished" or duration == before or differing:
         return None
     if not any((folder / files.CHECKPOINTS).glob(f"step_*/{files.MANIFEST}")):
         return (

@@ -39,6 +39,7 @@ from runner.telemetry.sinks.console import (
     print_json,
     print_line,
 )
+from runner.workarounds import search_no_plugins_of_pydantic
 
 COMMANDS = {
     "bench": "measure",
@@ -135,8 +136,7 @@ def _set_environment() -> None:
     # milliseconds: beside another process, a small net's step takes 3 to 10 times as long.
     if os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE") == "PASSIVE":
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # pydantic would search all installed packages for plugins, which takes as long as a check.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    search_no_plugins_of_pydantic()
 
 
 def _answer_or_exit(argv: list[str]) -> Answer:

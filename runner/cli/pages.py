@@ -73,7 +73,7 @@ def dashboard(argv: Sequence[str]) -> int:
 
     This needs a wandb server and its API key (wandb login).
     """
-    project = str(read_yaml(find("conf") / "tracker" / "wandb.yaml")["project"])
+    project = str(read_yaml(find("conf") / "tracker_keys.yaml")["project"])
     parser = command_parser(dashboard)
     add = parser.add_argument
     add("--project", default=project, help=f"show the runs of this project ({project})")

@@ -30,7 +30,7 @@ def on_ranks(
         from runner.launch.rank import join
 
         raise SystemExit(join(work, config.launch.timeout))
-    from runner.launch.supervise import train
+    from runner.launch.train import train
 
     folder.mkdir(parents=True, exist_ok=True)
     result = attempt(lambda: train(config, folder, sinks, work))

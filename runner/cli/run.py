@@ -48,7 +48,7 @@ def _print_answer(arguments: Arguments) -> None:
         return
     request = composed(arguments)
     if arguments.help:
-        print_line(help_text(request, arguments.sections))
+        print_line(help_text(request, arguments.topics).strip("\n"))
     elif arguments.cfg:
         text = composed_text(request, arguments.cfg, arguments.package, arguments.resolve)
         print(text, end="")

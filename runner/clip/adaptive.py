@@ -129,13 +129,7 @@ class AdaptiveClip(Adaptive, ChangeMode):
         """Measure the gradients' units, with sums of squares in ``dtype`` at least."""
         if self._layout is not layout:
             self.bind(layout)
-        shards, present_gradients = layout.gradients()
-        gradients: list[Tensor | None] = [*present_gradients]
-        if len(shards) < len(layout.shards):
-            by_shard: dict[int, Tensor | None] = {}
-            for shard, gradient in zip(shards, present_gradients, strict=True):
-                by_shard[id(shard)] = gradient
-            gradients = [by_shard.get(id(shard), _empty(layout, shard)) for shard in layout.shards]
+        gradients = _gradient_of_each_shard(layout)
         present = [gradient is not None for gradient in gradients]
         if self._index is None or self._index.present != present:
             left_out = [shard.name in self._excluded for shard in self._shards]
@@ -152,17 +146,17 @@ class AdaptiveClip(Adaptive, ChangeMode):
         if units is None or units.dtype != dtype:
             units = self._unit_norms(layout, dtype)
         index = units.index
-        weights = index.norms_of_clipped([local(shard.param) for shard in self._shards], dtype)
-        gradients = units.norms[: index.units]
-        weights, gradients = index.complete(torch.stack([weights, gradients]))
-        ratios = gradients / weights.clamp(min=self.eps)
+        weight_norms = index.norms_of_clipped([local(shard.param) for shard in self._shards], dtype)
+        gradient_norms = units.norms[: index.units]
+        weight_norms, gradient_norms = index.complete(torch.stack([weight_norms, gradient_norms]))
+        ratios = gradient_norms / weight_norms.clamp(min=self.eps)
         over = ratios > limit
         after = units.norms
         if any(kernels.may_hold(over.any().view(1))):
             coefs = torch.where(over, limit / ratios, 1.0)
             index.scale(units.gradients, coefs, dtype)
             after = torch.cat([after[: index.units] * coefs, after[index.units :]])
-        counted = index.counted(gradients)
+        counted = index.counted(gradient_norms)
         if self.tally is not None:
             for weight in index.weights:
                 self.tally.add(ratios.where(counted == weight, nan), weight)
@@ -172,6 +166,17 @@ class AdaptiveClip(Adaptive, ChangeMode):
             max_stat=ratios.amax().to(norm.dtype) if ratios.numel() else layout.number(0.0),
             power=index.power(after) if self.norm_type == 2.0 else None,
         )
+
+
+def _gradient_of_each_shard(layout: Layout) -> list[Tensor | None]:
+    """Return the gradient of each shard of ``layout``, also an empty one; None without one."""
+    shards, gradients = layout.gradients()
+    if len(shards) == len(layout.shards):
+        return [*gradients]
+    present: dict[int, Tensor] = {}
+    for shard, gradient in zip(shards, gradients, strict=True):
+        present[id(shard)] = gradient
+    return [present.get(id(shard), _empty(layout, shard)) for shard in layout.shards]
 
 
 def _empty(layout: Layout, shard: ParamShard) -> Tensor | None:

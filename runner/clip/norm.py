@@ -91,10 +91,7 @@ class PercentileClip(Percentile, FactorMode):
         before = self.memory["norms"][1:]
         rising = torch.cat([before, norm]).sort().values
         count = (rising < math.inf).sum(dtype=norm.dtype).view(1)
-        position = (count - 1.0) * (self.limit / 100.0)
-        low = position.floor()
-        high = torch.minimum(low + 1.0, count - 1.0)
-        limit = torch.lerp(rising[low.long()], rising[high.long()], position - low)  # as NumPy does
+        limit = _percentile(rising, count, self.limit)
         clips = (count >= self.min_steps) & (limit > 0)
         limit = torch.where(clips, limit, math.inf)
         kept = torch.minimum(norm, limit) if self.history == "clipped" else norm
@@ -114,6 +111,14 @@ class PercentileClip(Percentile, FactorMode):
         super().load_state_dict(state)
         if self.window is not None and "norms" in self.memory:
             self.memory["norms"] = self.memory["norms"][-self.window :]
+
+
+def _percentile(rising: Tensor, count: Tensor, percent: float) -> Tensor:
+    """Return a percentile of the first ``count`` of rising values, interpolated as NumPy does."""
+    position = (count - 1.0) * (percent / 100.0)
+    low = position.floor()
+    high = torch.minimum(low + 1.0, count - 1.0)
+    return torch.lerp(rising[low.long()], rising[high.long()], position - low)
 
 
 @dataclass(eq=False)
@@ -138,30 +143,39 @@ class ZScoreClip(ZScore, FactorMode):
 
     @torch.no_grad()
     def decide_finite(self, layout: Layout, norms: Norms) -> Decision:
-        past = self.memory
-        count = past["count"]
-        mean = past["mean"]
-        variance = past["variance"]
         norm = norms.total
-        z = self.limit
-        begins = count < self.warmup_steps
-        deviation = variance.sqrt()
+        mean = self.memory["mean"]
+        deviation = self.memory["variance"].sqrt()
+        begins = self.memory["count"] < self.warmup_steps
         unlimited = begins | (deviation <= self.eps * mean)
         eps = 0.0 if self.rule == "percentile" else self.eps
-        limit = mean + z * (deviation + eps)
+        limit = mean + self.limit * (deviation + eps)
         bound = limit.masked_fill(unlimited, math.inf)
-        to = bound
+        target = self._target(norm, bound, deviation)
+        entering = norm
+        if self.history == "clipped":
+            entering = torch.where(norm > bound, target, norm)
+        self._remember(entering, begins)
+        in_force = limit.masked_fill(unlimited, math.nan)
+        return limit_norm(norm, bound, threshold=in_force, to=target)
+
+    def _target(self, norm: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:
+        """Return what a norm above ``bound`` is scaled down to."""
+        if self.rule == "percentile":
+            return bound
+        mean: Tensor = self.memory["mean"]
         if self.rule == "mean":
-            to = mean
-        elif self.rule == "adaptive_scaling":
-            to = mean + z * z * deviation * (deviation + eps) / (norm - mean)
-        kept = torch.where(norm > bound, to, norm) if self.history == "clipped" else norm
+            return mean
+        z = self.limit
+        return mean + z * z * deviation * (deviation + self.eps) / (norm - mean)
+
+    def _remember(self, norm: Tensor, begins: Tensor) -> None:
+        """Let a norm enter mean and variance, with equal weights while the memory ``begins``."""
+        count = self.memory["count"]
+        change = norm - self.memory["mean"]
         # One form of both: a running variance weighs the last square by one (1 - weight) more.
         weight = torch.where(begins, 1.0 / (count + 1.0), 1.0 - self.decay)
-        change = kept - mean
         square = torch.where(begins, 1.0, 1.0 - weight) * change * change
-        past["count"] = count + 1.0
-        past["mean"] = mean + weight * change
-        past["variance"] = (1.0 - weight) * (variance + weight * square)
-        in_force = limit.masked_fill(unlimited, math.nan)
-        return limit_norm(norm, bound, threshold=in_force, to=to)
+        self.memory["count"] = count + 1.0
+        self.memory["mean"] = self.memory["mean"] + weight * change
+        self.memory["variance"] = (1.0 - weight) * (self.memory["variance"] + weight * square)

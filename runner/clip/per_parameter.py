@@ -204,24 +204,16 @@ class AdaGCClip(AdaGC, TensorMode):
         tensors = self.tensors(layout, norms)
         sizes = tensors.norms
         present = tensors.present
-        memory = self.memory
-        gamma = memory["gamma"] if self._positions is None else memory["gamma"][self._positions]
-        warm = memory["step"] < self.warmup_steps
-        begun = gamma.isfinite()
-        bound = self.limit * gamma
         whole = norms.total
+        warm = self.memory["step"] < self.warmup_steps
+        gamma = self._gamma()
+        bound = self.limit * gamma
         over = torch.where(warm, whole > self.absolute, sizes > bound) & present
-        scales = torch.where(over, torch.where(warm, self.absolute / whole, bound / sizes), 1.0)
+        factors = torch.where(warm, self.absolute / whole, bound / sizes)
+        scales = torch.where(over, factors, 1.0)
         after = tensors.scaled(scales)
         entering = after.norms if self.history == "clipped" else sizes
-        mean = torch.where(begun, self.beta * gamma + (1 - self.beta) * entering, entering)
-        updated = torch.where(warm, gamma.minimum(entering), mean)
-        updated = torch.where(sizes > 0, updated, gamma)
-        if self._positions is None:
-            memory["gamma"] = updated
-            self.end_parts()
-        else:
-            memory["gamma"] = memory["gamma"].index_copy(0, self._positions, updated)
+        self._remember(gamma, entering, moves=sizes > 0, warm=warm)
         return decide_on_tensors(
             self,
             layout,
@@ -230,6 +222,23 @@ class AdaGCClip(AdaGC, TensorMode):
             threshold=torch.where(warm, math.nan, layout.number(self.limit)),
             scales=scales,
         )
+
+    def _gamma(self) -> Tensor:
+        """Return the running mean of each tensor's norm, inf where there is none yet."""
+        gamma: Tensor = self.memory["gamma"]
+        return gamma if self._positions is None else gamma[self._positions]
+
+    def _remember(self, gamma: Tensor, entering: Tensor, moves: Tensor, warm: Tensor) -> None:
+        """Let norms enter the running means where these move; in the warm-up the smallest stays."""
+        running = self.beta * gamma + (1 - self.beta) * entering
+        mean = torch.where(gamma.isfinite(), running, entering)
+        updated = torch.where(warm, gamma.minimum(entering), mean)
+        updated = torch.where(moves, updated, gamma)
+        if self._positions is None:
+            self.memory["gamma"] = updated
+            self.end_parts()
+        else:
+            self.memory["gamma"] = self.memory["gamma"].index_copy(0, self._positions, updated)
 
     def of_part(self, layout: Layout) -> AdaGCClip:
         part = copy.copy(self)

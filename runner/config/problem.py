@@ -151,11 +151,20 @@ _NAMES_ELSEWHERE = {
         "max_norm",
     ),
     "optimizer.lr": ("base_lr", "learning_rate", "lr"),
-    "scheduler.warmup_fraction": ("warmup", "warmup_ratio", "warmup_steps"),
-    "model": ("pretrained", "weights"),
+    "scheduler.warmup_fraction": ("warmup", "warmup_ratio"),
+    "scheduler.warmup_steps": ("num_warmup_steps", "warmup_steps"),
+    "model.weights": ("pretrained", "weights"),
     "tracker": ("logger", "report_to", "wandb"),
 }
 _OURS = {name: ours for ours, names in _NAMES_ELSEWHERE.items() for name in names}
+_OPTIONS_WITH = {
+    "scheduler.warmup_fraction": "scheduler=linear_warmup_cosine",
+    "scheduler.warmup_steps": "scheduler=linear_warmup_cosine",
+}
+"""Keys that not every option of their group has, each with an option that does."""
+
+_SETTINGS_ELSEWHERE = {("wandb", False): "tracker=none", ("wandb", True): "tracker=wandb"}
+"""Keys with values of other programs, and what they are called here."""
 
 
 def near_name(name: Any, names: Iterable[str]) -> str:
@@ -184,8 +193,12 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
     sections = {name.partition(".")[0] for name in keys}
     if str(value) in sections and "." not in key:  # KEY=VALUE, typed the wrong way round
         suggestion = f"{value}={key}"
+    elif isinstance(value, bool) and (key, value) in _SETTINGS_ELSEWHERE:
+        suggestion = _SETTINGS_ELSEWHERE[key, value]
     else:
         suggestion = or_list(_nearest_keys(key, sorted(keys | sections - {key})))
+        if suggestion in _OPTIONS_WITH and suggestion not in keys:
+            suggestion += f", with {_OPTIONS_WITH[suggestion]}"
     section = key.rpartition(".")[0]
     beside = {name.removeprefix(f"{section}.") for name in keys if name.startswith(f"{section}.")}
     if section and beside:
@@ -199,17 +212,20 @@ def unknown_key(key: str, known: Iterable[str], value: Any = NOTHING) -> Problem
 def _nearest_keys(key: str, keys: Sequence[str]) -> Sequence[str]:
     """Return the dotted ``keys`` that ``key`` most likely means, best first, at most three."""
     section, _, last = key.lower().rpartition(".")
+    top = section.partition(".")[0]
     same_end = _by_end(keys).get(last, [])
+    beside = [candidate for candidate in keys if candidate.startswith(f"{top}.")] if top else []
+    near_beside = get_close_matches(last, _by_end(beside), n=1)
     # A name of other programs counts if the rest of ``key`` does not say which key is meant.
     meant = _OURS.get(last, "")
-    if meant in keys and not (section and same_end):
-        return [meant]
+    if meant in keys or meant in _OPTIONS_WITH:
+        fits = not top or meant.startswith(f"{top}.") or meant in same_end
+        if fits or not (same_end or near_beside):
+            return [meant]
     if same_end:
         return same_end[:3]
-    if section:
-        # A key of another section may look alike, and means something else.
-        top = section.partition(".")[0]
-        keys = [candidate for candidate in keys if candidate.startswith(f"{top}.")] or keys
+    # A key of another section may look alike, and means something else.
+    keys = beside or keys
     near = get_close_matches(key, keys, n=1, cutoff=0.8)
     if near:
         return near

@@ -131,6 +131,10 @@ class LossSection(Target):
 
 class Tracker(Section):
     name: Literal[options("tracker")] = key("choose the tracker")  # type: ignore[valid-type]
+    # With a default: runs that were recorded earlier lack it.
+    target: DottedName | None = key(
+        "record with this class of your own, called with the run's folder", None, alias="_target_"
+    )
     also: list[Literal["tensorboard", "wandb"]] = key("record with these too, as [tensorboard]")
     mode: Literal["auto", "online", "offline", "disabled"] = key("auto: online with a key")
     project: Text = key("file runs under this project")
@@ -138,6 +142,13 @@ class Tracker(Section):
     tags: Texts = key("tag runs, to find them again")
     job_type: Text = key("say what kind of run this is, such as train")
     timeout: Positive = key("wait at most so many seconds at the end until wandb has the run")
+
+    @property
+    def own(self) -> Target | None:
+        """The class of a sink that is none of this project's trackers."""
+        if self.target is None:
+            return None
+        return Target.model_validate({"_target_": self.target})
 
     def uses(self, tracker: str) -> bool:
         """Return whether a run is recorded with this tracker."""

@@ -203,9 +203,10 @@ def _unknown_keys(
     """Yield each key at and below one that does not exist."""
     sections = {name.partition(".")[0] for name in known}
     typed = [name for name, _ in leaves("", plain) if name.partition(".")[0] in sections]
+    arguments = [name for name in typed if f"{name.partition('.')[0]}._target_" in known]
     for leaf, content in leaves(key, value):
-        names = known if "." in leaf else {*known, *typed}
-        yield unknown_key(leaf, names, content)
+        more = arguments if "." in leaf else typed
+        yield unknown_key(leaf, {*known, *more}, content)
 
 
 def _field_of(error: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:

@@ -20,7 +20,8 @@ from runner.config.problem import Problem, leaves
 
 TARGET = "_target_"
 PROJECT = tuple(
-    f"runner.{room}." for room in ("models", "data", "optim", "clip", "train.callbacks")
+    f"runner.{room}."
+    for room in ("models", "data", "optim", "clip", "train.callbacks", "telemetry.sinks")
 )
 LIBRARIES = (
     *("torch.nn.", "torch.optim.", "torch.utils.data."),

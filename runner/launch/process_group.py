@@ -7,7 +7,6 @@ import ctypes
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from runner.config.environment import join_slurm_step
 from runner.config.notation import plural
 from runner.launch import signals
+from runner.workarounds import let_gloo_drop_tensors, limit_groups_of_meshes
 
 LATER = 5.0  # seconds by which collectives end after `launch.timeout`, when stacks are written
 
@@ -56,8 +56,7 @@ def launch_from_torch(
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     backend = _backend() if backend in (None, "nccl") else backend
     limit = timedelta(seconds=timeout)
-    # The groups of device meshes, which are given no limit, would have torch's 30 minutes.
-    dist.distributed_c10d.default_pg_timeout = limit
+    limit_groups_of_meshes(limit)
     try:
         _wait_for_peers(backend, limit)
     except dist.DistNetworkError as error:
@@ -116,7 +115,7 @@ def abandon() -> None:
 
 def _leave_at_exit() -> None:
     leave()
-    time.sleep(0.1)  # gloo's threads drop the tensors of the last collectives
+    let_gloo_drop_tensors()
 
 
 def keep_freed_memory(device: str) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from runner.config.environment import started_nodes
 from runner.launch.failure import Failure, described, is_lost_peer, stopped_by, summary_of
+from runner.launch.rendezvous import HOST, served_store
 from runner.run_folder import files
 from runner.train import stop
 
@@ -45,21 +46,11 @@ class Reports:
     @classmethod
     def served(cls) -> Reports:
         """Return reports that other processes of this machine can reach by :attr:`port`."""
-        # Given a host alone, the store would listen on all interfaces.
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return cls(store)
+        return cls(served_store())
 
     @classmethod
     def at(cls, port: int) -> Reports:
-        return cls(_connected("127.0.0.1", port))
+        return cls(_connected(HOST, port))
 
     @property
     def port(self) -> int:

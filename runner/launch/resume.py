@@ -12,6 +12,7 @@ from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
 from runner.config.environment import started_rank, variable
 from runner.config.identity import NO_PATH, branching, config_hash, differences
+from runner.config.notation import Duration
 from runner.config.plugin_section import PluginSection
 from runner.config.problem import MISSING, Problem, RequestError, shown
 from runner.config.reading import DamagedFile
@@ -23,6 +24,7 @@ from runner.run_folder.strict_json import decode, encode, number, read_object
 FROM = "resumed_from"  # entry of a status: checkpoint of another run that this one started from
 _BATCH = ("data.batch_size", "accumulation.steps")
 _CLASS = "optimizer._target_"
+_DURATION = "train.max_duration"
 _FORCE = "; resume.force=true continues all the same"
 
 
@@ -228,6 +230,8 @@ def problems(config: RunConfig, plain: Mapping[str, Any], start: Start) -> list[
         may_differ += ("clip.", "optimizer.")
     differing = {}
     for key, values in differences(saved, decode(encode(dict(plain)))).items():
+        if key == _DURATION and _has_reached(checkpoint, values[0]):
+            continue  # a longer one in another unit; _nothing_left refuses a shorter one
         if key == _CLASS or not (forced or key.startswith(may_differ)):
             differing[key] = values
     explained = not differing.keys().isdisjoint(_BATCH)
@@ -249,7 +253,11 @@ def _unequal(differing: Mapping[str, tuple[Any, Any]], where: str, advice: str) 
         if key not in replaced and f"{section}._target_" in replaced:
             continue  # arguments of another target
         was = "is not given" if before == MISSING else f"is {shown(before)}"
-        end = "; its state cannot be used" if key == _CLASS else advice
+        end = advice
+        if key == _CLASS:
+            end = "; its state cannot be used"
+        elif key == _DURATION and advice == _FORCE:
+            end = f": give a longer one in the same unit{advice}"
         typed = "(not given)" if value == MISSING else value
         problems.append(Problem(key, typed, f"{was} in {where}{end}"))
     return problems
@@ -257,17 +265,27 @@ def _unequal(differing: Mapping[str, tuple[Any, Any]], where: str, advice: str) 
 
 def _nothing_left(config: RunConfig, start: Start, where: str) -> list[Problem]:
     """Return a problem if a new run would begin where it ends."""
+    if start.former or start.checkpoint is None:  # a run that was killed after its last step
+        return []
+    duration = str(config.train.max_duration)
+    if not _has_reached(start.checkpoint, duration):
+        return []
+    text = f"{where} has come as far already: give a longer train.max_duration"
+    return [Problem(_DURATION, duration, text)]
+
+
+def _has_reached(checkpoint: Path, duration: object) -> bool:
+    """Return whether the training of a checkpoint has come as far as a duration."""
     from runner.checkpoint.content import state_of
     from runner.train.progress import Progress
 
-    if start.former or start.checkpoint is None:  # a run that was killed after its last step
-        return []
-    duration = config.train.max_duration
-    progress = state_of(start.checkpoint)["progress"]
-    if not isinstance(progress, Mapping) or not Progress(**progress).reached(duration):
-        return []
-    text = f"{where} has come as far already: give a longer train.max_duration"
-    return [Problem("train.max_duration", str(duration), text)]
+    progress = state_of(checkpoint)["progress"]
+    try:
+        return isinstance(progress, Mapping) and Progress(**progress).reached(
+            Duration.parse(duration)
+        )
+    except ValueError:  # no duration
+        return False
 
 
 def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:

@@ -6,7 +6,7 @@ Sequence Learning, 2017, 1705.03122, section 3.5 (initialisation for gated units
 """
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,10 +39,10 @@ class DigitsCNN(nn.Module):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
-    def pipeline(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
-        """Return `forward` as a chain of parts: the modules that each uses, and its function."""
-        layers = [((f"features.{i}",), layer) for i, layer in enumerate(self.features)]
-        return [(("features.0",), self._enter), *layers[1:], (("head",), self.head)]
+    def pipeline(self) -> list[Any]:
+        """Return `forward` as a chain of parts: modules, or their names and a function."""
+        layers = list(self.features)
+        return [(("features.0",), self._enter), *layers[1:], self.head]
 
     def _enter(self, images: Tensor) -> Tensor:
         hidden: Tensor = self.features[0]((images - PIXEL_MEAN) / PIXEL_STD)

@@ -10,7 +10,7 @@ before the weight that it shares with the embedding.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -139,15 +139,10 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
-    def pipeline(self) -> list[tuple[tuple[str, ...], Callable[[Tensor], Tensor]]]:
-        """Return `forward` as a chain of parts: the modules that each uses, and its function."""
-        blocks = [((f"blocks.{i}",), block) for i, block in enumerate(self.blocks)]
-        return [
-            (("embed", "positions", "dropout"), self._enter),
-            *blocks,
-            (("norm",), self.norm),
-            (("head",), self.head),
-        ]
+    def pipeline(self) -> list[Any]:
+        """Return `forward` as a chain of parts: modules, or their names and a function."""
+        first = (("embed", "positions", "dropout"), self._enter)
+        return [first, *self.blocks, self.norm, self.head]
 
     def _enter(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]

@@ -22,7 +22,7 @@ from runner.parallel.full_state_dict import FirstRankValues
 from runner.parallel.hooks import AfterBatch, Usage, require_no_post_accumulate
 from runner.parallel.mesh import Axes, MeshSizes, grid
 from runner.parallel.pipeline import Pipeline
-from runner.parallel.sharding import hold, mixed_dtypes, reshard, shard_model
+from runner.parallel.sharding import hold, reshard, shard_model, why_not_shardable
 from runner.parallel.stages import SCHEDULES
 from runner.parallel.tensor import parallelize, partial_parameters
 
@@ -259,8 +259,10 @@ class Distribution:
         return tensor_styles.checked_plan(model, self.tp_plan, ranks, self.sequence_parallel)
 
     def _require_shardable(self, model: nn.Module) -> None:
-        """Refuse mixed dtypes in a block, and hooks that would not be called as autograd does."""
-        problem = mixed_dtypes(model, experts_apart=self.sizes.ep > 1) if self.sharded else None
+        """Refuse blocks that cannot be sharded, and hooks that would not be called."""
+        problem = None
+        if self.sharded:
+            problem = why_not_shardable(model, experts_apart=self.sizes.ep > 1)
         if problem:
             raise ValueError(problem)
         reasons = []

@@ -93,14 +93,20 @@ def _lists(root: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     ]
 
 
-def mixed_dtypes(root: nn.Module, experts_apart: bool = False) -> str | None:
-    """Return why ``fully_shard`` cannot shard a block with parameters of several dtypes, or None.
+def why_not_shardable(root: nn.Module, experts_apart: bool = False) -> str | None:
+    """Return why ``fully_shard`` cannot shard the blocks of a model, or None.
 
     Args:
         root: the model, before it is sharded.
         experts_apart: True if each expert is sharded by itself.
     """
-    for block, names in _names_by_dtype(root, _names_of_blocks(root, experts_apart)).items():
+    blocks = _names_of_blocks(root, experts_apart)
+    return _mixed_dtypes(root, blocks) or _shared_by_blocks(root, blocks)
+
+
+def _mixed_dtypes(root: nn.Module, blocks: Collection[str]) -> str | None:
+    """Return what to do about parameters of several dtypes in one block, or None."""
+    for block, names in _names_by_dtype(root, blocks).items():
         if len(names) > 1:
             listed = (f"{dtype} ({first_few(keys, 2)})" for dtype, keys in names.items())
             return (
@@ -109,6 +115,21 @@ def mixed_dtypes(root: nn.Module, experts_apart: bool = False) -> str | None:
                 "(precision=bf16 computes float32 ones in bfloat16), or choose TorchDDPPlugin "
                 "(plugin=ddp) or zero_stage=1"
             )
+    return None
+
+
+def _shared_by_blocks(root: nn.Module, blocks: Collection[str]) -> str | None:
+    """Return what to do about a parameter of two blocks, or of a block and the rest, or None."""
+    places: dict[nn.Parameter, tuple[str, str]] = {}  # by parameter: its first name, and its block
+    for name, module, block in _modules_with_blocks(root, blocks):
+        for key, parameter in module.named_parameters(name, recurse=False):
+            first_name, first_block = places.setdefault(parameter, (key, block))
+            if block != first_block:
+                return (
+                    f"{first_name} and {key} are one parameter, but not in one block, and "
+                    "fully_shard would shard it twice: give each its own, or choose TorchDDPPlugin "
+                    "(plugin=ddp) or zero_stage=1"
+                )
     return None
 
 
@@ -124,17 +145,27 @@ def _names_of_blocks(root: nn.Module, experts_apart: bool) -> set[str]:
     return blocks
 
 
+def _modules_with_blocks(
+    root: nn.Module, blocks: Collection[str]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield each module by all of its names, with the name of the innermost block around it."""
+    name_of_block = {root.get_submodule(name): name for name in blocks}
+    block_of: dict[str, str] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        around = block_of.get(name.rpartition(".")[0], "")
+        block_of[name] = name_of_block.get(module, around)
+        yield name, module, block_of[name]
+
+
 def _names_by_dtype(
     root: nn.Module, blocks: Collection[str]
 ) -> dict[str, dict[torch.dtype, list[str]]]:
     """Return the names of the parameters that train, by innermost block and by dtype."""
-    block_of: dict[str, str] = {}  # by module: the innermost block that it is in
     names: dict[str, dict[torch.dtype, list[str]]] = {}
-    for name, module in root.named_modules():
-        block_of[name] = name if name in blocks else block_of.get(name.rpartition(".")[0], "")
+    for name, module, block in _modules_with_blocks(root, blocks):
         for key, parameter in module.named_parameters(name, recurse=False):
             if parameter.requires_grad:
-                in_block = names.setdefault(block_of[name], {})
+                in_block = names.setdefault(block, {})
                 in_block.setdefault(parameter.dtype, []).append(key)
     return names
 

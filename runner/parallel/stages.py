@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +80,13 @@ def parts_of(model: nn.Module) -> list[Part]:
     """Return the parts that a model can be cut into, in their order.
 
     Raises:
-        CutError: the model has no method ``pipeline``, and is no ``Sequential``.
+        CutError: the model has no method ``pipeline``, or one that lists no parts, and is no
+            ``Sequential``.
     """
     listed = getattr(model, "pipeline", None)
     if callable(listed):
-        return [Part(tuple(modules), run) for modules, run in listed()]
+        names = {module: name for name, module in model.named_modules()}
+        return [_part(item, names, type(model).__name__) for item in listed()]
     if type(model).forward is nn.Sequential.forward:
         # named_children() would list a module that is there twice only once.
         children = model._modules.items()
@@ -92,6 +94,22 @@ def parts_of(model: nn.Module) -> list[Part]:
     raise CutError(
         f"{type(model).__name__} cannot be cut into stages: give it a method pipeline() that lists "
         "its parts"
+    )
+
+
+def _part(item: Any, names: Mapping[nn.Module, str], kind: str) -> Part:
+    """Return a part of a model of class ``kind``, whose modules have ``names``."""
+    if isinstance(item, nn.Module) and item in names:
+        return Part((names[item],), item)
+    match item:
+        case (list() | tuple() as modules, run) if callable(run):
+            unknown = [name for name in modules if name not in names.values()]
+            if not unknown:
+                return Part(tuple(modules), run)
+            raise CutError(f"{kind}.pipeline() names {unknown[0]}, and {kind} has no such module")
+    raise CutError(
+        f"{kind}.pipeline() lists {type(item).__name__}: each part is a module of {kind}, or a "
+        "pair of the names of the modules that it uses, in a list, and the function that runs it"
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from string import Template
@@ -20,7 +21,7 @@ from pydantic.fields import FieldInfo
 from runner.config.check import owned_keys
 from runner.config.folders import find
 from runner.config.masking import hidden, masked, masked_words
-from runner.config.problem import NOTHING, Problem, RequestError, leaves, shown
+from runner.config.problem import NOTHING, Problem, RequestError, leaves, shown, unknown_key
 from runner.config.schema import SHORT, RunConfig
 from runner.request.composer import Composer
 from runner.request.composition import reason, refer_to
@@ -31,39 +32,80 @@ from runner.request.request import Request
 _CHOSEN = {"plugin.name", "clip.mode", "precision.name", "tracker.name", "recipe"}
 """Keys that are set by choosing an option of a group."""
 
+EVERY_KEY = "all"
+"""What ``--help`` takes beside the names of sections and keys."""
 
-def help_text(request: Request, sections: Sequence[str]) -> str:
-    """Return the text of ``--help`` with the values of a request; of some sections alone."""
+_ARGUMENTS = """
+Keys of model, data, optimizer, scheduler and loss without a description are arguments of their
+_target_. One that is not listed is added with a plus: +optimizer.maximize=true. A class of your
+own takes the place of an option and its arguments: model=mine.Net model.width=64
+"""
+_WIDTH = 80  # columns of the text of --help
+
+
+def help_text(request: Request, topics: Sequence[str]) -> str:
+    """Return the text of ``--help``: in short, or all that it says about some topics.
+
+    Args:
+        request: a request whose values are shown.
+        topics: names of sections or keys, "recipe", or "all".
+    """
     config = request.composition.config
     with request.composer.active():
         groups = {*GlobalHydra.instance().config_loader().list_groups("")} - {"hydra", "recipe"}
         options = {group: ", ".join(request.composer.options(group)) for group in sorted(groups)}
-        if sections:
-            rows = [(f"{group}=", text) for group, text in options.items() if group in sections]
-            return _table(rows) + _keys(config, sections)
         purposes = {name: purpose(file) for name, file in request.composer.recipes.items()}
-        parts = {
-            "GROUPS": _table(options.items()),
-            "RECIPES": _table(purposes.items()),
-            "KEYS": _keys(config, list(RunConfig.model_fields)),
-        }
-        return Template(config.hydra.help.template).safe_substitute(parts)
+    if topics:
+        return _about(config, topics, options, purposes)
+    parts = {
+        "GROUPS": _wrapped_table(options),
+        "RECIPES": _wrapped(", ".join(purposes), "  "),
+        "SECTIONS": _wrapped(", ".join(sorted({*_names(config, groups)})), "  "),
+    }
+    return Template(config.hydra.help.template).safe_substitute(parts)
 
 
-def _keys(config: DictConfig, sections: Sequence[str]) -> str:
-    """Return the keys of some sections with their values in this composition, as a table."""
+def _names(config: DictConfig, groups: Iterable[str]) -> set[str]:
+    """Return the sections of a configuration that are no group of options."""
+    return {str(name) for name in config if name in RunConfig.model_fields} - {*groups, "recipe"}
+
+
+def _about(
+    config: DictConfig,
+    topics: Sequence[str],
+    options: Mapping[str, str],
+    purposes: Mapping[str, str],
+) -> str:
+    """Return the options, recipes and keys of some topics."""
+    keys = _keys(config)
+    if EVERY_KEY in topics:
+        return _table(_key(config, name, keys[name]) for name in keys) + _ARGUMENTS
+    text = ""
+    for topic in topics:
+        group = topic.partition(".")[0]
+        names = [name for name in keys if name == topic or name.startswith(f"{topic}.")]
+        if topic == "recipe":
+            text += _table(purposes.items())
+        elif topic in options or topic in _CHOSEN:
+            text += _wrapped_table({f"{group}=": options[group]})
+        elif not names:
+            raise RequestError([unknown_key(topic, keys)])
+        text += _table(_key(config, name, keys[name]) for name in names)
+    return text
+
+
+def _keys(config: DictConfig) -> dict[str, FieldInfo | None]:
+    """Return all keys of a composition by section, each with its field where it is ours."""
     plain: Any = OmegaConf.to_container(config)
     owned = owned_keys(plain)
     arguments = [key for section in OPEN for key, _ in leaves(section, plain.get(section))]
     names = [name for name in dict.fromkeys((*owned, *arguments)) if name not in _CHOSEN]
-    rows = []
+    keys = {}
     for section in plain:
-        if section not in sections:
-            continue
         for name in names:
             if name.partition(".")[0] == section:
-                rows.append(_key(config, name, owned.get(name)))
-    return _table(rows)
+                keys[name] = owned.get(name)
+    return keys
 
 
 def _key(config: DictConfig, name: str, field: FieldInfo | None) -> tuple[str, str]:
@@ -81,6 +123,24 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     return "".join(f"  {name:<{width}}  {text}".rstrip() + "\n" for name, text in rows)
+
+
+def _wrapped_table(rows: Mapping[str, str]) -> str:
+    """Return a table of names and texts, whose texts are wrapped in their column."""
+    width = max(len(name) for name in rows)
+    return "".join(_wrapped(text, f"  {name:<{width}}  ") for name, text in rows.items())
+
+
+def _wrapped(text: str, start: str) -> str:
+    """Return lines of a text that begin with ``start``, and go on in its column."""
+    lines = textwrap.wrap(
+        text,
+        width=_WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines) + "\n"
 
 
 def composed_text(request: Request, part: str, package: str, resolve: bool) -> str:

@@ -64,7 +64,7 @@ def _set(assignment: Assignment, config: DictConfig, free: list[str]) -> list[Pr
             if leaf == f"{assignment.section}._target_":
                 _drop_arguments(config, assignment.section, sections, target)
     if not assignment.adds and not key.startswith(tuple(free)):
-        unknown = list(_unknown(assignment, sections))
+        unknown = list(_unknown(assignment, sections, config))
         if unknown:
             return unknown
     with open_dict(config):
@@ -102,7 +102,9 @@ def _drop_arguments(
                 del config[section][name]
 
 
-def _unknown(assignment: Assignment, sections: Mapping[str, Any]) -> Iterator[Problem]:
+def _unknown(
+    assignment: Assignment, sections: Mapping[str, Any], config: DictConfig
+) -> Iterator[Problem]:
     """Yield the keys that are to be removed, or set in a section of ``OPEN``, and do not exist."""
     is_open = assignment.section in OPEN
     if not is_open and assignment.value is not NOTHING:
@@ -115,7 +117,8 @@ def _unknown(assignment: Assignment, sections: Mapping[str, Any]) -> Iterator[Pr
             continue
         if any(leaf.startswith(f"{name}.") for name in owned_keys(sections)):
             continue  # inside of a value, such as a pattern of optimizer.groups
-        problem = unknown_key(leaf, {*owned_keys(sections), *existing}, value)
+        arguments = [key for name in OPEN for key, _ in leaves("", _plain(config, name))]
+        problem = unknown_key(leaf, {*owned_keys(sections), *existing, *arguments}, value)
         if is_open and "." in leaf:
             advice = f"; a further argument of its _target_ is +{leaf}=VALUE"
             problem = replace(problem, message=problem.message + advice)

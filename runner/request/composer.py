@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -40,6 +39,7 @@ from runner.request.base import base_of, source_of, unrecorded_secrets
 from runner.request.composition import Composition, near_option, no_option, reason, refer_to
 from runner.request.overrides import Override, read_overrides
 from runner.request.recipes import Recipe, files_of, read
+from runner.workarounds import forget_launchers_of_packages
 
 SUBDIR = "hydra.sweep.subdir="
 """The start of an override by which a run of a sweep has its number from the sweep."""
@@ -63,10 +63,8 @@ def _register() -> None:
     new("runner.id", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     new("runner.outputs", lambda: str(outputs()), replace=True)
     Plugins.instance().register(_SearchPath)
-    # Hydra would add the options of other packages' launchers to our files of the same name.
-    launchers = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
-    for file in (find("conf") / "hydra" / "launcher").glob("*.yaml"):
-        launchers.pop(file.name, None)
+    files = (find("conf") / "hydra" / "launcher").glob("*.yaml")
+    forget_launchers_of_packages(file.name for file in files)
 
 
 @lru_cache(maxsize=256)

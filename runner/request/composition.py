@@ -18,6 +18,8 @@ from runner.request.overrides import OPEN
 _NUMBERS = {"clip": "clip.threshold", "accumulation": "accumulation.steps"}
 """Groups for which a number may be typed, and the key that it is meant for."""
 
+_SWEEPER = "hydra/sweeper"
+
 
 @dataclass
 class Composition:
@@ -29,6 +31,11 @@ class Composition:
     unsettled: set[str] = field(default_factory=set)  # groups whose option does not exist
     origin: Origin | None = None  # what was typed over a record; None: there is no record
 
+    @property
+    def has_sweeper(self) -> bool:
+        """Whether Hydra has composed the sweeper that was chosen."""
+        return _SWEEPER not in self.unsettled
+
 
 def refer_to(config: DictConfig) -> None:
     """Let ``${hydra:...}`` refer to a configuration itself: Hydra would copy it for each job."""
@@ -37,13 +44,15 @@ def refer_to(config: DictConfig) -> None:
 
 def no_option(group: str, option: str, options: Sequence[str]) -> str:
     """Return the message for an option that does not exist, with the nearest right name."""
+    if (group, option) == (_SWEEPER, "optuna"):  # an option of a plugin of Hydra
+        return 'is not installed: pip install "clip-runner[optuna]"'
     near = near_option(group, option, options)
     meant = f"; did you mean {near}?" if near else ""
     listed = ", ".join(options)
     if group in OPEN:
         listed += f"; any class or function by its full name: {group}=package.name"
     if group == "tracker":
-        listed += "; a sink of your own: see runner/telemetry/README.md"
+        listed += f"; a sink of your own: {group}._target_=package.Sink"
     return f"there is no {group}/{option}{meant}  (options: {listed})"
 
 

@@ -142,8 +142,9 @@ def _sweep(
     rows = iter([[override.text for key, override in by_key.items() if key not in lists]])
     with _noted(problems):
         destination(shared.config, "sweep")
-    with _noted(problems):
-        rows = combinations(by_key.values(), shared.config)
+    if shared.has_sweeper:  # another one could not tell which lists are right
+        with _noted(problems):
+            rows = combinations(by_key.values(), shared.config)
     jobs: list[Job] = []
     for number, row in enumerate(rows):
         with _noted(problems):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -34,6 +33,7 @@ from runner.run_folder.strict_json import disk_full
 from runner.sweep import live
 from runner.sweep.resume import load_status
 from runner.telemetry.sinks.console import print_line
+from runner.workarounds import start_processes_as_python_does
 
 PAGE_SECONDS = 0.1  # shortest time between two pages of a sweep, for each of its runs
 
@@ -61,8 +61,7 @@ def run_job(config: DictConfig) -> float | None:
 @cache
 def _prepare_process(beside: bool) -> None:
     """Prepare a process of a launcher for runs: its signals, and its end with the command."""
-    # joblib's processes have a method of their own to start others, which ranks do not know.
-    multiprocessing.set_start_method(None, force=True)
+    start_processes_as_python_does()
     signals.listen()
     if not beside:
         return

@@ -109,6 +109,8 @@ def check(
     checks.optimizer_and_scheduler(config, data, model, data_parts)
     for target in config.callbacks:
         checks.make("callbacks", target, _make_callback)
+    if config.tracker.own is not None:
+        checks.make("tracker", config.tracker.own, _require_sink)
     if checks.problems:
         raise RequestError(checks.problems)
     samples = None if data is None else length_of(data.train)
@@ -230,6 +232,13 @@ def _value_of(section: Any, key: str) -> Any:
 
 def _make_callback(target: Target) -> Callbacks:
     return Callbacks([maker(target)()], SinglePlugin())
+
+
+def _require_sink(target: Target) -> None:
+    """Import a tracker of the user's own, which is made when the run begins."""
+    made = maker(target).func
+    if not (callable(getattr(made, "write", None)) and callable(getattr(made, "close", None))):
+        raise TargetError(f"{target.target} is no sink: it has no write and close")
 
 
 class _Checks:

@@ -35,14 +35,14 @@ def test_a_longer_run_is_the_run_that_was_as_long_from_the_start(finished, tmp_p
     whole = tmp_path / "whole"
     longer = tmp_path / "longer"
     assert main([*SHORT, f"hydra.run.dir={whole}", "train.max_duration=9ba"]) == 0
-    words = [f"resume={finished}", "train.max_duration=9ba", f"hydra.run.dir={longer}"]
-    assert main(words) == 0
+    words = [f"resume={finished}", "train.max_duration=144sp", f"hydra.run.dir={longer}"]
+    assert main(words) == 0  # nine steps, in another unit
     assert_same_checkpoint(longer / "checkpoints" / "final", whole / "checkpoints" / "final")
     before = config_of(finished)
     after = config_of(longer)
     assert {key for key in before if before[key] != after[key]} == {"train", "resume"}
     overrides = yaml.safe_load((longer / files.OVERRIDES).read_text())
-    assert overrides[:2] == [f"resume.from={finished}", "train.max_duration=9ba"]
+    assert overrides[:2] == [f"resume.from={finished}", "train.max_duration=144sp"]
 
 
 def test_the_command_of_a_finished_run_with_a_longer_duration_names_what_continues_it(
@@ -63,7 +63,14 @@ def test_the_command_of_a_finished_run_with_a_longer_duration_names_what_continu
     ("words", "message"),
     [
         ("resume={run}", "has come as far already: give a longer train.max_duration"),
-        ("resume={run} train.max_duration=3ba", "train.max_duration=3ba  is 6ba in the checkpoint"),
+        (
+            "resume={run} train.max_duration=96sp",
+            "one/step_000000006 has come as far already: give",
+        ),
+        (
+            "resume={run} train.max_duration=3ba",
+            "train.max_duration=3ba  the checkpoint one/step_0",
+        ),
         ("resume={run} train.max_duration=9ba seed=1", "seed=1  is 0 in the checkpoint one/step"),
         ("resume={run} train.max_duration=9ba optimizer=adamw", "AdamW  is torch.optim.SGD in the"),
         ("resume={run}@2", "checkpoint.keep=2 has deleted it  (there are: 4, 6, final)"),

@@ -94,11 +94,11 @@ UNUSED = {"torchvision", "sklearn", "scipy", "pandas", "wandb", "optuna"}
 
 def test_an_answer_imports_no_library_that_it_does_not_need(tmp_path, environment):
     wrong = ["clip=nrom clip.treshold=1", "-m seed=1,2 clip.treshold=1", "evaluate nowhere"]
-    wrong += ["export", "plugin=ddp plugin.nproc=6400"]
-    right = ["--help", "--cfg job", "--info", "new demo"]
+    wrong += ["export", "plugin=ddp plugin.nproc=6400", "resume=last", "--help clip.treshold"]
+    right = ["--help", "--help all", "--cfg job", "--info", "new demo"]
     done = python("-c", PROGRAM, *right, *wrong, cwd=tmp_path, env=environment)
     codes, names = done.stderr.splitlines()[-1].split("] ")
-    assert codes == "[0, 0, 0, 0, 2, 2, 2, 2, 2"
+    assert codes == "[0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2"
     assert not {*names.split()} & (UNUSED | {"torch", "numpy", "asyncio"})
 
 

@@ -160,18 +160,45 @@ def test_the_second_run_in_a_folder_is_refused(outputs, tmp_path, capsys):
     assert "another process is using this folder" in capsys.readouterr().err
 
 
-def test_help_lists_all_that_can_be_typed(capsys):
-    assert main(["--help", "clip=value", "seed=9"]) == 0
+def test_help_lists_commands_options_sections_and_flags_in_60_lines_of_80_columns(capsys):
+    assert main(["--help", "clip=value"]) == 0
     out = capsys.readouterr().out
     for part in (
-        *(", ".join(NAMES), "clip.threshold=0.5", "seed=9", "train.max_duration=15ep"),
-        *("  resume=auto ", "cifar10_resnet34 ", "accumulate_4"),
+        *("percentile", "cifar10_resnet34", "accumulate_4", "early_stopping"),
         *(f"python -m runner {command} " for command in {"-m", *COMMANDS} - {"run"}),
     ):
         assert part in out
+    assert {*NAMES} <= {*re.findall(r"\w+", out)}
     assert "hydra/" not in out
-    for flag in ("-m", "-h", "--version", "-c", "-p", "--resolve", "-i", "-cd", "-sc"):
+    for flag in ("-m", "-h", "--version", "-c", "-p", "--resolve", "-i", "-cd", "-sc", "--json"):
         assert re.search(rf"^  {flag}\b", out, re.MULTILINE)
+    lines = out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_of_all_lists_every_key_with_the_values_of_the_command(capsys):
+    assert main(["--help", "all", "clip=value", "seed=9"]) == 0
+    out = capsys.readouterr().out
+    for part in ("clip.threshold=0.5", "seed=9", "train.max_duration=15ep", "  resume=auto "):
+        assert part in out
+
+
+@pytest.mark.parametrize(
+    ("topic", "first", "count"),
+    [
+        ("clip.threshold", "  clip.threshold=1.0  lower it to clip more", 1),
+        ("clip.skip", "  clip.skip=null ", 6),
+        ("clip.mode", "  clip=  adagc, ", 2),
+        ("seed", "  seed=0  change it", 1),
+        ("recipe", "  accumulate_4  ", 20),
+    ],
+)
+def test_help_of_a_key_has_it_and_what_is_below_it(topic, first, count, capsys):
+    assert main(["--help", topic]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(first)
+    assert len(lines) == count
 
 
 def test_help_explains_the_exit_codes(capsys):
@@ -185,7 +212,7 @@ def test_help_explains_the_exit_codes(capsys):
         ("--cfg job -p tracker --resolve tracker.group=${hydra:job.name}", "group: runner"),
         ("--cfg job -p sweep.name", "null\n"),
         ("--info defaults", "clip/norm"),
-        ("-m clip.threshold=1,2 --help", "clip.threshold=1.0"),
+        ("-m clip.threshold=1,2 --help clip", "clip.threshold=1.0"),
         ("--hydra-help", "--multirun"),
         ("plan --help", "without running it"),
         ("verify --help", "verify.tolerance"),
@@ -257,7 +284,7 @@ def test_a_run_in_the_folder_of_another_run_is_refused(tmp_path, capsys):
 
 
 def test_help_of_a_group_has_the_keys_of_the_chosen_option(capsys):
-    assert main(["--help", "~report", "~loss"]) == 0
+    assert main(["--help", "all", "~report", "~loss"]) == 0
     every = capsys.readouterr().out
     assert main(["--help", "optimizer", "optimizer=adamw"]) == 0
     printed = capsys.readouterr().out

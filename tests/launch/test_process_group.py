@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from runner import DistCoordinator, get_current_device, launch_from_torch
 from runner.config.environment import join_slurm_step
@@ -19,6 +20,7 @@ from runner.gradients.transfer import start_gather
 from runner.launch import agreement
 from runner.launch.failure import is_lost_peer
 from runner.launch.rank import join
+from runner.launch.rendezvous import OneMachine
 from tests.launch.ends import started
 from tests.process import ROOT, python, wait_for
 from tests.ranks import run_ranks
@@ -227,3 +229,12 @@ assert len(os.listdir("/proc/self/task")) == 1
 def test_the_fork_server_holds_nothing_that_its_forks_lose(environment):
     """A driver that was asked, and threads, do not exist in the processes that it forks."""
     python("-c", WITHOUT_A_GPU, env=environment, cwd=ROOT)
+
+
+def test_the_store_of_local_ranks_listens_before_they_start():
+    asked = RendezvousParameters("one machine", "", "local", min_nodes=1, max_nodes=1)
+    meeting = OneMachine(asked).next_rendezvous()
+    place = meeting.bootstrap_store_info
+    # Another program may take a port that is only reserved.
+    with socket.create_connection((place.master_addr, place.master_port), timeout=60):
+        pass

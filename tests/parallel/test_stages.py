@@ -95,6 +95,19 @@ class Loose(nn.Module):
         return [(("first",), lambda hidden: self.first(hidden + self.token))]
 
 
+class Listed(nn.Module):
+    """Its ``pipeline`` returns what a test gives."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.parts = parts
+
+    def pipeline(self):
+        return self.parts or [self.first, self.second]
+
+
 @pytest.mark.parametrize(
     ("make", "stages", "starts", "says"),
     [
@@ -108,11 +121,25 @@ class Loose(nn.Module):
         (lambda: nn.LSTM(3, 3), 2, None, "LSTM cannot be cut into stages"),
         (lambda: Residual(nn.Linear(3, 3), nn.ReLU()), 2, None, r"method pipeline\(\)"),
         (Loose, 1, None, "token is in no module of a part"),
+        (
+            lambda: Listed("first"),
+            1,
+            None,
+            "lists str: each part is a module",
+        ),
+        (lambda: Listed(("first", print)), 1, None, "lists tuple: each part is"),
+        (lambda: Listed((["third"], print)), 1, None, "names third, and Listed has no"),
+        (lambda: Listed(nn.ReLU()), 1, None, "lists ReLU: each part is a module of Listed"),
     ],
 )
 def test_a_cut_that_cannot_be(make, stages, starts, says):
     with pytest.raises(CutError, match=says):
         cut(make(), stages, starts)
+
+
+def test_parts_may_be_modules():
+    first, second = cut(Listed(), 2)
+    assert [part.modules for part in first + second] == [("first",), ("second",)]
 
 
 def test_a_tied_weight_has_a_copy_in_each_stage_that_uses_it():

@@ -17,7 +17,7 @@ from runner.config.notation import first_few
 from runner.parallel import stages, tensor_styles
 from runner.parallel.distribution import Distribution, ParallelModel
 from runner.parallel.mesh import MeshSizes, mixtures
-from runner.parallel.sharding import mixed_dtypes
+from runner.parallel.sharding import why_not_shardable
 
 
 class HybridParallelPlugin(base.Plugin):
@@ -134,7 +134,7 @@ class HybridParallelPlugin(base.Plugin):
             yield from _pipeline_problems(model, sizes.pp, options)
         stage = options.get("zero_stage", cls.zero_stage_without_option)
         if stage >= 2:
-            problem = mixed_dtypes(model, experts_apart=sizes.ep > 1)
+            problem = why_not_shardable(model, experts_apart=sizes.ep > 1)
             if problem and "zero_stage" in options:
                 yield "zero_stage", stage, problem
             elif problem:

@@ -8,7 +8,6 @@ import os
 import queue
 import secrets
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +17,11 @@ from typing import TYPE_CHECKING, Any
 from runner.run_folder import files, keys
 from runner.run_folder.strict_json import Row, read_rows, spelled
 from runner.telemetry.sinks.wandb_file import last_recorded_step
+from runner.workarounds import (
+    import_pandas_before_wandb,
+    kill_client_of_wandb,
+    stop_client_of_wandb,
+)
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -111,7 +115,7 @@ class WandbSink:
         if thread.is_alive():
             limit = "tracker.timeout" if self._time_left() > 0 else "shutdown.timeout"
             self._warn("wandb did not end in time", limit)
-            _kill_client()
+            kill_client_of_wandb()
             thread.join(1.0)
 
     def _record(self) -> None:
@@ -123,7 +127,7 @@ class WandbSink:
         except Exception as error:
             self._warn("wandb did not record or send the whole run", error)
             with suppress(Exception):
-                _imported().teardown()  # the next run gets a new client
+                stop_client_of_wandb(_imported())
 
     def _log(self, run: Run, row: Row) -> None:
         step = int(row[keys.TRAIN_STEP])
@@ -162,8 +166,7 @@ class WandbSink:
         except Exception as error:
             if mode != "online":
                 raise
-            # wandb keeps the id of a run that failed to start until a new client starts.
-            _imported().teardown()
+            stop_client_of_wandb(_imported())
             for failed in set(self._folder.glob(f"{files.WANDB}/run-*")) - begun:
                 shutil.rmtree(failed, ignore_errors=True)
             self._warn("wandb cannot record online; this run is recorded offline", error)
@@ -212,21 +215,11 @@ def _imported() -> Any:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
-    with suppress(ImportError):  # wandb's thread would do it while plotly looks at half of it
-        import pandas  # noqa: F401
+    import_pandas_before_wandb()
     silent = wandb.Settings(silent=True)
     wandb.termsetup(silent, None)
     wandb.setup(settings=silent)
     return wandb
-
-
-def _kill_client() -> None:
-    """Kill wandb's client, which wandb 0.31 may wait for without limit when the program exits."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            process, name, _, parent, *_ = stat.read_text(errors="replace").split()
-            if name == "(wandb-core)" and int(parent) == os.getpid():
-                os.kill(int(process), signal.SIGKILL)
 
 
 def _flat(summary: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -203,7 +203,7 @@ def _last_of(place: Place) -> Term:
         return place.path.term(is_penalty=_is_penalty(place))
     if name.startswith(_SUMS):
         return place.path.term(weights=_vectors_of(place), is_penalty=_is_penalty(place))
-    if _is_learned_number(place) or _is_penalty(place):
+    if _is_penalty(place):
         return place.path.term(is_penalty=True)
     if name == "Pow" and _is_sum_of_squares(place):
         return place.path.term()
@@ -359,7 +359,7 @@ def _product(place: Place) -> _Step:
     before = place.before()
     if len(before) == 1:
         return None, place.before(place.scaled())
-    learned = [_is_learned_number(part) or _is_penalty(part) for part in before]
+    learned = [_is_penalty(part) for part in before]
     if all(learned):
         return place.path.term(is_penalty=True), []
     if place.name == "Mul" and sum(learned) == 1:
@@ -368,22 +368,6 @@ def _product(place: Place) -> _Step:
         return None, before[:1]
     does = "divides by" if place.name == "Div" else "multiplies with"
     raise NotLinear(f"it {does} something that depends on the outputs")
-
-
-def _is_learned_number(place: Place) -> bool:
-    """Return whether a number depends on parameters that are numbers, or on one entry of some."""
-    places = [place]
-    for _ in range(100):
-        if not places:
-            return True
-        current = places.pop()
-        if not current.is_scalar:
-            return False
-        before = current.before()
-        if current.name.startswith(_ELEMENTS) and before[0].name == "AccumulateGrad":
-            continue
-        places += before
-    return False
 
 
 def _is_penalty(place: Place) -> bool:

@@ -156,6 +156,15 @@ class Candidate:
         """Whether it counts items of a loss that was 0, which is unlikely."""
         return any(seen.is_zero and seen.items for seen in self.observed)
 
+    def has_constant_part(self, tolerance: float) -> bool:
+        """Return whether a part of the loss divides by the same number, whatever the items are."""
+        with_items = Candidate(self.divisor, [seen for seen in self.observed if seen.items])
+        if len({seen.items for seen in with_items.observed}) < 2:
+            return False
+        if len({len(seen.divisors) for seen in with_items.observed}) > 1:
+            return False
+        return any(with_items._is_constant(part, tolerance) for part in range(with_items._parts))
+
     @property
     def _parts(self) -> int:
         return len(self.observed[0].divisors) if self.observed else 0

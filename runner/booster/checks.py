@@ -218,7 +218,8 @@ class Checks:
 
     def _divisor_of_none(self, seen: _Seen, terms: Sequence[Term]) -> float | None:
         """Return what a batch without items divides by: an epsilon, or what one item divides by."""
-        if any(term.is_penalty for term in terms):
+        first = self._candidates.first
+        if first.has_constant_part(seen.tolerance) or any(term.is_penalty for term in terms):
             return None  # which would have the weight of an item
         for number in (self._scale, self._epsilon):
             if all(near(divisor, number, seen.tolerance) for divisor in seen.observed.divisors):

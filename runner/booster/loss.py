@@ -182,7 +182,13 @@ class WindowLoss:
 
     def mean(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns for a batch."""
-        return self._called(outputs, batch)
+        loss = self._called(outputs, batch)
+        if loss.ndim:
+            raise DivisorError(
+                f"{self.name} has shape {list(loss.shape)}: reduce it to one number, such as its "
+                "mean"
+            )
+        return loss
 
     def counted_as(self, batch: Any) -> str:
         """Return what a message calls the items of a batch."""
@@ -374,7 +380,7 @@ class WindowLoss:
         if not torch.is_grad_enabled() and not holds_numbers(outputs):  # as in an evaluation
             outputs = mapped(outputs, as_leaf)
         with torch.enable_grad():
-            return self._called(outputs, batch)
+            return self.mean(outputs, batch)
 
     def _called(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns, watched in its first call.
@@ -433,9 +439,9 @@ class WindowLoss:
 
 
 def _is_a_mean(stated: Loss) -> bool:
-    """Return whether the loss is a mean, not a sum, unless it does not reduce."""
+    """Return whether the loss is a mean, not a sum, unless it is one of torch for each item."""
     reduction = option_of(stated.criterion, "reduction", "mean")
-    if reduction == "none":
+    if reduction == "none" and is_of_torch(stated.criterion):
         raise ValueError(
             "the criterion has reduction='none' and returns a loss for each item: use "
             "reduction='mean', or 'sum' for steps that are not divided by the batch"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.booster.graph_places import (
     GraphError,
@@ -21,7 +21,7 @@ from runner.booster.graph_places import (
     Place,
     Recorded,
     factor_of,
-    number_of,
+    shape_of,
 )
 from runner.booster.terms import MASKED, Term, TorchLoss
 
@@ -55,32 +55,67 @@ _OF_ELEMENTS = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
 _PARTS = ("Select", "Slice", "Split", "Unbind")
 _ELEMENTS = (*_PARTS, "Index", "Take")
+_MIXING = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
+_JOINING = ("Addmm", "Bmm", "Cat", "Dot", "Mm", "Mv", "Stack")
 _OF_PARAMETERS = (
-    *_ADDED,
+    *_MIXING,
+    *_JOINING,
     "Abs",
+    "Alias",
+    "Amax",
+    "Amin",
+    "Clamp",
+    "ClampMax",
+    "ClampMin",
     "Clone",
-    "Div",
+    "Cos",
+    "Diagonal",
     "Exp",
+    "Expand",
+    "LinalgSvd",
     "LinalgVectorNorm",
     "Log",
+    "Log1P",
+    "LogSoftmax",
+    "Logsumexp",
+    "Max",
     "Mean",
-    "Mul",
+    "Min",
     "Neg",
     "Norm",
     "Permute",
     "Pow",
+    "Prod",
+    "Reciprocal",
+    "Relu",
+    "ReshapeAlias",
+    "Rsqrt",
+    "Select",
     "Sigmoid",
+    "Sin",
+    "Slice",
+    "Softmax",
     "Softplus",
+    "Split",
+    "SplitWithSizes",
     "Sqrt",
+    "Square",
     "Squeeze",
+    "Std",
     "Sum",
+    "T",
+    "Tanh",
     "ToCopy",
     "Transpose",
+    "Tril",
+    "Triu",
+    "Unbind",
+    "UnsafeView",
     "Unsqueeze",
+    "Var",
     "View",
-    *_PARTS,
 )
-"""Operations that keep a value one of parameters alone. Products of matrices may hold samples."""
+"""Operations that keep a value one of parameters alone, unless they take samples too."""
 _SELECTING = (
     "Amax",
     "Amin",
@@ -168,7 +203,7 @@ def _last_of(place: Place) -> Term:
         return place.path.term(is_penalty=_is_penalty(place))
     if name.startswith(_SUMS):
         return place.path.term(weights=_vectors_of(place), is_penalty=_is_penalty(place))
-    if _is_learned_number(place) or _is_penalty(place):
+    if _is_penalty(place):
         return place.path.term(is_penalty=True)
     if name == "Pow" and _is_sum_of_squares(place):
         return place.path.term()
@@ -249,6 +284,9 @@ def _read_down(place: Place) -> _Elements:
             continue
         elements.note_selection(current)
         before = current.before()
+        if hasattr(current.node, "_saved_reduction"):
+            elements.weights += _weights_of_losses(current.node)
+            continue
         if current.name in ("Div", "Mul") and len(before) == 1:
             factor = factor_of(current.node)
             if factor is None:
@@ -258,6 +296,20 @@ def _read_down(place: Place) -> _Elements:
             continue
         places += before
     return elements
+
+
+def _weights_of_losses(node: Any) -> list[Tensor]:
+    """Return what multiplies the losses of elements that one of torch does not reduce."""
+    weight = getattr(node, "_saved_weight", None)
+    of_positives = getattr(node, "_saved_pos_weight", None)
+    weights = [] if weight is None else [weight.detach()]
+    if weights and hasattr(node, "_saved_ignore_index"):
+        labels = node._saved_target
+        is_class = labels != _signed(int(node._saved_ignore_index))
+        weights = [weights[0][labels.where(is_class, 0)] * is_class]
+    if of_positives is not None:
+        weights.append(1 + (of_positives.detach() - 1) * node._saved_target)
+    return weights
 
 
 def _mask_of(node: Any) -> Tensor:
@@ -307,7 +359,7 @@ def _product(place: Place) -> _Step:
     before = place.before()
     if len(before) == 1:
         return None, place.before(place.scaled())
-    learned = [_is_learned_number(part) or _is_penalty(part) for part in before]
+    learned = [_is_penalty(part) for part in before]
     if all(learned):
         return place.path.term(is_penalty=True), []
     if place.name == "Mul" and sum(learned) == 1:
@@ -318,22 +370,6 @@ def _product(place: Place) -> _Step:
     raise NotLinear(f"it {does} something that depends on the outputs")
 
 
-def _is_learned_number(place: Place) -> bool:
-    """Return whether a number depends on parameters that are numbers, or on one entry of some."""
-    places = [place]
-    for _ in range(100):
-        if not places:
-            return True
-        current = places.pop()
-        if not current.is_scalar:
-            return False
-        before = current.before()
-        if current.name.startswith(_ELEMENTS) and before[0].name == "AccumulateGrad":
-            continue
-        places += before
-    return False
-
-
 def _is_penalty(place: Place) -> bool:
     """Return whether a value depends on parameters alone, and on no sample."""
     places = [place]
@@ -342,14 +378,28 @@ def _is_penalty(place: Place) -> bool:
             return True
         current = places.pop()
         if current.name == "AccumulateGrad":
+            if not isinstance(current.node.variable, nn.Parameter):
+                return False  # inputs that have a gradient
             continue
-        if not current.name.startswith(_OF_PARAMETERS):
+        if current.name not in _OF_PARAMETERS or _may_take_samples(current):
             return False
-        before = current.before()
-        if current.name in ("Mul", "Div") and len(before) == 1 and number_of(current.node) is None:
-            return False  # Something else than a number, such as the inputs.
-        places += before
+        places += current.before()
     return False
+
+
+def _may_take_samples(place: Place) -> bool:
+    """Return whether an operation takes a constant that may hold samples, or repeats for each.
+
+    A constant of the shape of the parameters, such as weights of their squares, holds none.
+    """
+    before = place.before()
+    shape = shape_of(place.node, place.output)
+    shapes = [shape_of(part.node, part.output) for part in before]
+    if place.name == "Expand":
+        return len(shapes[0]) != len(shape) or shapes[0][:1] != shape[:1]
+    if len(before) == len(place.node.next_functions):
+        return False
+    return place.name in _JOINING or (place.name in _MIXING and shapes != [shape])
 
 
 def _is_sum_of_squares(place: Place) -> bool:

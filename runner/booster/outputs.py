@@ -21,6 +21,12 @@ def returned_loss(outputs: Any) -> Tensor | None:
     return loss if _is_loss(loss) else None
 
 
+def unreduced_loss(outputs: Any) -> Tensor | None:
+    """Return the ``loss`` in outputs if it is no number."""
+    loss = _part(outputs, "loss")
+    return loss if isinstance(loss, Tensor) and loss.ndim else None
+
+
 def logits_of(outputs: Any) -> Any:
     """Return the attribute or entry ``logits`` of outputs; the outputs if there is none."""
     if isinstance(outputs, Tensor):

@@ -56,6 +56,11 @@ _PENALTY = (
     "over its samples, so that no weights of microbatches give the loss of one batch: multiply it "
     f"with a number that all batches share, or set {_PLAIN_MEAN}"
 )
+_PENALTY_OF_SUM = (
+    "{} is a sum over samples plus a penalty of parameters, which each microbatch and each rank "
+    "would add again: divide the sum by the samples, leave the penalty to the optimizer "
+    f"(weight_decay), or set {_PLAIN_MEAN}"
+)
 _SEVERAL_MEANS = (
     "{} {}, as it adds up means over different items, {}, so that no weights of microbatches give "
     f"the loss of one batch: return one mean, or set {_PLAIN_MEAN}"
@@ -133,6 +138,8 @@ def _by_sums(
 ) -> Finding:
     """Compare the loss of a batch with the losses of its parts, weighted by each candidate."""
     is_sum = candidates.divisor.counts == NOTHING
+    if is_sum and _adds_penalties(whole):
+        return Finding(problem=_PENALTY_OF_SUM.format(loss.name))
     # A batch without items may divide by what one item divides by, as clamp(min=1) does.
     counts = {seen.items or 1.0 for seen in candidates.first.observed}
     if not is_sum and len(counts) > 1 and _has_sum(whole, parts):
@@ -297,12 +304,21 @@ def _counts_by_class(whole: Shown, vectors: Sequence[Tensor]) -> Iterator[Diviso
         if labels.is_floating_point() or labels.dtype == torch.bool or not labels.numel():
             continue
         for vector in vectors:
-            if labels.min() < 0 or labels.max() >= len(vector):
+            if labels.max() >= len(vector):
                 continue
-            of_labels = vector[labels.reshape(-1).to(vector.device)]
-            for weight in weights:
-                if torch.equal(of_labels.to(weight.device, weight.dtype), weight):
-                    yield Divisor(LABELS, name, weight=vector.detach())
+            if any(_is_of_classes(weight, vector, labels.reshape(-1)) for weight in weights):
+                yield Divisor(LABELS, name, weight=vector.detach())
+
+
+def _is_of_classes(weight: Tensor, vector: Tensor, labels: Tensor) -> bool:
+    """Return whether a weight is that of classes, or of the class of each label not negative."""
+    if weight.shape == vector.shape and torch.equal(weight, vector.to(weight)):
+        return True
+    is_class = labels >= 0
+    if weight.numel() == labels.numel():
+        weight = weight[is_class.to(weight.device)]
+    of_labels = vector[labels[is_class].to(vector.device)]
+    return torch.equal(of_labels.to(weight.device, weight.dtype), weight)
 
 
 def _after_silent(candidates: Candidates, parts: Sequence[Shown]) -> Candidates:
@@ -376,6 +392,11 @@ def _penalties_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
         if not all(near(first, second, tolerance) for first, second in pairs):
             return True
     return False
+
+
+def _adds_penalties(whole: Shown) -> bool:
+    """Return whether a loss has penalties of parameters beside its samples."""
+    return bool(penalties_of(whole.terms)) and any(not term.is_penalty for term in whole.terms)
 
 
 def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:

@@ -223,6 +223,71 @@ def test_masks_that_are_empty_on_some_ranks_have_no_weight_and_a_penalty_counts_
             torch.testing.assert_close(weights, reference, rtol=1e-12, atol=1e-14)
 
 
+def largest_norms(net):
+    return F.relu(net.linear.weight.norm(dim=1) - 0.2).sum()
+
+
+def entropy(net):
+    shares = net.linear.bias.softmax(0)
+    return -(shares * shares.log()).sum()
+
+
+def not_orthogonal(net):
+    products = net.linear.weight.T @ net.linear.weight
+    return (products - torch.eye(3)).norm()
+
+
+def largest_singular_value(net):
+    return torch.linalg.matrix_norm(net.linear.weight, 2)
+
+
+def weighted_squares(net):
+    """Elastic weight consolidation."""
+    weights = torch.linspace(0.1, 1, 12, dtype=torch.float64).view(4, 3)
+    return (weights * (net.linear.weight - 0.3).square()).sum()
+
+
+PENALTIES = (largest_norms, entropy, not_orthogonal, largest_singular_value, weighted_squares)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_counts_once_beside_a_microbatch_without_items(penalty):
+    def loss(net, outputs, batch):
+        return masked(net, outputs, batch) + 0.1 * penalty(net)
+
+    taken = with_empty_masks(4, empty=(3,))[:4]
+    model, before = trained(loss, taken)
+    require_same(model, of_one_batch(before, taken))
+
+
+@pytest.mark.parametrize("penalty", [squares_of_parameters, weighted_squares])
+def test_a_sum_with_a_penalty_that_each_microbatch_would_add_is_refused(penalty):
+    def loss(net, outputs, batch):
+        return cross_entropies(outputs, batch).sum() + 0.1 * penalty(net)
+
+    with pytest.raises(DivisorError, match=r"sum over samples plus a penalty.*weight_decay"):
+        trained(loss, batches((4, 6)))
+
+
+def squares_of_differences(net, outputs, batch):
+    return (net.linear.bias[0] - batch["weights"]).square().mean()
+
+
+def mixture(net, outputs, batch):
+    distances = (batch["x"][:, None] - net.linear.weight).square().sum(-1)
+    return -torch.logsumexp(net.linear.bias.log_softmax(0) - distances, dim=-1).mean()
+
+
+@pytest.mark.parametrize("part", [squares_of_differences, mixture])
+def test_parameters_that_are_compared_with_samples_are_no_penalty(part):
+    def loss(net, outputs, batch):
+        return F.cross_entropy(outputs, batch["targets"]) + part(net, outputs, batch)
+
+    taken = batches((4, 6, 5, 3))
+    model, before = trained(loss, taken)
+    require_same(model, of_one_batch(before, taken))
+
+
 # -- samples that are selected because of others
 
 
@@ -316,14 +381,59 @@ def test_weights_in_float32_are_summed_in_a_model_in_float64():
 CLASS_WEIGHTS = torch.tensor([1.0, 0.3, 2.0, 0.7], dtype=torch.float64)
 
 
-def test_weights_of_classes_that_multiply_by_hand_are_those_of_one_batch():
-    def loss(net, outputs, batch):
-        weights = CLASS_WEIGHTS[batch["targets"]]
-        return (cross_entropies(outputs, batch) * weights).sum() / weights.sum()
+def multiplied(net, outputs, batch):
+    kept = batch["targets"] >= 0
+    weights = CLASS_WEIGHTS[batch["targets"][kept]]
+    losses = F.cross_entropy(outputs[kept], batch["targets"][kept], reduction="none")
+    return (losses * weights).sum() / weights.sum()
 
+
+def not_reduced(net, outputs, batch):
+    options = {"weight": CLASS_WEIGHTS, "ignore_index": -1, "reduction": "none"}
+    losses = F.cross_entropy(outputs, batch["targets"], **options)
+    return losses.sum() / CLASS_WEIGHTS[batch["targets"][batch["targets"] >= 0]].sum()
+
+
+def summed(net, outputs, batch):
+    options = {"weight": CLASS_WEIGHTS, "ignore_index": -1, "reduction": "sum"}
+    total = F.cross_entropy(outputs, batch["targets"], **options)
+    return total / CLASS_WEIGHTS[batch["targets"][batch["targets"] >= 0]].sum()
+
+
+@pytest.mark.parametrize("loss", [multiplied, not_reduced, summed])
+def test_weights_of_classes_that_are_summed_by_hand_are_those_of_one_batch(loss):
     taken = batches((4, 6, 5, 3))
+    for batch in (taken[1], taken[3]):
+        batch["targets"][:2] = -1
     model, before = trained(loss, taken)
     require_same(model, of_one_batch(before, taken))
+
+
+def balanced_classes(outputs, batch):
+    counts = batch["targets"].bincount(minlength=4).clamp(min=1).double()
+    return F.cross_entropy(outputs, batch["targets"], weight=1 / counts, reduction="none")
+
+
+def balanced_positives(outputs, batch):
+    positive = (batch["targets"] > 1).double()
+    weight = (len(positive) - positive.sum()) / positive.sum().clamp(min=1)
+    return F.binary_cross_entropy_with_logits(
+        outputs[:, 0], positive, pos_weight=weight, reduction="none"
+    )
+
+
+@pytest.mark.parametrize("balanced", [balanced_classes, balanced_positives])
+def test_weights_of_losses_without_a_reduction_that_depend_on_the_batch_are_refused(balanced):
+    """Each class is in the first batches alike."""
+
+    def loss(net, outputs, batch):
+        return balanced(outputs, batch).mean()
+
+    taken = batches((8, 8, 4, 6))
+    for batch in taken[:2]:
+        batch["targets"] = torch.tensor([0, 2, 1, 3, 0, 2, 1, 3])
+    with pytest.raises(DivisorError, match=WEIGHTS):
+        trained(loss, taken)
 
 
 def test_two_means_over_different_items_are_called_so():

@@ -128,6 +128,29 @@ def test_a_criterion_that_does_not_reduce_is_refused(criterion):
     refused(ValueError, "reduction='none'|'mean'|'sum'", WindowLoss, nn.Identity(), criterion)
 
 
+class Reduced(nn.CrossEntropyLoss):
+    """It reduces what its base returns for each item."""
+
+    def __init__(self):
+        super().__init__(reduction="none")
+
+    def forward(self, outputs, targets):
+        return super().forward(outputs, targets).sum() / len(targets)
+
+
+def test_a_class_derived_from_a_criterion_may_reduce_its_losses_itself():
+    loss = WindowLoss(nn.Identity(), Reduced())
+    batch = (OUT.detach(), CLASSES)
+    settle(loss, nn.Identity(), [batch])
+    torch.testing.assert_close(loss.sum(OUT, batch, 4), CE(reduction="sum")(OUT, CLASSES))
+
+
+def test_losses_of_items_are_refused_before_the_first_step():
+    loss = WindowLoss(nn.Identity(), lambda o, t: F.cross_entropy(o, t, reduction="none"))
+    batch = (OUT.detach(), CLASSES)
+    refused(ValueError, "has shape [4]: reduce it", settle, loss, nn.Identity(), [batch])
+
+
 def test_a_criterion_keeps_its_reduction():
     criterion = nn.CrossEntropyLoss()
     WindowLoss(nn.Identity(), criterion)

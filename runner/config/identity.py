@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "plugin",
     "device",
     "recipe",
+    "compile",
     "early_stopping",
     "callbacks",
     "data.num_workers",

@@ -50,6 +50,22 @@ class Precision(Section):
     growth_interval: Count = key("fp16: double the scale after so many finite steps")
 
 
+class Compile(Section):
+    name: Literal["none", "model", "blocks"] = key("compile the model, or its blocks one by one")
+    backend: Text = key("compile by this backend of torch.compile")
+    mode: Text | None = key("give the backend this mode: reduce-overhead, max-autotune")
+    dynamic: bool | None = key("compile for any sizes; null: after a second size was met")
+    fullgraph: bool = key("refuse what cannot be compiled in one piece")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What :func:`torch.compile` takes."""
+        return self.model_dump(exclude={"name"})
+
+
+NOT_COMPILED = Compile(name="none", backend="inductor", mode=None, dynamic=None, fullgraph=False)
+
+
 class ModelSection(Target):
     # With defaults, as in section optimizer: runs that were recorded earlier lack them.
     weights: Text | None = key(
@@ -286,6 +302,7 @@ class RunConfig(Section):
     clip: Clip
     accumulation: Accumulation
     precision: Precision
+    compile: Compile = NOT_COMPILED  # like loss
     model: ModelSection
     data: DataSection
     optimizer: OptimizerSection

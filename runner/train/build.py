@@ -39,6 +39,7 @@ from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import collate_pairs, is_dataset, length_of, own
 from runner.gradients.units import head_weights
+from runner.models.compiling import compile_in_place
 from runner.models.recompute import checkpoint_activations
 from runner.models.weights import load_weights
 from runner.optim.groups import GroupError, parameter_groups, require_settings
@@ -271,6 +272,9 @@ def make_trainer(
     model = _make_model(config, plugin, device, from_weights)
     if config.checkpointed_blocks:
         checkpoint_activations(model, config.checkpointed_blocks)
+    if config.compile.name != "none":
+        blocks = config.compile.name == "blocks"
+        compile_in_place(model, blocks, **config.compile.options)
     # All ranks have the same weights; from now on each data-parallel rank drops other activations.
     rank_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
     torch.manual_seed(rank_seed)

@@ -28,6 +28,7 @@ from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
 from runner.gradients import Layout, OptionError
+from runner.models.compiling import wrong_option
 from runner.models.recompute import blocks_of
 from runner.models.weights import WeightsError, load_weights
 from runner.optim.groups import GroupError
@@ -105,6 +106,7 @@ def check(
         tokens = None if data is None else data.tokens_per_sample
         batch = config.data.batch_size
         checks.problems += unfit_model(config.plugin, ranks, model, batch, tokens)
+        checks.problems += _compile(config, ranks)
     if model is not None and data is not None:
         checks.problems += _samples(config, model, data, criterion)
     checks.problems += _mode(config, model)
@@ -137,13 +139,31 @@ def _notes(
 
 
 def _blocks(config: RunConfig, model: nn.Module) -> Iterator[Problem]:
-    """Yield why the model has no blocks to compute again."""
-    if not config.checkpointed_blocks:
+    """Yield what needs blocks, where the model has none."""
+    by_blocks: dict[str, Any] = {}
+    if config.checkpointed_blocks:
+        by_blocks["activation_checkpointing"] = config.activation_checkpointing
+    if config.compile.name == "blocks":
+        by_blocks["compile"] = "blocks"
+    for key, value in by_blocks.items():
+        try:
+            blocks_of(model)
+        except ValueError as error:
+            yield Problem(key, value, str(error))
+
+
+def _compile(config: RunConfig, ranks: int) -> Iterator[Problem]:
+    """Yield why the model cannot be compiled as asked."""
+    if config.compile.name == "none":
         return
-    try:
-        blocks_of(model)
-    except ValueError as error:
-        yield Problem("activation_checkpointing", config.activation_checkpointing, str(error))
+    options = config.compile.options
+    wrong = wrong_option(options, on_cpu=build.device_of(config.device).type == "cpu")
+    if wrong is not None:
+        name, reason = wrong
+        yield Problem(f"compile.{name}", options[name], reason)
+    if config.compile.name == "model" and build.mesh_of(config.plugin, ranks).pp > 1:
+        reason = "stages of a pipeline call parts of the model, never the whole: use compile=blocks"
+        yield Problem("compile", "model", reason)
 
 
 def _weights(config: RunConfig, model: nn.Module, weights: ComparedWeights) -> Iterator[Problem]:

@@ -88,6 +88,15 @@ OTHER_WORDS = [
     ),
     ("activation_checkpointing=blocks", ["DigitsCNN has no blocks: a block is an element of"]),
     ("activation_checkpointing=0", ["none, blocks", "at least 1"]),
+    (
+        "compile=blocks compile.backend=nope",
+        ["compile=blocks ", "DigitsCNN has no blocks", "use one of", "inductor"],
+    ),
+    ("compile=model compile.mode=nope", ["compile.mode=nope", "nope"]),
+    (
+        "compile=model plugin=pipeline plugin.nproc=2",
+        ["compile=model", "never the whole: use compile=blocks"],
+    ),
     ("clip.threshold=inf", ["clip=none measures without clipping"]),
     ("model=torch.py", ["name a class or a function of the file: torch.NAME"]),
 ]

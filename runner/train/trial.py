@@ -15,7 +15,7 @@ from runner.booster.batch import BatchError, mapped, targets_of
 from runner.booster.broadcast import BroadcastError
 from runner.booster.comparison import shape_of
 from runner.booster.criterion import is_of_torch
-from runner.booster.loss import Loss, WindowLoss
+from runner.booster.loss import DivisorError, Loss, WindowLoss
 from runner.booster.outputs import logits_of, returned_loss
 from runner.config.notation import first_line, in_one_line
 from runner.config.problem import Problem
@@ -117,11 +117,13 @@ class _Trial:
             EvalMetrics(self._config.eval.metrics, loss).try_on(logits_of(outputs), self._samples)
 
     def _total(self, outputs: Any, batch: Any) -> Any:
-        """Return the loss of the batch; refuse one that compares outputs with all targets."""
+        """Return the loss of the batch; refuse one that is no number, or compares all with all."""
         try:
             return self._loss.sum(outputs, batch, items=1)
         except BroadcastError as error:
             raise TargetError(f"{error}{self._how_to_get_numbers()}") from error
+        except DivisorError as error:
+            raise TargetError(str(error)) from error
 
     def _require_classes(self, data: Data, outputs: Any) -> None:
         """Refuse targets that are no classes of the outputs, of all samples that are in memory."""

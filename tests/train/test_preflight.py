@@ -86,7 +86,7 @@ WRONG = [
     ),
     (
         f"data={__name__}.five {LINEAR}out_features=5 loss={__name__}.each_item",
-        "the loss of a batch must be one number, and has the shape [B, 5]",
+        "(1 problem)|the criterion each_item has shape [2, 5]: reduce it to one number, such as",
     ),
     (
         f"data={__name__}.five {LINEAR}out_features=5 eval.metrics=[mse]",

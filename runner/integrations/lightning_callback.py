@@ -7,13 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from runner.gradients.over_ranks import are_process_groups
-from runner.integrations.clipping import (
-    apply_gradient_clipping,
-    clipping_state_dict,
-    load_clipping_state_dict,
-)
-from runner.integrations.monitor import GradientMonitor
+from runner.integrations.trainer_clipping import TrainerClipping
 from runner.telemetry.sinks.destination import To
 
 
@@ -51,24 +45,13 @@ class LightningClipping(Callback):
         interval: int = 1,
         **options: Any,
     ) -> None:
-        takes_threshold = clipping_type not in (None, "chain", "groups")
-        if takes_threshold != (clipping_threshold is not None):
-            raise ValueError("give a clipping type and a threshold, or neither")
-        self.monitor: GradientMonitor | None = None
-        self._clips = clipping_type is not None
-        groups = options.get("process_groups", options.get("groups"))
-        self._groups = groups if are_process_groups(groups) else None
-        options |= {"clipping_type": clipping_type, "clipping_threshold": clipping_threshold}
-        self._options = options
-        self._to = [] if to is None else to if isinstance(to, list) else [to]
-        self._interval = interval
-        self._model: Any = None  # of the training that runs
+        self._clipping = TrainerClipping(clipping_type, clipping_threshold, to, interval, options)
         self._loss: Tensor | None = None  # of the microbatches of this step so far
         self._saved: dict[str, Any] = {}  # where no training runs, what the next one goes on from
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse what clips besides, or leaves no place to clip."""
-        if not self._clips:
+        if self._clipping.clipping_type is None:
             return
         if trainer.gradient_clip_val:
             raise ValueError(
@@ -92,18 +75,9 @@ class LightningClipping(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin or continue the history and the record."""
-        self._model = trainer.model
         self._loss = None
-        if self._to:
-            self.monitor = GradientMonitor(
-                self._model, *self._to, interval=self._interval, groups=self._groups
-            )
         saved = self._saved if trainer.global_step else {}
-        load_clipping_state_dict(self._model, saved.get("history", {}))
-        if self.monitor is not None and trainer.global_step:
-            if "monitor" in saved:
-                self.monitor.load_state_dict(saved["monitor"])
-            self.monitor.remove_rows_after(trainer.global_step)
+        self._clipping.begin(trainer.model, trainer.global_step, saved)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Note the loss, which Lightning has divided by the microbatches of a step."""
@@ -114,43 +88,33 @@ class LightningClipping(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Clip the gradients, which Lightning has averaged and unscaled, and record it."""
-        decision = None
-        if self._clips:
-            unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
-            if trainer.scaler is not None and unscales:
-                raise NotImplementedError(
-                    "a fused optimizer unscales float16 gradients inside its step, after clipping: "
-                    "give it fused=False"
-                )
-            decision = apply_gradient_clipping(self._model, **self._options)
-        if self.monitor is not None:
-            lr = optimizer.param_groups[0]["lr"]
-            number = trainer.global_step + 1
-            self.monitor.step(decision, loss=self._loss, lr=lr, number=number)
+        clips = self._clipping.clipping_type is not None
+        unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if clips and trainer.scaler is not None and unscales:
+            raise NotImplementedError(
+                "a fused optimizer unscales float16 gradients inside its step, after clipping: "
+                "give it fused=False"
+            )
+        self._clipping.step(optimizer, trainer.global_step + 1, loss=self._loss)
         self._loss = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the last rows, and keep the state for ``trainer.save_checkpoint``."""
         self._saved = self.state_dict()
-        if self.monitor is not None:
-            self.monitor.close()
-            self.monitor = None
-        self._model = None
+        self._clipping.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write the rows of this rank, without waiting for others."""
-        if self.monitor is not None:
-            self.monitor.__exit__(type(exception), exception, None)
-            self.monitor = None
+        monitor = self._clipping.monitor
+        if monitor is not None:
+            monitor.__exit__(type(exception), exception, None)
+            self._clipping.monitor = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this callback; every rank calls it."""
-        if self._model is None:
+        if self._clipping.model is None:
             return self._saved
-        saved: dict[str, Any] = {"history": clipping_state_dict(self._model)}
-        if self.monitor is not None:
-            saved["monitor"] = self.monitor.state_dict()
-        return saved
+        return self._clipping.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep what a checkpoint holds until the training starts."""

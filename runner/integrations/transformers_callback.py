@@ -12,13 +12,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from runner.gradients.over_ranks import are_process_groups
-from runner.integrations.clipping import (
-    apply_gradient_clipping,
-    clipping_state_dict,
-    load_clipping_state_dict,
-)
-from runner.integrations.monitor import GradientMonitor
+from runner.integrations.trainer_clipping import TrainerClipping
 from runner.run_folder import keys
 from runner.telemetry.sinks.destination import To
 
@@ -63,21 +57,10 @@ class ClippingCallback(TrainerCallback, ExportableState):
         interval: int = 1,
         **options: Any,
     ) -> None:
-        self.monitor: GradientMonitor | None = None
-        self._model: Any = None  # of the training that runs
         if options.pop(_REMADE, False):
-            self._copy_arguments()
+            self._take_the_place_of_another()
             return
-        takes_threshold = clipping_type not in (None, "chain", "groups")
-        if takes_threshold != (clipping_threshold is not None):
-            raise ValueError("give a clipping type and a threshold, or neither")
-        self._clips = clipping_type is not None
-        groups = options.get("process_groups", options.get("groups"))
-        self._groups = groups if are_process_groups(groups) else None
-        options |= {"clipping_type": clipping_type, "clipping_threshold": clipping_threshold}
-        self._options = options
-        self._to = [] if to is None else to if isinstance(to, list) else [to]
-        self._interval = interval
+        self._clipping = TrainerClipping(clipping_type, clipping_threshold, to, interval, options)
         self._living.add(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -87,28 +70,13 @@ class ClippingCallback(TrainerCallback, ExportableState):
                 f"max_grad_norm={args.max_grad_norm:g} clips the gradients before this callback "
                 "does: set TrainingArguments(max_grad_norm=0)"
             )
-        self._model = kwargs["model"]
-        if self._to:
-            self.monitor = GradientMonitor(
-                self._model, *self._to, interval=self._interval, groups=self._groups
-            )
-        saved = self._saved(state)
-        load_clipping_state_dict(self._model, saved.get("history", {}))
-        if self.monitor is not None and state.global_step:
-            if "monitor" in saved:
-                self.monitor.load_state_dict(saved["monitor"])
-            self.monitor.remove_rows_after(state.global_step)
+        self._clipping.begin(kwargs["model"], state.global_step, self._saved(state))
         # A checkpoint of another callback has no place for this one, where the Trainer wants it.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Clip the gradients, which the Trainer has synchronised and unscaled, and record it."""
-        decision = None
-        if self._clips:
-            decision = apply_gradient_clipping(kwargs["model"], **self._options)
-        if self.monitor is not None:
-            lr = kwargs["optimizer"].param_groups[0]["lr"]
-            self.monitor.step(decision, lr=lr, number=state.global_step + 1)
+        self._clipping.step(kwargs["optimizer"], state.global_step + 1)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the losses that the Trainer logs, every ``logging_steps``, and its evaluations."""
@@ -119,27 +87,22 @@ class ClippingCallback(TrainerCallback, ExportableState):
         for name, value in logs.items():
             if name.startswith("eval_"):
                 metrics[name.replace("_", "/", 1)] = value
-        if self.monitor is not None and metrics:
-            self.monitor.log(metrics)
+        monitor = self._clipping.monitor
+        if monitor is not None and metrics:
+            monitor.log(metrics)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the last rows."""
-        if self.monitor is not None:
-            self.monitor.close()
-            self.monitor = None
-        self._model = None
+        self._clipping.end()
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer saves in a checkpoint, on the first rank."""
-        saved: dict[str, Any] = {}
-        if self._model is not None:
-            saved["history"] = clipping_state_dict(self._model)
-        if self.monitor is not None:
-            saved["monitor"] = self.monitor.state_dict()
         buffer = io.BytesIO()
-        torch.save(saved, buffer)  # exact, where JSON would need a text for each number
+        torch.save(
+            self._clipping.state_dict(), buffer
+        )  # exact, where JSON would need a text for each number
         attributes = {
-            "saved_type": self._options["clipping_type"],
+            "saved_type": self._clipping.clipping_type,
             "saved_state": base64.b64encode(buffer.getvalue()).decode(),
         }
         return {"args": {_REMADE: True}, "attributes": attributes}
@@ -153,7 +116,7 @@ class ClippingCallback(TrainerCallback, ExportableState):
         # The Trainer appends the states of several callbacks at each checkpoint.
         for callback_state in reversed(states):
             attributes = callback_state["attributes"]
-            if attributes.get("saved_type") == self._options["clipping_type"]:
+            if attributes.get("saved_type") == self._clipping.clipping_type:
                 buffer = io.BytesIO(base64.b64decode(attributes["saved_state"]))
                 saved: dict[str, Any] = torch.load(buffer, map_location="cpu", weights_only=True)
                 return saved
@@ -164,8 +127,8 @@ class ClippingCallback(TrainerCallback, ExportableState):
         )
         return {}
 
-    def _copy_arguments(self) -> None:
-        """Take the arguments of the callback that the Trainer replaces by this one."""
+    def _take_the_place_of_another(self) -> None:
+        """Go on with what the callback has that the Trainer replaces by this one."""
         if len(self._living) != 1:
             raise ValueError(
                 "TrainingArguments(restore_callback_states_from_checkpoint=True) makes callbacks "
@@ -173,9 +136,5 @@ class ClippingCallback(TrainerCallback, ExportableState):
                 "a ClippingCallback continues without it"
             )
         [replaced] = self._living
-        self._clips = replaced._clips
-        self._options = replaced._options
-        self._to = replaced._to
-        self._interval = replaced._interval
-        self._groups = replaced._groups
+        self._clipping = replaced._clipping
         self._replaced = replaced  # which stays the only one

@@ -44,7 +44,7 @@ def shard_model(
         for expert in _experts_of(root):
             fully_shard(expert, mesh=experts, **options)
     # Innermost first: a block shards the parameters that are not in blocks inside it.
-    for _, blocks in reversed(_lists(root)):
+    for _, blocks in reversed(block_lists(root)):
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mesh=mesh, **options)
@@ -81,7 +81,7 @@ def _experts_of(root: nn.Module) -> Iterator[nn.Module]:
                 yield expert
 
 
-def _lists(root: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+def block_lists(root: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Return the lists of blocks by name, outermost first.
 
     Experts are gathered with their block, because a rank may run only some of them.
@@ -136,7 +136,7 @@ def _shared_by_blocks(root: nn.Module, blocks: Collection[str]) -> str | None:
 def _names_of_blocks(root: nn.Module, experts_apart: bool) -> set[str]:
     """Return the names of the modules that are sharded by themselves, besides ``root``."""
     blocks = set()
-    for name, modules in _lists(root):
+    for name, modules in block_lists(root):
         blocks |= {f"{name}.{number}" for number in range(len(modules))}
     if experts_apart:
         for name, mixture in mixtures(root):

@@ -39,11 +39,11 @@ from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import collate_pairs, is_dataset, length_of, own
 from runner.gradients.units import head_weights
-from runner.models.compiling import compile_in_place
-from runner.models.recompute import checkpoint_activations
 from runner.models.weights import load_weights
 from runner.optim.groups import GroupError, parameter_groups, require_settings
 from runner.parallel.collectives import is_first
+from runner.parallel.compiling import compile_in_place
+from runner.parallel.recompute import checkpoint_activations
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps

@@ -28,10 +28,10 @@ from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
 from runner.gradients import Layout, OptionError
-from runner.models.compiling import wrong_option
-from runner.models.recompute import blocks_of
 from runner.models.weights import WeightsError, load_weights
 from runner.optim.groups import GroupError
+from runner.parallel.compiling import wrong_option
+from runner.parallel.recompute import blocks_of
 from runner.train import build
 from runner.train.callbacks import Callbacks
 from runner.train.logged import evaluated, unlogged_keys

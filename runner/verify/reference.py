@@ -26,8 +26,8 @@ from runner.config.schema import RunConfig
 from runner.data.dataset import length_of
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples
-from runner.models.recompute import checkpoint_activations
 from runner.parallel.collectives import on_first
+from runner.parallel.recompute import checkpoint_activations
 from runner.train.build import device_of, make_collate, make_criterion, make_data, make_model
 from runner.verify.comparison import relative, side_of
 

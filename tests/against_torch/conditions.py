@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from runner.booster import SinglePlugin
 from runner.models.mixture import Mixture
-from runner.models.recompute import checkpoint_activations
 from runner.optim.groups import parameter_groups
+from runner.parallel.recompute import checkpoint_activations
 from tests.distributed.cases import Ddp, Experts, Fsdp, Hybrid, Stages, Tensors, Zero
 
 PLAN = {"0.linear": "colwise", "1.linear": "rowwise", "2": "colwise_rep"}

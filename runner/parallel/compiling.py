@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.models.recompute import blocks_of
+from runner.parallel.recompute import blocks_of
 
 COMPILERS = ("g++", "clang++")
 """Programs that ``inductor`` calls for a CPU, if the variable CXX names none."""

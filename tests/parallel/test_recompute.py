@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from runner.models.gpt import GPT
-from runner.models.recompute import blocks_of, checkpoint_activations
+from runner.parallel.recompute import blocks_of, checkpoint_activations
 
 
 def small_gpt():

@@ -7,6 +7,8 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from runner.parallel.sharding import block_lists
+
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the elements of each ``ModuleList`` of a model that contain no further ones.
@@ -17,10 +19,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         ValueError: there are none.
     """
     elements: dict[nn.Module, None] = {}
-    for name, modules in model.named_modules():
-        if isinstance(modules, nn.ModuleList) and "experts" not in name.split("."):
-            for element in modules:
-                elements[element] = None
+    for _, modules in block_lists(model):
+        for element in modules:
+            elements[element] = None
     if not elements:
         raise ValueError(
             f"{type(model).__name__} has no blocks: a block is an element of a torch.nn.ModuleList"

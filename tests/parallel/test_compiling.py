@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runner.models.compiling import compile_in_place, wrong_option
 from runner.models.gpt import GPT
+from runner.parallel.compiling import compile_in_place, wrong_option
 
 SIZES = {"vocabulary": 13, "context": 10, "layers": 3, "heads": 2, "width": 8}
 

@@ -5,7 +5,6 @@ Each function says when it can be taken out. Nothing is imported before it is ne
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -53,6 +52,8 @@ def start_processes_as_python_does() -> None:
 
     Until loky no longer sets a start method of its own in them.
     """
+    import multiprocessing
+
     multiprocessing.set_start_method(None, force=True)
 
 

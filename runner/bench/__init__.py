@@ -13,3 +13,6 @@ TABLES = {
 """Generators of the rows of each table, ``rows(setting)``; their docstrings are the titles."""
 ON_GPU = ("clip", "gpu")
 """Tables that measure on a GPU; the last one needs it."""
+
+DOCUMENTS = {"parity": "runner.bench.parity:markdown"}
+"""Tables whose rows have a text of their own, each with what makes a document of the rows."""

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runner.bench.clip_calls import TOOLS, clips_of, installed
 from runner.bench.layouts import LAYOUTS, RANKS, Case
 from runner.bench.parallel import on_ranks
 from runner.bench.timing import Row, Setting
-from runner.bench.tools import TOOLS, clips_of, installed
 from runner.check import reference
 from runner.gradients.shard import is_dtensor
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from runner.bench import TABLES
+from runner.bench import DOCUMENTS, TABLES
 from runner.run_folder.status import now, provenance
 from runner.run_folder.strict_json import write_object, write_text
 from runner.telemetry.sinks.console import print_line
@@ -30,7 +30,6 @@ from runner.train import stop
 # What was printed, and the same with all numbers; both are written after each table.
 TEXT = "bench.txt"
 FILE = "bench.json"
-PARITY = "parity.md"  # the table of who is right
 PEERS = ("timm", "lightning", "accelerate")  # packages that are measured with ``--peers``
 # Does the work once, and returns the seconds that it took without its preparations.
 Side = Callable[[], float]
@@ -173,22 +172,24 @@ def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) 
     for name in tables:
         table: Any = resolve_name(TABLES[name])
         title = cleandoc(table.__doc__ or "").replace(".\n\n", "\n")
-        is_timed = name != "parity"
-        line(f"\n{name}: " + title.replace("\n", "\n  ") + (f"\n{HEADER}" if is_timed else ""))
+        line(f"\n{name}: " + title.replace("\n", "\n  "))
+        if name not in DOCUMENTS:
+            line(HEADER)
         rows = []
         for of_full_size in table(setting):
             # Limits hold for the full sizes only.
             row = {**of_full_size, "limit": None} if setting.quick else of_full_size
             rows.append(row)
-            line(line_of(row) if is_timed else row["text"])
+            line(row["text"] if name in DOCUMENTS else line_of(row))
             number = stop.reset()  # of a signal that a training has noted
             if number:
                 raise stop.Stopped(number)
         measured["tables"][name] = {"title": title, "rows": rows}
         write_object(folder / FILE, measured)
         write_text(folder / TEXT, "\n".join(lines) + "\n")
-        if not is_timed:
-            write_text(folder / PARITY, resolve_name("runner.bench.parity:markdown")(rows, began))
+        if name in DOCUMENTS:
+            document: Any = resolve_name(DOCUMENTS[name])
+            write_text(folder / f"{name}.md", document(rows, began))
     return measured
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from runner.bench import parity
+from runner.bench.clip_calls import TOOLS
 from runner.bench.layouts import LAYOUTS
 from runner.bench.parity import MODES, cells, markdown
-from runner.bench.tools import TOOLS
 from runner.check import reference
 from tests.process import python
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from runner.booster.batch import BatchError, not_readable, targets_of
 from runner.booster.items import ItemCounter, LossForm
-from runner.booster.outputs import logits_of, returned_loss, unreduced_loss
+from runner.booster.outputs import logits_of, not_reduced, returned_loss, unreduced_loss
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -104,10 +104,7 @@ class Comparison:
             raise not_readable(batch)
         unreduced = unreduced_loss(outputs) if self._form.may_return else None
         if unreduced is not None:
-            raise BatchError(
-                f"{self._name} has shape {list(unreduced.shape)}: reduce it to one number, such as "
-                "its mean"
-            )
+            raise BatchError(not_reduced(self._name, unreduced))
         if self._form.may_return and not isinstance(logits_of(outputs), Tensor):
             raise BatchError(
                 f"{self._name} returned no loss and no logits for a batch of the form (x, y), as "

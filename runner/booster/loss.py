@@ -39,6 +39,7 @@ from runner.booster.outputs import (
     as_leaf,
     holds_numbers,
     logits_of,
+    not_reduced,
     nothing_of,
     returned_loss,
     sum_of,
@@ -184,10 +185,7 @@ class WindowLoss:
         """Return what the criterion returns for a batch."""
         loss = self._called(outputs, batch)
         if loss.ndim:
-            raise DivisorError(
-                f"{self.name} has shape {list(loss.shape)}: reduce it to one number, such as its "
-                "mean"
-            )
+            raise DivisorError(not_reduced(self.name, loss))
         return loss
 
     def counted_as(self, batch: Any) -> str:

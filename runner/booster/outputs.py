@@ -21,6 +21,11 @@ def returned_loss(outputs: Any) -> Tensor | None:
     return loss if _is_loss(loss) else None
 
 
+def not_reduced(name: str, loss: Tensor) -> str:
+    """Return what is wrong with a loss that is no number."""
+    return f"{name} has shape {list(loss.shape)}: reduce it to one number, such as its mean"
+
+
 def unreduced_loss(outputs: Any) -> Tensor | None:
     """Return the ``loss`` in outputs if it is no number."""
     loss = _part(outputs, "loss")

@@ -1,6 +1,6 @@
 """Which tools clip right, in which layout: every cell is measured with real ranks.
 
-The truth is float64 arithmetic on whole gradients, that of ``runner.check_clipping``.
+``runner.check_clipping`` gives the truth: float64 arithmetic on whole gradients.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Candidate:
     """A way to count, with what was observed.
 
     A part of the loss divides by the items times a constant, or by the items plus an epsilon. A
-    batch of 0 items may divide by that of one, as ``clamp(min=1)`` does.
+    batch of 0 items may divide by the value of 1 item, as ``clamp(min=1)`` does.
     """
 
     divisor: Divisor
@@ -305,7 +305,7 @@ class Candidates:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is one way to count, and its weights are those of any batch."""
+        """Whether there is one way to count, whose weights do not depend on the batch."""
         return self.known or (len(self.candidates) == 1 and not self.rounded)
 
     def has(self, divisor: Divisor) -> bool:

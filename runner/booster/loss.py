@@ -367,7 +367,7 @@ class WindowLoss:
             return self._refused(loss, 0.0)
         if multiplier:
             return loss * multiplier
-        # Only penalties of parameters: those of the microbatches with items count, if there are any
+        # A penalty of parameters. Microbatches with items count it already, if there are any.
         total = None if self._total is None else self._total()
         if total is None or total.items:
             return nothing_of(returned, outputs)

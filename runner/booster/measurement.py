@@ -181,9 +181,9 @@ def _samples_from(batches: Sequence[Any], place: int) -> Any:
 
 
 def _with_samples_of_ranks(model: MeasuredModel, batch: Any) -> Any:
-    """Return a batch; of one sample, this one joined with those of other ranks; a collective.
+    """Return a batch. A batch of one sample is joined with samples of other ranks; a collective.
 
-    One sample does not tell a number of samples from one of what a mask selects.
+    In one sample, the number of samples may equal the number of elements that a mask selects.
     """
     is_single = batch_size(batch) == 1
     if not model.together or not any(model.from_ranks(is_single)):

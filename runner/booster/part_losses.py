@@ -1,4 +1,4 @@
-"""Compare the loss of a batch with those of its parts, by their values."""
+"""Compare the value of the loss of a batch with the losses of its parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Values:
         return self.is_near(weighted_mean(self.parts, counts))
 
     def is_between(self) -> bool:
-        """Return whether the value of the batch lies between those of its parts, as a mean does."""
+        """Return whether the value of the batch lies between the values of its parts, as a mean."""
         if any(value != value for value in self.parts):
             return False
         if not self.parts:
@@ -52,7 +52,7 @@ class Values:
 
 
 def losses_of(whole: Shown, parts: Sequence[Shown]) -> Values:
-    """Return the loss of a batch, and those of its parts."""
+    """Return the losses of a batch and of its parts."""
     losses = [part.value for part in parts]
     precision: float = torch.finfo(whole.loss.dtype).eps
     return Values(whole.value, losses, math.sqrt(precision) * _largest([whole.value, *losses]))

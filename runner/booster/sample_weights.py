@@ -120,9 +120,9 @@ def _near(first: Tensor, second: Tensor) -> bool:
 
 
 def _differ_by_rounding(first: Tensor, second: Tensor) -> bool:
-    """Return whether weights in half precision differ as those of outputs may: by a rounding.
+    """Return whether weights in half precision differ by rounding only, as outputs do.
 
-    A number of the batch, such as a mean, would move all of them in the same direction.
+    A number of the batch, such as a mean, would move all weights in the same direction.
     """
     precision = torch.finfo(first.dtype).eps
     first = first.double().reshape(-1)

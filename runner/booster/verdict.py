@@ -311,7 +311,10 @@ def _counts_by_class(whole: Shown, vectors: Sequence[Tensor]) -> Iterator[Diviso
 
 
 def _is_of_classes(weight: Tensor, vector: Tensor, labels: Tensor) -> bool:
-    """Return whether a weight is that of classes, or of the class of each label not negative."""
+    """Return whether a weight holds the weights of classes, in the order of classes or of labels.
+
+    Negative labels are left out.
+    """
     if weight.shape == vector.shape and torch.equal(weight, vector.to(weight)):
         return True
     is_class = labels >= 0
@@ -354,7 +357,7 @@ def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> C
 
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether each term of the whole is the mean of those of its parts over their items."""
+    """Return whether each term of the whole is the mean of its parts, weighted by their items."""
     for values in terms_in(whole, parts):
         if candidates.divisor.counts == NOTHING:
             expected = sum(values.parts)

@@ -214,7 +214,7 @@ def _uniform(clipped: Clipped, value: float, explainer: Explainer) -> str:
 
 
 def _clipped_again(coefficient: float, clipped: Clipped) -> float:
-    """Return the coefficient of two calls of torch's clipping, given that of the first one.
+    """Return the coefficient of two calls of torch's clipping. ``coefficient`` is the first call's.
 
     The second call changes nothing where 1e-6 does not count beside the threshold.
     """

@@ -124,7 +124,7 @@ class Clip(Section):
 
     @property
     def threshold(self) -> float | None:
-        """λ of the mode; None if it has none of its own."""
+        """λ of the mode; None if the mode has no threshold."""
         return self._options.threshold
 
     @property

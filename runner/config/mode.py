@@ -126,7 +126,7 @@ _CHECKED: dict[Any, tuple[Mapping[str, FieldInfo], TypeAdapter[Any]]] = {}
 
 
 def options_of(kind: type[Mode]) -> Mapping[str, FieldInfo]:
-    """Return the options of a mode: those of all modes, and its own."""
+    """Return the options of a mode, and the options that all modes have."""
     return _checked(kind)[0]
 
 

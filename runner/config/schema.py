@@ -161,7 +161,7 @@ class Tracker(Section):
 
     @property
     def own(self) -> Target | None:
-        """The class of a sink that is none of this project's trackers."""
+        """The class of a sink that the user has written; None for a tracker of this project."""
         if self.target is None:
             return None
         return Target.model_validate({"_target_": self.target})
@@ -225,7 +225,7 @@ class Checkpoint(Section):
 
 class Telemetry(Section):
     per_layer: bool = key("log the gradient norm of each parameter, to find the layer that spikes")
-    update_ratio: bool = key("log the norm of each update over that of the weights", False)
+    update_ratio: bool = key("log ‖update‖/‖weights‖ of each step", False)
     noise_scale: bool = key("log how large a batch pays", False)  # earlier runs lack both
     profile: StepRange | None = key("profile these steps: 10:13; see profile/", None)
     probe: Natural = key("print so many elements of the first parameter after each microbatch")
@@ -242,7 +242,7 @@ class Shutdown(Section):
 
 class Resume(Section):
     source: Text = key("auto: what the run's folder holds; never; a run, or RUN@STEP", alias="from")
-    force: bool = key("continue though the checkpoint is that of another configuration")
+    force: bool = key("continue though the checkpoint has another configuration")
 
 
 class SweepSection(Section):
@@ -250,7 +250,7 @@ class SweepSection(Section):
     objective: Text = key("compare runs by the best value of this metric")
     direction: Direction = key("which is better; null: the lower, of an accuracy the higher")
     max_failures: Natural | None = key("stop after more failed runs than this; null: never")
-    max_jobs: Count = key("refuse a sweep of more runs, such as that of range(0,1e9)")
+    max_jobs: Count = key("refuse a sweep of more runs, such as range(0,1e9)")
     zip: Texts = key("advance the lists of these keys together, not as a product")
 
     @property

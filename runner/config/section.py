@@ -265,7 +265,7 @@ def no_value(name: str, known: Mapping[str, FieldInfo]) -> str:
 
 
 def _choices(name: str, known: Mapping[str, FieldInfo]) -> list[str]:
-    """Return the names that the value of a key may have: those of the ``Literal`` in its type."""
+    """Return the values that the ``Literal`` in the type of a key allows."""
     return list(_literals(known[name].annotation)) if name in known else []
 
 

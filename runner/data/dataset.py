@@ -228,9 +228,8 @@ def _tensors(train: Any, eval: Any, columns: Columns) -> tuple[Any, Any]:
             tables.append(table.with_format("torch"))
             continue
         if len(columns) < 2 or not isinstance(columns[-1], str):
-            raise ArgumentError(
-                "columns", "needs those of the inputs, and last that of the targets"
-            )
+            problem = "needs the columns of the inputs, and last the column of the targets"
+            raise ArgumentError("columns", problem)
         if table is train:
             names = _class_names(table, columns[-1])
         tables.append(_Pairs(table, columns, names))

@@ -98,7 +98,7 @@ def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _in_blocks(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the elements of each large gradient, and a copy of those of all small ones."""
+    """Return a flat view of each large gradient, and a copy of all small gradients together."""
     blocks = [flatten(gradient) for gradient in gradients if gradient.numel() > SMALL]
     small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
     if small:
@@ -107,7 +107,7 @@ def _in_blocks(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norms_of_rows(block: Tensor, norm_type: float) -> list[Tensor]:
-    """Return the norms of rows of a flat tensor, in float32, and that of its tail in float64."""
+    """Return the norms of the rows of a flat tensor, in float32, and of its tail, in float64."""
     rows, remaining = divmod(block.numel(), ROW)
     dtype = torch.float32 if block.dtype.itemsize < 4 else None
     whole_rows = block.as_strided((rows, ROW), (ROW, 1))

@@ -159,7 +159,7 @@ def placed(name: str, parameter: Tensor, module: nn.Module, ranks: int) -> Param
 def position_of(parameter: Tensor) -> tuple[tuple[int, ...], int]:
     """Return the place of this rank along the mesh axes that split ``parameter``, and its parts.
 
-    Ranks that hold the same elements have the same place; that of a whole parameter is ``()``.
+    Ranks that hold the same elements have the same place. A whole parameter has the place ``()``.
     """
     position: list[int] = []
     parts = 1

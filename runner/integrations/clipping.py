@@ -117,7 +117,7 @@ def apply_gradient_clipping(
     """Clip the gradients of ``parameters`` in place. Call it after ``backward``, before ``step``.
 
     A boosted model is clipped by its optimizer: gradients are synchronised and unscaled first, the
-    norm is that of the whole model on all ranks, and a second clipping in one step is refused.
+    norm is taken over the whole model on all ranks, and a second clipping in one step is refused.
     A gradient that is not finite is left as it is. The coefficient of ``norm`` leaves out the
     matrices that Muon steps, unless ``scales="all"`` is given. In a loop of Lightning Fabric or
     Accelerate give what their ``setup`` or ``prepare`` returned; unscale gradients before.
@@ -131,7 +131,7 @@ def apply_gradient_clipping(
     ``groups`` says that ranks hold different parameters. Where other parameters of the model are
     sharded by ``fully_shard``, or averaged by ``DistributedDataParallel``, the first call compares
     the ranks. It cannot know this of a model without either: experts of such a model need
-    ``groups``, without which the norm is that of one rank.
+    ``groups``. Without ``groups``, the norm is taken over the parameters of one rank.
 
     Args:
         parameters: a module (whose layers and heads are then known), or parameters, or one tensor.
@@ -355,8 +355,8 @@ def _require_no_memory(given: list[Tensor], kind: str, mode: ClipMode) -> None:
         other: ListClipper | None = _lists.get(parameter)  # type: ignore[no-untyped-call]
         if other is not None and other.calls.remembers(mode):
             raise ValueError(
-                f"clipping type {kind} remembers earlier calls, but these parameters are only in "
-                "part those of an earlier call: give the same list in each call, or the model"
+                f"clipping type {kind} remembers earlier calls, but an earlier call had only some "
+                "of these parameters: give the same list in each call, or the model"
             )
 
 

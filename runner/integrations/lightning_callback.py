@@ -16,9 +16,9 @@ class LightningClipping(Callback):
 
     It stands in the place of ``Trainer(gradient_clip_val=...)`` and of the hook
     ``configure_gradient_clipping``: after gradients were averaged and unscaled, before the step.
-    The norm is that of the whole model, under ``ModelParallelStrategy`` too. Checkpoints hold the
-    history of the mode and the totals of the record, and ``fit(ckpt_path=...)`` goes on with both;
-    files that are named by a path lose the rows of later steps.
+    The norm is taken over the whole model, under ``ModelParallelStrategy`` too. Checkpoints hold
+    the history of the mode and the totals of the record, and ``fit(ckpt_path=...)`` goes on with
+    both; files that are named by a path lose the rows of later steps.
 
     Args:
         clipping_type: ``norm``, ``value``, ``adaptive`` or another mode; None to record only.

@@ -1,7 +1,7 @@
 """Collectives: differentiable, of many tensors in few flat buffers, and work of the first rank.
 
-The differentiable pairs are those of Shoeybi et al. 2019 (arXiv 1909.08053, section 3) and, along
-the sequence, of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Shards are those of
+The differentiable pairs come from Shoeybi et al. 2019 (arXiv 1909.08053, section 3) and, along
+the sequence, from Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2). Shards are as in
 :func:`torch.chunk`, so the last ones may be shorter or empty.
 """
 

@@ -59,7 +59,7 @@ def draw(
 
     Args:
         names: the values of the axis as they were typed.
-        enclosed: further values that the vertical axis encloses, those of charts beside this one.
+        enclosed: values of charts beside this one. The vertical axis encloses them too.
     """
     places = [point.place for point in points]
     ends = _ends(places)

@@ -503,7 +503,7 @@ parts_of_training = pytest.mark.parametrize("always", [True, False], ids=["in tr
 
 
 @parts_of_training
-def test_a_part_that_was_not_measured_and_is_a_mean_over_samples_is_that_of_one_batch(always):
+def test_an_unmeasured_mean_over_samples_is_the_mean_of_one_batch(always):
     model, plain, batches = train_with(over_samples, always)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for number, window in enumerate((batches[:2], batches[2:])):
@@ -518,13 +518,13 @@ def test_a_part_that_was_not_measured_and_is_a_mean_over_samples_is_that_of_one_
 
 
 @parts_of_training
-def test_a_part_that_was_not_measured_and_depends_on_the_batch_is_warned_of(always, caplog):
+def test_an_unmeasured_part_that_depends_on_the_batch_is_warned_of(always, caplog):
     train_with(contrastive, always)
     assert "depends on the batch as a whole" in caplog.text
 
 
 @parts_of_training
-def test_a_part_that_was_not_measured_and_weighs_by_the_batch_is_refused(always):
+def test_an_unmeasured_part_that_weighs_by_the_batch_is_refused(always):
     with pytest.raises(DivisorError, match="numbers that depend on the batch"):
         train_with(balance, always)
 

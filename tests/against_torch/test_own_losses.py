@@ -886,7 +886,7 @@ def refusals_of_each(plugin):
     ]
 
 
-def test_all_ranks_end_with_the_refusal_of_one_in_training_and_in_an_evaluation():
+def test_all_ranks_end_with_the_refusal_of_one():
     first, second = run_ranks(refusals_of_each, 2, Ddp)
     assert first == second
     assert all("divides by 7 for a batch of 4 samples" in refusal for refusal in first[:2])

@@ -211,7 +211,7 @@ def weights_on_ranks():
     return results
 
 
-def test_masks_that_are_empty_on_some_ranks_have_no_weight_and_a_penalty_counts_once():
+def test_masks_that_are_empty_on_some_ranks_have_no_weight():
     expected = []
     for loss, size in MASKED:
         for empty in EMPTY:

@@ -11,6 +11,8 @@ from runner.bench.step import CONTESTS, RIVALS, contest, peak_memory, require_eq
 from runner.bench.timing import Setting
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("contests")  # the ranks run once
+
 MEGABYTE = 2**20
 KEPT = 3 * MEGABYTE
 PASSING = 5 * MEGABYTE
@@ -42,26 +44,39 @@ def make_known():
     return step
 
 
-def measured(contests):
-    return make_and_step(), rows_of(contests)
+ONE = [("gpt", "tensor")]
 
 
-def require_rows(contests):
-    for peak, all_rows in run_ranks(measured, 2, contests):
-        assert peak == pytest.approx(KEPT + PASSING, abs=1000)
+def measured():
+    return make_and_step(), rows_of(ONE)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """The peak of memory and the rows of one contest, on each of two ranks."""
+    return run_ranks(measured, 2)
+
+
+def require_rows(contests, rows_of_ranks):
+    for all_rows in rows_of_ranks:
         for (_, name), (time, memory) in zip(contests, all_rows, strict=True):
             assert f", {name} over {RIVALS[name].against}" in time["what"]
             assert memory["what"] == f"{time['what']}, memory"
             assert all(math.isfinite(row["median"]) and row["median"] > 0 for row in (time, memory))
 
 
-def test_both_sides_take_the_same_steps_and_their_memory_is_compared():
-    require_rows([("gpt", "tensor")])
+def test_the_peak_of_memory_is_taken_from_steps_alone(ranks):
+    for peak, _ in ranks:
+        assert peak == pytest.approx(KEPT + PASSING, abs=1000)
+
+
+def test_a_contest_compares_time_and_memory(ranks):
+    require_rows(ONE, [rows for _, rows in ranks])
 
 
 @pytest.mark.slow
 def test_every_row_of_the_table_is_measured():
-    require_rows(EVERY)
+    require_rows(EVERY, run_ranks(rows_of, 2, EVERY))
 
 
 @pytest.mark.parametrize("ours", [1.1, math.nan])

@@ -103,31 +103,54 @@ def over(run, *words):
     return job.plain
 
 
-def test_what_is_typed_changes_the_record_and_nothing_else(tmp_path):
-    run = planted(tmp_path / "run", "clip.skip=sigma", "clip.norm_type=inf", "model.width=9")
-    assert over(run)["clip"] == over(run, "clip=norm")["clip"] == config_of(run)["clip"]
-    clip = over(run, "clip=value", "clip.threshold=3")["clip"]
+@pytest.fixture
+def with_skip(tmp_path):
+    return planted(tmp_path / "run", "clip.skip=sigma", "clip.norm_type=inf", "model.width=9")
+
+
+def test_what_is_not_typed_stays_as_in_the_record(with_skip):
+    recorded = config_of(with_skip)["clip"]
+    assert over(with_skip)["clip"] == recorded
+    assert over(with_skip, "clip=norm")["clip"] == recorded
+
+
+def test_another_mode_keeps_the_rule_of_skips_from_the_record(with_skip):
+    clip = over(with_skip, "clip=value", "clip.threshold=3")["clip"]
     assert (clip["mode"], clip["threshold"], clip["skip"]["rule"]) == ("value", 3, "sigma")
-    assert over(run, "model=cnn")["model"]["width"] == 32
-    plain = over(run, "recipe=gpt")
+
+
+def test_a_model_that_is_typed_has_its_own_defaults(with_skip):
+    assert over(with_skip, "model=cnn")["model"]["width"] == 32
+
+
+def test_a_recipe_that_is_typed_replaces_the_optimizer_of_the_record(with_skip):
+    plain = over(with_skip, "recipe=gpt")
     assert (plain["recipe"], plain["optimizer"]["lr"]) == ("gpt", 0.0006)
     assert "momentum" not in plain["optimizer"]
-    (run / "checkpoints" / "step_000000002").mkdir(parents=True)
-    for path in (run / "checkpoints", run / "checkpoints" / "step_000000002", f"{run}@2"):
+
+
+def test_the_path_of_a_checkpoint_gives_the_record_of_its_run(with_skip):
+    checkpoint = with_skip / "checkpoints" / "step_000000002"
+    checkpoint.mkdir(parents=True)
+    for path in (checkpoint.parent, checkpoint, f"{with_skip}@2"):
         assert over(path)["model"]["width"] == 9
 
 
-def test_a_run_leaves_its_sweep_and_what_belonged_to_one_command(tmp_path):
+def test_a_run_leaves_its_sweep(tmp_path):
     group = ["tracker.group=mine", "tracker.tags=[mine]"]
     of_sweep = ["sweep.name=mine", "sweep.zip=[seed,data.seed]", "report.baseline=0"]
-    of_command = ["trust=true", "resume.force=true"]
-    run = planted(tmp_path / "mine" / "0", *group, *of_sweep, *of_command)
+    run = planted(tmp_path / "mine" / "0", *group, *of_sweep)
     (tmp_path / "mine" / files.SWEEP).write_text("{}")
     plain = over(run)
     assert (plain["sweep"]["name"], plain["sweep"]["zip"]) == (None, [])
     assert (plain["tracker"]["group"], plain["tracker"]["tags"]) == (None, [])
-    assert (plain["resume"], plain["trust"]) == ({"from": str(run), "force": False}, False)
     assert plain["report"]["baseline"] is None
+
+
+def test_trust_belongs_to_one_command(tmp_path):
+    run = planted(tmp_path / "run", "trust=true", "resume.force=true")
+    plain = over(run)
+    assert (plain["resume"], plain["trust"]) == ({"from": str(run), "force": False}, False)
 
 
 def test_the_ranks_that_are_there_replace_those_of_the_record(tmp_path, monkeypatch):

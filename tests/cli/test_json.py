@@ -23,7 +23,7 @@ def answer(outputs, capfd):
     return ask
 
 
-def test_a_refusal_names_key_value_message_and_suggestion_of_each_problem(answer):
+def test_a_refusal_describes_each_problem_in_parts(answer):
     content = answer("clip=nrom", "optimizer.lrr=3")
     first, second = content["problems"]
     assert (first["key"], first["value"], first["suggestion"]) == ("clip", "nrom", "norm")

@@ -268,14 +268,22 @@ def test_several_columns_are_several_inputs_or_one_vector(tmp_path):
     assert target == ["cat", "dog"].index(ROWS[data.test.indices[1]][2])
 
 
-def test_inputs_are_standardized_over_the_training_rows_and_classes_keep_their_order(tmp_path):
+def with_numbers_as_classes(tmp_path):
+    """A table whose classes are 9, once more than before, and 10."""
     write(tmp_path, "", TEXT.replace("cat", "10").replace("dog", "9") + "\n3,4,9")
     [job] = request([*CSV.format(tmp_path).split(), *SHORT]).jobs
-    data = build.make_data(job.config.data)
-    inputs = data.train.inputs
+    return build.make_data(job.config.data)
+
+
+def test_inputs_are_standardized_over_the_training_rows(tmp_path):
+    inputs = with_numbers_as_classes(tmp_path).train.inputs
     assert inputs.dtype == torch.float32
     torch.testing.assert_close(inputs.mean(0), torch.zeros(2), atol=1e-6, rtol=0)
     torch.testing.assert_close(inputs.std(0, correction=0), torch.ones(2))
+
+
+def test_classes_that_are_numbers_have_the_order_of_numbers(tmp_path):
+    data = with_numbers_as_classes(tmp_path)
     targets = torch.cat([data.train.targets, data.test.targets])
     nines = sum(label == "dog" for _, _, label in ROWS) + 1
     assert (len(data.test), int((targets == 0).sum())) == (4, nines)
@@ -332,7 +340,7 @@ def test_a_factory_may_return_a_plain_data_set():
     train("data=tests.data.test_tables.made data.samples=20")
 
 
-def test_a_broken_image_is_named_and_its_traceback_is_in_the_log(tmp_path, outputs, capsys):
+def test_a_broken_image_is_named(tmp_path, outputs, capsys):
     images(tmp_path / "images", "3.png")
     words = [*SHORT, "data=image_folder", f"data.root={tmp_path / 'images'}", "data.size=8"]
     assert main([*words, "data.num_workers=0", "model=resnet18", "model.num_classes=2"]) == 1

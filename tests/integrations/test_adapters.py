@@ -24,8 +24,15 @@ pytestmark = [
 ]
 
 
-def test_a_training_of_lightning_resumes_with_the_history_and_writes_each_step_once(tmp_path):
+once = pytest.mark.xdist_group("resumed by Lightning")  # it trains once
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Weights and rows of a whole training of Lightning, and of one that resumes in it."""
     from lightning.pytorch.callbacks import ModelCheckpoint
+
+    tmp_path = tmp_path_factory.mktemp("lightning")
 
     def run(**more):
         file = tmp_path / "metrics.jsonl"
@@ -38,10 +45,20 @@ def test_a_training_of_lightning_resumes_with_the_history_and_writes_each_step_o
         ]
 
     options = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path}
-    weights, rows = run(**options)
-    again, rows_again = run(ckpt_path=tmp_path / "saved" / "step=6.ckpt", **options)
+    whole = run(**options)
+    return whole, run(ckpt_path=tmp_path / "saved" / "step=6.ckpt", **options)
+
+
+@once
+def test_a_training_of_lightning_resumes_with_the_history(resumed):
+    (weights, rows), (again, _) = resumed
     assert 0 < rows[-2]["clip/ratio_total"] < 1
     assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+@once
+def test_a_training_of_lightning_that_resumes_writes_each_step_once(resumed):
+    (_, rows), (_, rows_again) = resumed
     assert rows_again == rows
 
 

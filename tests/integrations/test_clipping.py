@@ -296,7 +296,7 @@ class Counted(NormClip):
 
 
 @pytest.mark.parametrize("given", ["model", "list"])
-def test_a_mode_is_made_and_bound_in_the_first_call(given, monkeypatch):
+def test_only_the_first_call_makes_the_mode(given, monkeypatch):
     monkeypatch.setattr(Counted, "made", [])
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     for seed in range(3):

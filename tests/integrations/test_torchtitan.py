@@ -89,16 +89,33 @@ def test_torchtitans_function_has_its_signature():
     }
 
 
-def test_torchtitans_function_raises_where_it_is_asked_to_and_keeps_no_model():
+def net_with_gradients():
     model = net()
     model(torch.ones(2, 6)).sum().backward()
+    return model
+
+
+def test_torchtitans_function_returns_the_norm_of_torchs():
+    model = net_with_gradients()
     expected = torch.nn.utils.clip_grad_norm_(make_copy(model).parameters(), 0.1)
     assert torchtitan.clip_grad_norm_(model.parameters(), 0.1) == pytest.approx(float(expected))
+
+
+def test_torchtitans_function_raises_where_it_is_asked_to():
+    model = net_with_gradients()
     model[0].bias.grad[0] = math.nan
     with pytest.raises(RuntimeError, match="is nan, so it cannot be clipped"):
         torchtitan.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
+
+
+def test_torchtitans_function_refuses_a_generator_that_was_used():
     with pytest.raises(ValueError, match="was a generator of parameters used before"):
         torchtitan.clip_grad_norm_(iter(()), 0.1)
+
+
+def test_torchtitans_function_keeps_no_model():
+    model = net_with_gradients()
+    torchtitan.clip_grad_norm_(model.parameters(), 0.1)
     reference = weakref.ref(model[0].weight)
     del model
     gc.collect()

@@ -86,13 +86,21 @@ def test_another_head_starts_from_its_own_values(tmp_path):
     assert torch.equal(model[2].weight, head)
 
 
-def test_what_is_missing_and_left_over_is_named(tmp_path):
+def weights_of_another_model(tmp_path):
     state = net(1).state_dict()
     state["old.weight"] = state.pop("0.bias")
-    path = saved(state, tmp_path / "w.pt")
+    return saved(state, tmp_path / "w.pt")
+
+
+def test_the_difference_names_tensors_of_either_side(tmp_path):
+    path = weights_of_another_model(tmp_path)
     told = load_weights(net(2), path, strict=False).difference
     lacking = f"{path} lacks 1 tensor of the model: 0.bias"
     assert told == f"{lacking}; the model lacks 1 tensor of {path}: old.weight"
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    path = weights_of_another_model(tmp_path)
     refused(WeightsError, "model.strict=false", load_weights, net(2), path)
 
 

@@ -120,7 +120,7 @@ def test_a_rate_rises_stays_and_falls(shape, falls):
     assert shares == pytest.approx([0.5, 1, 1, 1, 1, 1, *falls])
 
 
-def test_a_warm_up_and_a_decay_that_are_longer_than_the_run_are_refused():
+def test_phases_that_are_longer_than_the_run_are_refused():
     options = {"warmup_steps": 5, "decay_fraction": 0.6}
     refused(ValueError, "longer than the run, 10 steps", rates, WarmupStableDecayLR, 10, **options)
 

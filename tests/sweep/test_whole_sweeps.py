@@ -75,7 +75,7 @@ def test_a_finished_sweep_is_not_run_again(plain):
     assert plain.record()["runs"] == record["runs"]
 
 
-def test_a_program_is_told_the_verdict_and_each_setting_of_a_sweep(plain):
+def test_a_program_reads_the_answer_of_a_sweep_as_json(plain):
     out, _ = plain(*plain.words, "--json", before=("-c", WITHOUT_TORCH))
     content = json.loads(out)
     assert content["folder"] == str(plain.folder)

@@ -105,15 +105,28 @@ print_line("  python -m runner clip=norm clip.threshold=0.25")
 """
 
 
-def test_lines_on_a_terminal_end_at_a_word_and_leave_a_command_whole():
+narrow_terminal = pytest.mark.xdist_group("narrow terminal")  # it is started once
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """Lines on a terminal of 40 columns."""
     seen, code = on_a_terminal([sys.executable, "-c", LINES], ENVIRONMENT, 40)
-    shown = seen.replace("\x1b[K", "").replace("\r", "\n").splitlines()
     assert code == 0
-    assert shown[0] == "clip-runner: cpu, one rank"
-    assert "  raise clip.threshold" in shown
-    assert "  python -m runner report RUN" in shown
-    assert "  python -m runner clip=norm clip.threshold=0.25" in shown
-    assert all(len(line) <= 40 or "python -m runner" in line for line in shown)
+    return seen.replace("\x1b[K", "").replace("\r", "\n").splitlines()
+
+
+@narrow_terminal
+def test_lines_on_a_terminal_end_at_a_word(narrow):
+    assert narrow[0] == "clip-runner: cpu, one rank"
+    assert "  raise clip.threshold" in narrow
+    assert all(len(line) <= 40 or "python -m runner" in line for line in narrow)
+
+
+@narrow_terminal
+def test_a_command_on_a_terminal_is_left_whole(narrow):
+    assert "  python -m runner report RUN" in narrow
+    assert "  python -m runner clip=norm clip.threshold=0.25" in narrow
 
 
 SCRIPT = """

@@ -35,11 +35,15 @@ def all_reports():
     return texts, strict(), same_weights()
 
 
+on_ranks = pytest.mark.xdist_group("planted faults")  # the ranks run once
+
+
 @cache
 def reports(world):
     return run_ranks(all_reports, world)
 
 
+@on_ranks
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     ("folder", "name"), [(folder, name) for folder in FOLDERS for name in FOLDERS[folder]]
@@ -51,6 +55,7 @@ def test_a_planted_fault_is_named(folder, name, world):
         assert answers[0][folder, name][0] == ""
 
 
+@on_ranks
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", right.RIGHT)
 def test_right_clipping_is_called_right(name, world):
@@ -74,6 +79,7 @@ def strict():
     return said
 
 
+@on_ranks
 def test_strict_raises_on_every_rank():
     for _, (first, second), _ in reports(2):
         assert first == ""
@@ -100,6 +106,7 @@ def same_weights():
     return weights
 
 
+@on_ranks
 def test_a_check_leaves_the_weights_as_they_are_to_the_bit():
     for _, _, (without, checked) in reports(2):
         assert all(torch.equal(a, b) for a, b in zip(without, checked, strict=True))

@@ -11,6 +11,8 @@ from runner.request.request import request
 from runner.run_folder import files
 from tests.kept import assert_same_checkpoint
 
+once = pytest.mark.xdist_group("finished run")  # it is trained once
+
 SHORT = ["device=cpu", "tracker=none", "model.width=8", "data.batch_size=16", "log.interval=2"]
 SHORT += ["scheduler=constant", "eval.interval=5ba", "checkpoint.interval=2ba", "checkpoint.keep=2"]
 NET = "{_target_:tests.cli.test_go_on.Net,width:3}"
@@ -31,6 +33,7 @@ def finished(tmp_path_factory):
     return folder
 
 
+@once
 def test_a_longer_run_is_the_run_that_was_as_long_from_the_start(finished, tmp_path, outputs):
     whole = tmp_path / "whole"
     longer = tmp_path / "longer"
@@ -45,6 +48,7 @@ def test_a_longer_run_is_the_run_that_was_as_long_from_the_start(finished, tmp_p
     assert overrides[:2] == [f"resume.from={finished}", "train.max_duration=144sp"]
 
 
+@once
 def test_the_command_of_a_finished_run_with_a_longer_duration_names_what_continues_it(
     finished, outputs, capsys
 ):
@@ -59,6 +63,7 @@ def test_the_command_of_a_finished_run_with_a_longer_duration_names_what_continu
     assert "holds the record of an earlier run" in capsys.readouterr().err
 
 
+@once
 @pytest.mark.parametrize(
     ("words", "message"),
     [

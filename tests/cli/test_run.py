@@ -42,6 +42,9 @@ def test_a_run_leaves_the_callers_process_as_it_was(outputs, monkeypatch):
     assert (list(root.handlers), root.level, os.getcwd(), sys.argv) == before
 
 
+once = pytest.mark.xdist_group("runs")  # each command is run once
+
+
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory):
     """The folders of two runs with the same words, and what both printed."""
@@ -50,18 +53,21 @@ def repeated(tmp_path_factory):
     return list((home / "outputs" / "runs").iterdir()), "".join(printed)
 
 
+@once
 def test_each_run_has_a_folder_of_its_own(repeated):
     folders, printed = repeated
     assert len(folders) == 2
     assert {*printed.splitlines()} == {str(folder / "report.html") for folder in folders}
 
 
+@once
 def test_a_run_records_its_words(repeated):
     for folder in repeated[0]:
         recorded = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
         assert recorded == [*WORDS[:-1], "resume.from=never"]
 
 
+@once
 def test_a_run_records_its_configuration(repeated):
     for folder in repeated[0]:
         config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -87,18 +93,21 @@ def mine(finished, outputs):
     return SWEEP, shutil.copytree(finished, outputs / "sweeps" / "mine")
 
 
+@once
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own(finished):
     for seed, run in ((1, "0"), (2, "1")):
         config = yaml.safe_load((finished / run / "config.yaml").read_text())
         assert config["seed"] == seed, run
 
 
+@once
 def test_the_runs_of_a_sweep_are_one_group_of_the_tracker(finished):
     for run in ("0", "1"):
         tracker = yaml.safe_load((finished / run / "config.yaml").read_text())["tracker"]
         assert (tracker["group"], tracker["tags"]) == ("mine", ["mine"]), run
 
 
+@once
 def test_the_page_of_a_sweep_repeats_the_command_of_each_run(finished):
     page = (finished / files.PAGE).read_text()
     runs = page.partition('id="files"')[2].partition("</table>")[0]
@@ -108,6 +117,7 @@ def test_the_page_of_a_sweep_repeats_the_command_of_each_run(finished):
         assert {f"seed={seed}", *TINY} <= {*shlex.split(unescape(command))}
 
 
+@once
 def test_a_plan_says_which_runs_of_a_sweep_are_done(mine, capsys):
     words, sweep = mine
     shutil.rmtree(sweep / "0")
@@ -139,6 +149,7 @@ def test_a_plan_creates_nothing(outputs):
     assert not outputs.exists()
 
 
+@once
 def test_a_sweep_stays_in_its_own_folder(mine, tmp_path, capsys):
     words, sweep = mine
     (tmp_path / "victim").mkdir()

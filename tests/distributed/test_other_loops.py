@@ -411,12 +411,17 @@ def resumed(request, tmp_path_factory):
     return whole_run, again
 
 
+once = pytest.mark.xdist_group("trainings of other loops")  # each trains once
+
+
+@once
 def test_a_training_of_transformers_resumes_with_the_history(resumed):
     (weights, rows), (again, _) = resumed
     assert 0 < rows[-2]["clip/ratio_total"] < 1
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
+@once
 def test_a_training_of_transformers_that_resumes_writes_each_step_once(resumed):
     (_, rows), (_, rows_again) = resumed
     assert rows_again == rows
@@ -477,6 +482,7 @@ def in_float64(request, tmp_path_factory):
         torch.set_default_dtype(torch.float32)
 
 
+@once
 def test_every_library_has_the_rows_of_float64_by_hand(in_float64):
     name, file, steps, losses = in_float64
     series = read_run(file.parent).series
@@ -488,6 +494,7 @@ def test_every_library_has_the_rows_of_float64_by_hand(in_float64):
     assert series["train/loss"].values == pytest.approx(expected, rel=1e-6)
 
 
+@once
 def test_every_library_has_the_page_of_our_runs(in_float64):
     _, file, steps, _ = in_float64
     page = write(file.parent).read_text()

@@ -99,17 +99,22 @@ def in_one_process(pairs):
     return pytest.approx(loaded([(None, model) for _, model in pairs]), rel=1e-9)
 
 
+once = pytest.mark.xdist_group("state dicts over ranks")  # the ranks run once
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return run_ranks(on_two, 2, TWO)
 
 
+@once
 def test_a_state_dict_is_loaded_over_two_ranks(two_ranks):
     expected = in_one_process(TWO)
     for norms, _ in two_ranks:
         assert norms == expected
 
 
+@once
 def test_a_state_that_the_first_rank_refuses_fails_on_all_ranks(two_ranks):
     for _, messages in two_ranks:
         assert messages[0] == "unexpected: extra"

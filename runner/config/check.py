@@ -35,13 +35,13 @@ def examine(
     The option of the sections ``unsettled`` does not exist: their values are not compared with
     each other.
     """
+    empty = [name for name, value in leaves("", plain) if value == MISSING]
     config: RunConfig | None = None
     errors: list[ErrorDetails] = []
     try:
         config = RunConfig.model_validate(plain)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-    empty = [name for name, value in leaves("", plain) if value == MISSING]
     if config is not None and not empty:
         return config, []
     keys = owned_keys(plain)

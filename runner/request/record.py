@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,22 @@ from runner.request.overrides import Override, read_typed
 
 def write_composition(folder: Path, config: DictConfig) -> None:
     """Write the files of the run that Hydra has just begun to ``folder``, but without secrets."""
-    hydra = unresolved(HydraConfig.instance().cfg)["hydra"]
     plain: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    content = unresolved(HydraConfig.instance().cfg, plain)
+    hydra = content.pop("hydra")
     folder.mkdir(exist_ok=True)
-    write_yaml(folder / "config.yaml", masked(plain, known=remembered()))
+    write_yaml(folder / "config.yaml", content)
     write_yaml(folder / "hydra.yaml", {"hydra": hydra})
     write_yaml(folder / "overrides.yaml", hydra["overrides"]["task"])
 
 
-def unresolved(config: Any) -> dict[str, Any]:
-    """Return a composition in plain containers, references unresolved, without secrets."""
+def unresolved(config: Any, plain: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a composition in plain containers, references unresolved, without secrets.
+
+    ``plain``: the rest of it, where ``config`` has Hydra's part alone.
+    """
     content: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    content = {**(plain or {}), **content}
     job = content["hydra"]["job"]
     overrides = content["hydra"]["overrides"]
     # Hydra has copied the values of these into env_set.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.clip import Change, ChangeMode, Norms
+from runner.clip.patterns import matching, with_units
 from runner.config.modes import Adaptive
 from runner.config.notation import first_few
 from runner.gradients import Layout, ParamShard
@@ -57,7 +58,7 @@ class AdaptiveClip(Adaptive, ChangeMode):
     def bind(self, layout: Layout) -> None:
         """Resolve ``exclude`` and ``units``; log what ``auto`` excludes, and unknown layers."""
         self._excluded = self._excluded_of(layout)
-        self._shards = layout.with_units(self.units or {})
+        self._shards = with_units(layout, self.units or {})
         self._layout = layout
         self._index = None
         if layout.device.type == "meta" or (dist.is_initialized() and dist.get_rank() > 0):
@@ -70,7 +71,7 @@ class AdaptiveClip(Adaptive, ChangeMode):
     def _excluded_of(self, layout: Layout) -> set[str]:
         """Return the names of the parameters that ``exclude`` leaves out."""
         if self.exclude != "auto":
-            matches = [layout.matching(glob, "exclude") for glob in self.exclude]
+            matches = [matching(layout, glob, "exclude") for glob in self.exclude]
             return {name for names in matches for name in names}
         if not layout.heads_known:
             raise OptionError(
@@ -84,7 +85,7 @@ class AdaptiveClip(Adaptive, ChangeMode):
     def _warn_of_assumed_units(self, layout: Layout) -> None:
         chosen = set(self._excluded)
         for glob in self.units or {}:
-            chosen.update(layout.matching(glob, "units"))
+            chosen.update(matching(layout, glob, "units"))
         assumed = []
         for name, parameter in layout.parameters.items():
             if not parameter.known and name not in chosen:

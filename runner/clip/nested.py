@@ -24,6 +24,7 @@ from torch import Tensor
 from runner.clip import ClipMode, Decision, FactorMode, Norms, build
 from runner.clip.decision import Inner
 from runner.clip.groups import Group, Groups, ParameterGroups, leaves_out
+from runner.clip.patterns import matching
 from runner.clip.per_parameter import TensorNorms
 from runner.config.modes import ByGroups, Chain, Mode, Schedule, inner_mode
 from runner.config.problem import NOTHING
@@ -202,7 +203,7 @@ class GroupsClip(ByGroups, NestedMode):
         self._groups = Groups(layout, self.norm_type)
         remaining = dict.fromkeys(layout.names)
         for pattern, mode in self.modes.items():
-            names = [name for name in layout.matching(pattern, "groups") if name in remaining]
+            names = [name for name in matching(layout, pattern, "groups") if name in remaining]
             if not names and pattern != "*":
                 text = f"clip.groups: {pattern} matches only parameters that patterns before it do"
                 raise OptionError("groups", f"{text}; put it before them, or leave it out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -23,7 +22,7 @@ from runner.gradients.shard import (
     local_gradients,
     placed,
 )
-from runner.gradients.units import Units, head_weights, owned_parameters, units_of
+from runner.gradients.units import head_weights, owned_parameters, units_of
 
 _STORAGE = attrgetter("layout")
 
@@ -294,30 +293,3 @@ class Layout:
         if self.group is None or not vector.numel():
             return vector
         return transfer.max_over_ranks(vector, self.group)
-
-    def matching(self, pattern: str, option: str) -> list[str]:
-        """Return the names of parameters that match a glob, which the mode's ``option`` has."""
-        names = self.names
-        matches = {*fnmatch.filter(names, pattern)}
-        for name, whole in self.parameters.items():
-            if whole.base and fnmatch.fnmatchcase(whole.base, pattern):
-                matches.add(name)
-        if matches:
-            return [name for name in names if name in matches]
-        listed = [*names[:3], "...", *names[-3:]] if len(names) > 7 else names
-        text = f"clip.{option}={pattern} matches no parameter of: {', '.join(listed)}"
-        raise OptionError(option, text)
-
-    def with_units(self, units: Mapping[str, int | Sequence[int]]) -> list[ParamShard]:
-        """Return the shards with the units that a user names: dimensions of outputs by globs."""
-        chosen: dict[str, Units] = {}
-        for pattern, dims in units.items():
-            outputs = (dims,) if isinstance(dims, int) else dims
-            for name in self.matching(pattern, "units"):
-                shape = list(self.parameters[name].shape)
-                wrong = [dim for dim in outputs if not -len(shape) <= dim < len(shape)]
-                if wrong:
-                    text = f"clip.units: {pattern} names dimension {wrong[0]} of {name} {shape}"
-                    raise OptionError("units", text)
-                chosen[name] = Units.of_outputs(len(shape), outputs)
-        return [p.with_units(chosen[p.name]) if p.name in chosen else p for p in self.shards]

@@ -8,6 +8,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from runner import apply_gradient_clipping
 from runner.clip import Norms, build
+from runner.clip.patterns import with_units
 from runner.gradients import Layout, Units
 from runner.gradients.layout import OptionError
 from runner.gradients.units import head_weights, units_of
@@ -108,10 +109,12 @@ def test_the_user_names_the_dimensions(dims, units):
         layout.shards[0].param.view(-1)[0] = 100.0  # One unit alone is not clipped.
     clipped = mode.clip(layout, Norms.measured(torch.tensor(1.0, dtype=torch.float64))).fraction
     assert clipped == pytest.approx((units - 1) / units)
-    # The last pattern that matches counts.
+
+
+def test_the_last_pattern_that_matches_names_the_dimensions():
     layout = Layout.of_model(Owner(a=(2, 3, 4), b=(2, 3, 4)))
-    found = layout.with_units({"*": 0, "b": [0, 1]})
-    assert [shard.units.dims for shard in found] == [(1, 2), (2,)]
+    shards = with_units(layout, {"*": 0, "b": [0, 1]})
+    assert [shard.units.dims for shard in shards] == [(1, 2), (2,)]
 
 
 def test_units_that_do_not_fit_the_model_are_errors():

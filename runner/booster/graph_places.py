@@ -147,7 +147,10 @@ class Place(NamedTuple):
 
     @property
     def is_scalar(self) -> bool:
-        return len(shape_of(self.node, self.output)) == 0
+        """Whether it is a number; one element is a number before a sum or a mean of elements."""
+        shape = shape_of(self.node, self.output)
+        is_inside = self.path.averages or self.path.summed > 0
+        return not shape or (self.size == 1 and not is_inside)
 
     @property
     def size(self) -> int:

@@ -43,6 +43,7 @@ from runner.booster.outputs import (
     nothing_of,
     returned_loss,
     sum_of,
+    with_scalar_loss,
 )
 from runner.booster.variety import Variety
 from runner.gradients.transfer import start_gather
@@ -184,9 +185,9 @@ class WindowLoss:
     def mean(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns for a batch."""
         loss = self._called(outputs, batch)
-        if loss.ndim:
+        if loss.numel() != 1:
             raise DivisorError(not_reduced(self.name, loss))
-        return loss
+        return loss.reshape(()) if loss.ndim else loss
 
     def counted_as(self, batch: Any) -> str:
         """Return what a message calls the items of a batch."""
@@ -315,8 +316,10 @@ class WindowLoss:
         """Return the model's outputs; their ``logits``, if there are any and no loss."""
         args, kwargs = self.call(batch)
         outputs = model(*args, **kwargs)
-        if self._form.may_return and returned_loss(outputs) is not None:
-            return outputs
+        if self._form.may_return:
+            outputs = with_scalar_loss(outputs)
+            if returned_loss(outputs) is not None:
+                return outputs
         return logits_of(outputs)
 
     def sum(self, outputs: Any, batch: Any, items: float | None) -> Tensor:

@@ -350,7 +350,7 @@ def _vectors_of(place: Place) -> tuple[Tensor, ...]:
 def _is_sum_of_parts(name: str, before: list[Place]) -> bool:
     """Return whether elements are means of their own, or values plus a number or a penalty."""
     if name in ("Stack", "Cat"):
-        return all(part.is_scalar for part in before)
+        return all(part.size == 1 for part in before)
     return name in ("Add", "Sub") and any(part.is_scalar or _is_penalty(part) for part in before)
 
 

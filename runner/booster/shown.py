@@ -22,7 +22,7 @@ from runner.booster.candidates import is_silent, of_samples_in
 from runner.booster.graph_places import GraphError, Recorded
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.loss_graph import terms_of
-from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss
+from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss, with_scalar_loss
 from runner.booster.parts import has_samples, samples_at
 from runner.booster.terms import Term
 from runner.booster.untouched import Trace, untouched
@@ -202,7 +202,7 @@ def _returned(model: MeasuredModel, batch: Any) -> LossOf:
 
     def loss_of(numbers: Sequence[int] | None) -> Tensor | None:
         part = batch if numbers is None else samples_at(batch, numbers, samples)
-        outputs = model.outputs(part)
+        outputs = with_scalar_loss(model.outputs(part))
         loss = returned_loss(outputs)
         if loss is None and isinstance(logits_of(outputs), Tensor):
             raise _ExactError
@@ -258,7 +258,7 @@ class _Numbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         for result in returned if type(returned) is tuple else (returned,):
-            if type(result) is Tensor and not result.ndim and result.grad_fn is not None:
+            if type(result) is Tensor and result.numel() == 1 and result.grad_fn is not None:
                 self.of_nodes[result.grad_fn, result.output_nr] = result.detach()
         return returned
 

@@ -110,7 +110,7 @@ def selected_numbers(net, batch):
 
 def selected_in_method(outputs, batch):
     kept = batch["mask"]
-    return F.cross_entropy(outputs(None)[kept], batch["labels"][kept])
+    return F.cross_entropy(outputs(None)[kept], batch["labels"][kept]).reshape(1, 1)
 
 
 def ratios(net, batch):
@@ -384,7 +384,9 @@ def balanced_positives(net, batch):
 
 def with_a_large_epsilon(net, batch):
     mask = batch["mask"].double()
-    return (cross_entropies(net, batch) * mask).sum() / (mask.sum() + 1e-3)
+    loss = torch.zeros(1, dtype=torch.float64)
+    loss += (cross_entropies(net, batch) * mask).sum() / (mask.sum() + 1e-3)
+    return loss
 
 
 def weights_in_a_mask(net, batch):
@@ -531,7 +533,7 @@ CASES = {
     "masked cross entropy": Case(masked),
     "selected cross entropy": Case(selected),
     "selected squares": Case(selected_numbers),
-    "selected in a method": Case(selected_in_method, kind=Whole),
+    "selected in a method, of shape [1, 1]": Case(selected_in_method, kind=Whole),
     "fused": Case(fused, ignoring(-100), warned="its graph ends in"),
     "a mask and an epsilon": Case(with_an_epsilon),
     "grpo": Case(grpo),
@@ -577,7 +579,7 @@ CASES = {
     "normalised weights": Case(
         normalised_weights, refused="no number of items that the batch holds"
     ),
-    "a mask and a large epsilon": Case(with_a_large_epsilon),
+    "a mask and a large epsilon, of shape [1]": Case(with_a_large_epsilon),
     "weights in a mask": Case(weights_in_a_mask),
     "quotients of learned numbers": Case(quotients_of_learned_numbers),
     "a penalty in training alone": Case(

@@ -30,7 +30,6 @@ from runner.booster.criterion import (
     name_of,
     option_of,
     summed,
-    vectors_of,
 )
 from runner.booster.divisor import NOTHING
 from runner.booster.graph_places import NotLinear
@@ -101,7 +100,6 @@ class WindowLoss:
         may_return = criterion is None and not takes_batch
         self.call = Calls(model, whole=takes_batch, labelled=criterion is None).of
         self.binary = binary_outputs(criterion)
-        self._owners = (criterion, model)
 
         # What is compared, and summed where that is exact
         in_sum = cross_entropy_sum if may_return else summed(criterion)
@@ -177,10 +175,6 @@ class WindowLoss:
     def ways_out(self) -> str:
         """What to change if the mean is over something else than the items."""
         return WAYS_OUT.format("targets" if self._form.has_criterion else "batch")
-
-    def vectors(self) -> list[Tensor]:
-        """Return vectors of numbers that may be weights of classes."""
-        return vectors_of(*self._owners)
 
     def mean(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns for a batch."""

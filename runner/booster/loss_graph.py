@@ -55,67 +55,19 @@ _OF_ELEMENTS = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
 _PARTS = ("Select", "Slice", "Split", "Unbind")
 _ELEMENTS = (*_PARTS, "Index", "Take")
-_MIXING = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
-_JOINING = ("Addmm", "Bmm", "Cat", "Dot", "Mm", "Mv", "Stack")
-_OF_PARAMETERS = (
-    *_MIXING,
-    *_JOINING,
-    "Abs",
-    "Alias",
-    "Amax",
-    "Amin",
-    "Clamp",
-    "ClampMax",
-    "ClampMin",
-    "Clone",
-    "Cos",
-    "Diagonal",
-    "Exp",
-    "Expand",
-    "LinalgSvd",
-    "LinalgVectorNorm",
-    "Log",
-    "Log1P",
-    "LogSoftmax",
-    "Logsumexp",
-    "Max",
-    "Mean",
-    "Min",
-    "Neg",
-    "Norm",
-    "Permute",
-    "Pow",
-    "Prod",
-    "Reciprocal",
-    "Relu",
-    "ReshapeAlias",
-    "Rsqrt",
-    "Select",
-    "Sigmoid",
-    "Sin",
-    "Slice",
-    "Softmax",
-    "Softplus",
-    "Split",
-    "SplitWithSizes",
-    "Sqrt",
-    "Square",
-    "Squeeze",
-    "Std",
-    "Sum",
-    "T",
-    "Tanh",
-    "ToCopy",
-    "Transpose",
-    "Tril",
-    "Triu",
-    "Unbind",
-    "UnsafeView",
-    "Unsqueeze",
-    "Var",
-    "View",
+_OF_SAMPLES = (
+    "Embedding",
+    "Gather",
+    "GridSampler",
+    "Index",
+    "Masked",
+    "NllLoss",
+    "Repeat",
+    "Scatter",
+    "Take",
+    "Where",
 )
-"""Operations that keep a value one of parameters alone, unless they take samples too."""
+"""Operations that may take parameters by numbers, or a mask, of samples: their names begin so."""
 _SELECTING = (
     "Amax",
     "Amin",
@@ -381,25 +333,28 @@ def _is_penalty(place: Place) -> bool:
             if not isinstance(current.node.variable, nn.Parameter):
                 return False  # inputs that have a gradient
             continue
-        if current.name not in _OF_PARAMETERS or _may_take_samples(current):
+        if _may_take_samples(current):
             return False
         places += current.before()
     return False
 
 
 def _may_take_samples(place: Place) -> bool:
-    """Return whether an operation takes a constant that may hold samples, or repeats for each.
+    """Return whether an operation may take samples beside parameters, or repeats for each sample.
 
-    A constant of the shape of the parameters, such as weights of their squares, holds none.
+    A constant of the shape of the parameters, such as weights of their squares, holds no samples.
     """
+    node = place.node
+    is_of_user = hasattr(node, "saved_tensors")
+    if is_of_user or hasattr(node, "_saved_target") or place.name.startswith(_OF_SAMPLES):
+        return True
     before = place.before()
-    shape = shape_of(place.node, place.output)
+    shape = shape_of(node, place.output)
     shapes = [shape_of(part.node, part.output) for part in before]
     if place.name == "Expand":
         return len(shapes[0]) != len(shape) or shapes[0][:1] != shape[:1]
-    if len(before) == len(place.node.next_functions):
-        return False
-    return place.name in _JOINING or (place.name in _MIXING and shapes != [shape])
+    takes_constant = len(before) < len(node.next_functions)
+    return takes_constant and (place.name not in _OF_ELEMENTS or shapes != [shape])
 
 
 def _is_sum_of_squares(place: Place) -> bool:

@@ -112,6 +112,15 @@ class Place(NamedTuple):
         path = self.path.divided(elements / max(self.size, 1))
         return path._replace(averages=True, is_empty=not elements)
 
+    @property
+    def averages_samples(self) -> bool:
+        """Whether a mean inside of another one is over each sample, whatever their number is."""
+        dimensions = getattr(self.node, "_saved_dim", None)
+        if not dimensions:
+            return False
+        count = len(self.node._saved_self_sym_sizes)
+        return all(signed(number) % count for number in dimensions)
+
     def added_up(self) -> Path:
         elements = self._elements()
         return self.path._replace(summed=self.path.summed or elements, is_empty=not elements)
@@ -162,6 +171,11 @@ class Place(NamedTuple):
 def _operation(name: str) -> str:
     """Return the operation whose backward pass a node computes."""
     return name.rpartition("::")[2].partition("Backward")[0]
+
+
+def signed(number: int) -> int:
+    """Return a number of 64 bits, which autograd may keep without its sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def factor_of(node: Any) -> Tensor | None:

@@ -22,6 +22,7 @@ from runner.booster.graph_places import (
     Recorded,
     factor_of,
     shape_of,
+    signed,
 )
 from runner.booster.terms import MASKED, Term, TorchLoss
 
@@ -172,7 +173,8 @@ def _read_elements(place: Place) -> _Step:
         if factor is not None and not factor.ndim:
             return None, place.before(place.scaled())
     elif name == "Mean":
-        return None, place.before(place.averaged())
+        path = place.path if place.averages_samples else place.averaged()
+        return None, place.before(path)
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
         return None, before
     elif _is_sum_of_parts(name, before):
@@ -210,7 +212,7 @@ class _Elements:
         if name in _RANKING:
             sizes = [int(length) for length in place.node._saved_self_sym_sizes]
             if math.prod(sizes) != place.size or name == "Sort":
-                self.ranked = sizes[_signed(place.node._saved_dim)] if sizes else 0
+                self.ranked = sizes[signed(place.node._saved_dim)] if sizes else 0
             else:
                 name += " of all"
         if name in _SELECTING:
@@ -257,7 +259,7 @@ def _weights_of_losses(node: Any) -> list[Tensor]:
     weights = [] if weight is None else [weight.detach()]
     if weights and hasattr(node, "_saved_ignore_index"):
         labels = node._saved_target
-        is_class = labels != _signed(int(node._saved_ignore_index))
+        is_class = labels != signed(int(node._saved_ignore_index))
         weights = [weights[0][labels.where(is_class, 0)] * is_class]
     if of_positives is not None:
         weights.append(1 + (of_positives.detach() - 1) * node._saved_target)
@@ -281,11 +283,6 @@ def _mask_of(node: Any) -> Tensor:
     chosen = torch.zeros(sizes[first : first + dimensions], dtype=torch.bool)
     chosen[tuple(index.cpu() for index in indices)] = True
     return chosen
-
-
-def _signed(number: int) -> int:
-    """Return a number of 64 bits, which autograd may keep without its sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _vectors_of(place: Place) -> tuple[Tensor, ...]:
@@ -389,7 +386,7 @@ def _loss_of_torch(place: Place) -> Term:
     path = place.path._replace(averages=True)
     of_elements: tuple[Tensor, ...] = ()
     if hasattr(node, "_saved_total_weight"):
-        ignored = _signed(int(node._saved_ignore_index))
+        ignored = signed(int(node._saved_ignore_index))
         call = TorchLoss(targets, classes=True, ignored=ignored, weight=weight)
         total = node._saved_total_weight
         path = path.divided(float(total)).rounded(total.dtype)

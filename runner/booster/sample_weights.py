@@ -31,8 +31,9 @@ def weights_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
 
 
 def are_over_their_mean(whole: Shown, parts: Sequence[Shown]) -> bool:
-    """Return whether weights are divided by their mean, as ``weight / weight.mean()``."""
+    """Return whether weights of parts are those of the batch, divided by their mean."""
     samples = batch_size(whole.batch)
+    changed = []
     for part in parts:
         rows = list(part.numbers)
         for of_part, of_whole in zip(part.terms, whole.terms, strict=False):
@@ -44,10 +45,9 @@ def are_over_their_mean(whole: Shown, parts: Sequence[Shown]) -> bool:
                     continue
                 chosen = second.reshape(samples, -1)[rows].double()
                 over_mean = (chosen / chosen.mean()).flatten().to(first)
-                is_changed = not _near(first.flatten(), chosen.flatten().to(first))
-                if is_changed and _near(first.flatten(), over_mean):
-                    return True
-    return False
+                if not _near(first.flatten(), chosen.flatten().to(first)):
+                    changed.append(_near(first.flatten(), over_mean))
+    return bool(changed) and all(changed)
 
 
 def in_two_by_weight(whole: Shown, samples: int) -> tuple[list[int], list[int]]:

@@ -30,7 +30,7 @@ from runner.booster.sample_weights import (
     weights_vary,
 )
 from runner.booster.shown import Shown
-from runner.booster.terms import Term, penalties_of
+from runner.booster.terms import Term, penalties_of, spread_of
 
 _MEASURED_ROUNDED = 3
 """Further batches that are measured, as weights in half precision may agree by their rounding."""
@@ -313,7 +313,7 @@ def _counts_by_class(whole: Shown) -> Iterator[Divisor]:
         if labels.is_floating_point() or labels.dtype == torch.bool or not labels.numel():
             continue
         for vector in whole.vectors:
-            if labels.max() >= len(vector):
+            if labels.max() >= len(vector) or not spread_of(vector):
                 continue
             if any(_is_of_classes(weight, vector, labels.reshape(-1)) for weight in weights):
                 yield Divisor(LABELS, name, weight=vector.detach())

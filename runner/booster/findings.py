@@ -61,7 +61,10 @@ def measured(
     whole = shown if isinstance(shown, Shown) else None
     is_random = trace.drawn()
     loss.measured = batch
-    is_open = whole is not None and divisor_of_calls(whole) is None and samples > 1
+    is_open = whole is not None and samples > 1
+    if whole is not None and divisor_of_calls(whole) is not None:
+        # Its divisor is known: parts may still show that its forward pass depends on the batch.
+        is_open = is_open and not (is_random or model.communicates())
     # Ranks may communicate in a forward pass, so that all of them run the same number.
     in_parts = [is_open and has_samples(batch, samples)]
     if loss.may_return:

@@ -36,6 +36,7 @@ class Path(NamedTuple):
     dtype: torch.dtype | None = None
     value: float | None = None
     is_empty: bool = False
+    selected: tuple[Tensor, ...] = ()
 
     def divided(self, by: float) -> Path:
         outer = self.outer if self.inside else self.outer * by
@@ -73,6 +74,7 @@ class Path(NamedTuple):
             dtype=self.dtype,
             value=self.value,
             is_empty=self.is_empty,
+            selected=self.selected,
         )
 
 

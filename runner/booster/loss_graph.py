@@ -176,7 +176,9 @@ def _read_elements(place: Place) -> _Step:
         path = place.path if place.averages_samples else place.averaged()
         return None, place.before(path)
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
-        return None, before
+        masks = _masks_of(place)
+        path = place.path._replace(selected=(*place.path.selected, *masks))
+        return None, place.before(path)
     elif _is_sum_of_parts(name, before):
         return None, place.parts()
     elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
@@ -217,13 +219,13 @@ class _Elements:
                 name += " of all"
         if name in _SELECTING:
             self.selects.add(name)
-        if place.recorded.numbers and name in ("Index", "MaskedSelect"):
-            self.selected.append(_mask_of(place.node))
+        self.selected += _masks_of(place)
 
     def described(self, term: Term) -> Term:
         """Return a term with what is known of its elements."""
         form = tuple(sorted(self.selects))
-        return term._replace(form=form, selected=tuple(self.selected), ranked=self.ranked)
+        selected = (*term.selected, *self.selected)
+        return term._replace(form=form, selected=selected, ranked=self.ranked)
 
 
 def _read_down(place: Place) -> _Elements:
@@ -266,11 +268,23 @@ def _weights_of_losses(node: Any) -> list[Tensor]:
     return weights
 
 
-def _mask_of(node: Any) -> Tensor:
-    """Return which elements are selected by a mask, or by their numbers."""
-    if hasattr(node, "_saved_mask"):
-        mask: Tensor = node._saved_mask
-        return mask
+def _masks_of(place: Place) -> list[Tensor]:
+    """Return which elements an operation selects by a mask or by indices, in a measurement."""
+    node = place.node
+    if not place.recorded.numbers:
+        return []
+    if place.name == "MaskedFill":
+        return [~node._saved_mask]
+    if place.name == "MaskedSelect":
+        return [node._saved_mask]
+    if place.name == "Where" and len(place.before()) == 1:
+        is_first = node.next_functions[0][0] is not None
+        return [node._saved_condition if is_first else ~node._saved_condition]
+    return [_indexed(node)] if place.name == "Index" else []
+
+
+def _indexed(node: Any) -> Tensor:
+    """Return which elements are selected by indices."""
     sizes = [int(length) for length in node._saved_self_sym_sizes]
     indices = list(node._saved_indices)
     first = 0

@@ -37,7 +37,7 @@ _MEASURED_ROUNDED = 3
 
 _RANDOM = "it is random"
 _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
-_OF_THE_BATCH = (
+OF_THE_BATCH = (
     "it depends on the batch as a whole, as a contrastive loss does, so that accumulated "
     "microbatches are not one batch"
 )
@@ -169,12 +169,12 @@ def _by_sums(
         remaining = replace(candidates, candidates=adding_up)
         return Finding(remaining, retry=all_zero and not candidates.known)
     if is_sum and not losses_of(whole, parts).is_between():
-        return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
+        return Finding(problem=_NO_MEAN.format(loss.name, OF_THE_BATCH))
     if is_sum:
         return _refused(loss, whole, parts)
     if any(term.call is not None and term.call.weight is not None for term in whole.terms):
         return Finding(problem=_WEIGHTS.format(loss.name))
-    return Finding(candidates, reason=_OF_THE_BATCH)
+    return Finding(candidates, reason=OF_THE_BATCH)
 
 
 def _without_candidates(
@@ -192,7 +192,7 @@ def _without_candidates(
             return Finding(of_whole, reason=_NO_PART, retry=True)
     is_constant = _has_constant_divisors(candidates, whole, parts)
     is_of_batch = is_constant and not losses_of(whole, parts).is_between()
-    return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
+    return Finding(reason=OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
 
 
 def _is_told_by_parts_alone(whole: Shown) -> bool:
@@ -492,7 +492,7 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
     likely_counts = [loss.items(part.batch).items for part in parts]
     is_likely = losses.is_mean(likely_counts)
     if not is_likely and not losses.is_between():
-        return Finding(reason=_OF_THE_BATCH)
+        return Finding(reason=OF_THE_BATCH)
     matching: dict[float, list[Candidate]] = {}
     for divisor in divisors_of(whole.batch):
         counts = [divisor.items(part.batch) for part in parts]

@@ -99,12 +99,12 @@ class Comparison:
         """
         if self._form.takes_batch:
             return outputs, batch
-        targets = targets_of(batch)
-        if targets is None:
-            raise not_readable(batch)
         unreduced = unreduced_loss(outputs) if self._form.may_return else None
         if unreduced is not None:
             raise BatchError(not_reduced(self._name, unreduced))
+        targets = targets_of(batch)
+        if targets is None:
+            raise not_readable(batch)
         if self._form.may_return and not isinstance(logits_of(outputs), Tensor):
             raise BatchError(
                 f"{self._name} returned no loss and no logits for a batch of the form (x, y), as "

@@ -119,38 +119,6 @@ def binary_outputs(criterion: Any) -> Literal["logits", "probabilities"] | None:
     return "logits" if logits or function is functional.binary_cross_entropy_with_logits else None
 
 
-def vectors_of(criterion: Any, model: nn.Module) -> list[Tensor]:
-    """Return the vectors of numbers that a criterion, or a model, holds, such as class weights.
-
-    Those that their functions name in a closure, or as globals, are among them.
-    """
-    owners = [model, criterion] if isinstance(criterion, nn.Module) else [model]
-    values: list[Any] = [criterion.func if isinstance(criterion, partial) else criterion]
-    values.append(getattr(type(model), "loss", None))
-    for owner in owners:
-        values.append(type(owner).forward)
-        for module in owner.modules():
-            values += [*module._buffers.values(), *vars(module).values()]
-    named = [value for function in values for value in _named_by(function)]
-    return [value for value in (*values, *named) if _is_vector(value)]
-
-
-def _named_by(function: Any) -> list[Any]:
-    """Return the values that a function names in its closure, or as globals."""
-    if not inspect.isfunction(function):
-        return []
-    try:
-        names = inspect.getclosurevars(function)
-    except ValueError:
-        return []  # a name of the closure has no value yet
-    return [*names.nonlocals.values(), *names.globals.values()]
-
-
-def _is_vector(value: Any) -> bool:
-    is_constant = isinstance(value, Tensor) and not value.requires_grad
-    return is_constant and value.ndim == 1 and value.is_floating_point() and len(value) > 1
-
-
 def summed(criterion: Any) -> Criterion | None:
     """Return ``criterion`` with ``reduction="sum"``; None if it compares no classes."""
     has_arguments = isinstance(criterion, partial) and bool(criterion.args)

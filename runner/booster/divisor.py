@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ class Divisor(NamedTuple):
         if self.weight is None:
             return _number_of(counted)
         labels = torch.as_tensor(values[counted], device=self.weight.device)
+        if labels.numel() and int(labels.max()) >= len(self.weight):
+            return math.nan  # they are no weights of these classes
         return float(self.weight[labels].sum(dtype=torch.float64))
 
     def described(self) -> str:

@@ -61,7 +61,10 @@ def measured(
     whole = shown if isinstance(shown, Shown) else None
     is_random = trace.drawn()
     loss.measured = batch
-    is_open = whole is not None and divisor_of_calls(whole) is None and samples > 1
+    is_open = whole is not None and samples > 1
+    if whole is not None and divisor_of_calls(whole) is not None:
+        # Its divisor is known: parts may still show that its forward pass depends on the batch.
+        is_open = is_open and not (is_random or model.communicates())
     # Ranks may communicate in a forward pass, so that all of them run the same number.
     in_parts = [is_open and has_samples(batch, samples)]
     if loss.may_return:
@@ -136,6 +139,7 @@ def measured_again(
             candidates,
             candidates=remaining,
             looks=earlier.looks + 1,
+            relative=candidates.relative or earlier.relative,
             weighted=candidates.weighted or earlier.weighted,
             forms=earlier.forms_with(candidates.forms),
             rounded=max(earlier.rounded - 1, 0),
@@ -185,6 +189,8 @@ def look_inside(model: MeasuredModel, batch: Any, unshown: Unshown) -> bool:
         (finding,) = measured(on_this_rank, batch, trace, loss.candidates)
     if finding.problem:
         raise DivisorError(finding.problem)
+    if finding.candidates is not None and loss.candidates is not None:
+        loss.candidates.relative |= finding.candidates.relative
     if finding.reason and unshown.is_part:
         _warn_of_part(loss, batch, finding.reason)
     return not unshown.weights or are_told_apart(unshown.weights)

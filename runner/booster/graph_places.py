@@ -36,6 +36,7 @@ class Path(NamedTuple):
     dtype: torch.dtype | None = None
     value: float | None = None
     is_empty: bool = False
+    selected: tuple[Tensor, ...] = ()
 
     def divided(self, by: float) -> Path:
         outer = self.outer if self.inside else self.outer * by
@@ -73,6 +74,7 @@ class Path(NamedTuple):
             dtype=self.dtype,
             value=self.value,
             is_empty=self.is_empty,
+            selected=self.selected,
         )
 
 
@@ -112,6 +114,15 @@ class Place(NamedTuple):
         path = self.path.divided(elements / max(self.size, 1))
         return path._replace(averages=True, is_empty=not elements)
 
+    @property
+    def averages_samples(self) -> bool:
+        """Whether a mean inside of another one is over each sample, whatever their number is."""
+        dimensions = getattr(self.node, "_saved_dim", None)
+        if not dimensions:
+            return False
+        count = len(self.node._saved_self_sym_sizes)
+        return all(signed(number) % count for number in dimensions)
+
     def added_up(self) -> Path:
         elements = self._elements()
         return self.path._replace(summed=self.path.summed or elements, is_empty=not elements)
@@ -147,7 +158,10 @@ class Place(NamedTuple):
 
     @property
     def is_scalar(self) -> bool:
-        return len(shape_of(self.node, self.output)) == 0
+        """Whether it is a number; one element is a number before a sum or a mean of elements."""
+        shape = shape_of(self.node, self.output)
+        is_inside = self.path.averages or self.path.summed > 0
+        return not shape or (self.size == 1 and not is_inside)
 
     @property
     def size(self) -> int:
@@ -159,6 +173,11 @@ class Place(NamedTuple):
 def _operation(name: str) -> str:
     """Return the operation whose backward pass a node computes."""
     return name.rpartition("::")[2].partition("Backward")[0]
+
+
+def signed(number: int) -> int:
+    """Return a number of 64 bits, which autograd may keep without its sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def factor_of(node: Any) -> Tensor | None:

@@ -30,7 +30,6 @@ from runner.booster.criterion import (
     name_of,
     option_of,
     summed,
-    vectors_of,
 )
 from runner.booster.divisor import NOTHING
 from runner.booster.graph_places import NotLinear
@@ -43,6 +42,7 @@ from runner.booster.outputs import (
     nothing_of,
     returned_loss,
     sum_of,
+    with_scalar_loss,
 )
 from runner.booster.variety import Variety
 from runner.gradients.transfer import start_gather
@@ -100,7 +100,6 @@ class WindowLoss:
         may_return = criterion is None and not takes_batch
         self.call = Calls(model, whole=takes_batch, labelled=criterion is None).of
         self.binary = binary_outputs(criterion)
-        self._owners = (criterion, model)
 
         # What is compared, and summed where that is exact
         in_sum = cross_entropy_sum if may_return else summed(criterion)
@@ -177,16 +176,12 @@ class WindowLoss:
         """What to change if the mean is over something else than the items."""
         return WAYS_OUT.format("targets" if self._form.has_criterion else "batch")
 
-    def vectors(self) -> list[Tensor]:
-        """Return vectors of numbers that may be weights of classes."""
-        return vectors_of(*self._owners)
-
     def mean(self, outputs: Any, batch: Any) -> Tensor:
         """Return what the criterion returns for a batch."""
         loss = self._called(outputs, batch)
-        if loss.ndim:
+        if loss.numel() != 1:
             raise DivisorError(not_reduced(self.name, loss))
-        return loss
+        return loss.reshape(()) if loss.ndim else loss
 
     def counted_as(self, batch: Any) -> str:
         """Return what a message calls the items of a batch."""
@@ -315,8 +310,10 @@ class WindowLoss:
         """Return the model's outputs; their ``logits``, if there are any and no loss."""
         args, kwargs = self.call(batch)
         outputs = model(*args, **kwargs)
-        if self._form.may_return and returned_loss(outputs) is not None:
-            return outputs
+        if self._form.may_return:
+            outputs = with_scalar_loss(outputs)
+            if returned_loss(outputs) is not None:
+                return outputs
         return logits_of(outputs)
 
     def sum(self, outputs: Any, batch: Any, items: float | None) -> Tensor:

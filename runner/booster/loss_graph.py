@@ -22,6 +22,7 @@ from runner.booster.graph_places import (
     Recorded,
     factor_of,
     shape_of,
+    signed,
 )
 from runner.booster.terms import MASKED, Term, TorchLoss
 
@@ -55,67 +56,19 @@ _OF_ELEMENTS = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
 _SUMS = ("Sum", "Nansum", "Dot", "Mv", "Mm")
 _PARTS = ("Select", "Slice", "Split", "Unbind")
 _ELEMENTS = (*_PARTS, "Index", "Take")
-_MIXING = ("Add", "Div", "Maximum", "Minimum", "Mul", "Rsub", "Sub")
-_JOINING = ("Addmm", "Bmm", "Cat", "Dot", "Mm", "Mv", "Stack")
-_OF_PARAMETERS = (
-    *_MIXING,
-    *_JOINING,
-    "Abs",
-    "Alias",
-    "Amax",
-    "Amin",
-    "Clamp",
-    "ClampMax",
-    "ClampMin",
-    "Clone",
-    "Cos",
-    "Diagonal",
-    "Exp",
-    "Expand",
-    "LinalgSvd",
-    "LinalgVectorNorm",
-    "Log",
-    "Log1P",
-    "LogSoftmax",
-    "Logsumexp",
-    "Max",
-    "Mean",
-    "Min",
-    "Neg",
-    "Norm",
-    "Permute",
-    "Pow",
-    "Prod",
-    "Reciprocal",
-    "Relu",
-    "ReshapeAlias",
-    "Rsqrt",
-    "Select",
-    "Sigmoid",
-    "Sin",
-    "Slice",
-    "Softmax",
-    "Softplus",
-    "Split",
-    "SplitWithSizes",
-    "Sqrt",
-    "Square",
-    "Squeeze",
-    "Std",
-    "Sum",
-    "T",
-    "Tanh",
-    "ToCopy",
-    "Transpose",
-    "Tril",
-    "Triu",
-    "Unbind",
-    "UnsafeView",
-    "Unsqueeze",
-    "Var",
-    "View",
+_OF_SAMPLES = (
+    "Embedding",
+    "Gather",
+    "GridSampler",
+    "Index",
+    "Masked",
+    "NllLoss",
+    "Repeat",
+    "Scatter",
+    "Take",
+    "Where",
 )
-"""Operations that keep a value one of parameters alone, unless they take samples too."""
+"""Operations that may take parameters by numbers, or a mask, of samples: their names begin so."""
 _SELECTING = (
     "Amax",
     "Amin",
@@ -220,9 +173,12 @@ def _read_elements(place: Place) -> _Step:
         if factor is not None and not factor.ndim:
             return None, place.before(place.scaled())
     elif name == "Mean":
-        return None, place.before(place.averaged())
+        path = place.path if place.averages_samples else place.averaged()
+        return None, place.before(path)
     elif name == "Sum" or (name.startswith(_PASSED) and len(before) == 1):
-        return None, before
+        masks = _masks_of(place)
+        path = place.path._replace(selected=(*place.path.selected, *masks))
+        return None, place.before(path)
     elif _is_sum_of_parts(name, before):
         return None, place.parts()
     elif name == "Mul" and [_is_penalty(part) for part in before].count(True) == 1:
@@ -258,18 +214,18 @@ class _Elements:
         if name in _RANKING:
             sizes = [int(length) for length in place.node._saved_self_sym_sizes]
             if math.prod(sizes) != place.size or name == "Sort":
-                self.ranked = sizes[_signed(place.node._saved_dim)] if sizes else 0
+                self.ranked = sizes[signed(place.node._saved_dim)] if sizes else 0
             else:
                 name += " of all"
         if name in _SELECTING:
             self.selects.add(name)
-        if place.recorded.numbers and name in ("Index", "MaskedSelect"):
-            self.selected.append(_mask_of(place.node))
+        self.selected += _masks_of(place)
 
     def described(self, term: Term) -> Term:
         """Return a term with what is known of its elements."""
         form = tuple(sorted(self.selects))
-        return term._replace(form=form, selected=tuple(self.selected), ranked=self.ranked)
+        selected = (*term.selected, *self.selected)
+        return term._replace(form=form, selected=selected, ranked=self.ranked)
 
 
 def _read_down(place: Place) -> _Elements:
@@ -305,18 +261,30 @@ def _weights_of_losses(node: Any) -> list[Tensor]:
     weights = [] if weight is None else [weight.detach()]
     if weights and hasattr(node, "_saved_ignore_index"):
         labels = node._saved_target
-        is_class = labels != _signed(int(node._saved_ignore_index))
+        is_class = labels != signed(int(node._saved_ignore_index))
         weights = [weights[0][labels.where(is_class, 0)] * is_class]
     if of_positives is not None:
         weights.append(1 + (of_positives.detach() - 1) * node._saved_target)
     return weights
 
 
-def _mask_of(node: Any) -> Tensor:
-    """Return which elements are selected by a mask, or by their numbers."""
-    if hasattr(node, "_saved_mask"):
-        mask: Tensor = node._saved_mask
-        return mask
+def _masks_of(place: Place) -> list[Tensor]:
+    """Return which elements an operation selects by a mask or by indices, in a measurement."""
+    node = place.node
+    if not place.recorded.numbers:
+        return []
+    if place.name == "MaskedFill":
+        return [~node._saved_mask]
+    if place.name == "MaskedSelect":
+        return [node._saved_mask]
+    if place.name == "Where" and len(place.before()) == 1:
+        is_first = node.next_functions[0][0] is not None
+        return [node._saved_condition if is_first else ~node._saved_condition]
+    return [_indexed(node)] if place.name == "Index" else []
+
+
+def _indexed(node: Any) -> Tensor:
+    """Return which elements are selected by indices."""
     sizes = [int(length) for length in node._saved_self_sym_sizes]
     indices = list(node._saved_indices)
     first = 0
@@ -329,11 +297,6 @@ def _mask_of(node: Any) -> Tensor:
     chosen = torch.zeros(sizes[first : first + dimensions], dtype=torch.bool)
     chosen[tuple(index.cpu() for index in indices)] = True
     return chosen
-
-
-def _signed(number: int) -> int:
-    """Return a number of 64 bits, which autograd may keep without its sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _vectors_of(place: Place) -> tuple[Tensor, ...]:
@@ -350,7 +313,7 @@ def _vectors_of(place: Place) -> tuple[Tensor, ...]:
 def _is_sum_of_parts(name: str, before: list[Place]) -> bool:
     """Return whether elements are means of their own, or values plus a number or a penalty."""
     if name in ("Stack", "Cat"):
-        return all(part.is_scalar for part in before)
+        return all(part.size == 1 for part in before)
     return name in ("Add", "Sub") and any(part.is_scalar or _is_penalty(part) for part in before)
 
 
@@ -381,25 +344,28 @@ def _is_penalty(place: Place) -> bool:
             if not isinstance(current.node.variable, nn.Parameter):
                 return False  # inputs that have a gradient
             continue
-        if current.name not in _OF_PARAMETERS or _may_take_samples(current):
+        if _may_take_samples(current):
             return False
         places += current.before()
     return False
 
 
 def _may_take_samples(place: Place) -> bool:
-    """Return whether an operation takes a constant that may hold samples, or repeats for each.
+    """Return whether an operation may take samples beside parameters, or repeats for each sample.
 
-    A constant of the shape of the parameters, such as weights of their squares, holds none.
+    A constant of the shape of the parameters, such as weights of their squares, holds no samples.
     """
+    node = place.node
+    is_of_user = hasattr(node, "saved_tensors")
+    if is_of_user or hasattr(node, "_saved_target") or place.name.startswith(_OF_SAMPLES):
+        return True
     before = place.before()
-    shape = shape_of(place.node, place.output)
+    shape = shape_of(node, place.output)
     shapes = [shape_of(part.node, part.output) for part in before]
     if place.name == "Expand":
         return len(shapes[0]) != len(shape) or shapes[0][:1] != shape[:1]
-    if len(before) == len(place.node.next_functions):
-        return False
-    return place.name in _JOINING or (place.name in _MIXING and shapes != [shape])
+    takes_constant = len(before) < len(node.next_functions)
+    return takes_constant and (place.name not in _OF_ELEMENTS or shapes != [shape])
 
 
 def _is_sum_of_squares(place: Place) -> bool:
@@ -434,7 +400,7 @@ def _loss_of_torch(place: Place) -> Term:
     path = place.path._replace(averages=True)
     of_elements: tuple[Tensor, ...] = ()
     if hasattr(node, "_saved_total_weight"):
-        ignored = _signed(int(node._saved_ignore_index))
+        ignored = signed(int(node._saved_ignore_index))
         call = TorchLoss(targets, classes=True, ignored=ignored, weight=weight)
         total = node._saved_total_weight
         path = path.divided(float(total)).rounded(total.dtype)

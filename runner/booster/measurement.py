@@ -33,7 +33,7 @@ from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.parts import joined
 from runner.booster.shown import MeasuredModel
 from runner.booster.variety import Variety
-from runner.booster.verdict import Finding
+from runner.booster.verdict import OF_THE_BATCH, Finding
 from runner.parallel.pipeline import Pipeline
 
 _logger = logging.getLogger(__name__)
@@ -309,6 +309,7 @@ def _conclude(loss: WindowLoss, batch: Any, findings: Sequence[Finding]) -> bool
         if any(finding.retry for finding in findings) and loss.tries < _MOST_TRIES:
             loss.tries += 1
             loss.unproved = True  # the next batches may tell more
+            _warn(loss, batch, _COMPARED, [text for text in reasons if text == OF_THE_BATCH])
             return False
     elif any(finding.tells_nothing for finding in findings) and not reasons:
         loss.forget()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +15,43 @@ from runner.parallel.hooks import held_tensors
 
 def returned_loss(outputs: Any) -> Tensor | None:
     """Return the loss in outputs: their ``loss``, the only one of a tuple, or the output itself."""
+    loss = _part(outputs, "loss")
+    if isinstance(loss, Tensor):
+        return loss if _is_loss(loss) else None
     parts = outputs if isinstance(outputs, tuple | list) else [outputs]
     losses: list[Tensor] = [part for part in parts if _is_loss(part)]
-    if len(losses) == 1:
-        return losses[0]
+    return losses[0] if len(losses) == 1 else None
+
+
+def with_scalar_loss(outputs: Any) -> Any:
+    """Return outputs with a loss that has no dimension, where the only loss has one element."""
+    if returned_loss(outputs) is not None:
+        return outputs
+    if isinstance(outputs, Tensor):
+        return outputs.reshape(()) if _has_one_element(outputs) else outputs
     loss = _part(outputs, "loss")
-    return loss if _is_loss(loss) else None
+    if _has_one_element(loss):
+        return _with_loss(outputs, loss.reshape(()))
+    if type(outputs) not in (tuple, list):
+        return outputs
+    single = [part for part in outputs if _has_one_element(part)]
+    if len(single) != 1:
+        return outputs
+    return type(outputs)(part.reshape(()) if part is single[0] else part for part in outputs)
+
+
+def _with_loss(outputs: Any, loss: Tensor) -> Any:
+    """Return outputs with another ``loss``."""
+    if isinstance(outputs, tuple):
+        return outputs._replace(loss=loss)  # type: ignore[attr-defined]
+    changed = copy.copy(outputs)
+    if isinstance(outputs, Mapping):
+        changed["loss"] = loss
+    elif is_dataclass(outputs) and not isinstance(outputs, type):
+        changed = replace(outputs, loss=loss)
+    else:
+        changed.loss = loss
+    return changed
 
 
 def not_reduced(name: str, loss: Tensor) -> str:
@@ -27,9 +60,9 @@ def not_reduced(name: str, loss: Tensor) -> str:
 
 
 def unreduced_loss(outputs: Any) -> Tensor | None:
-    """Return the ``loss`` in outputs if it is no number."""
+    """Return the ``loss`` in outputs if it has several elements, or none."""
     loss = _part(outputs, "loss")
-    return loss if isinstance(loss, Tensor) and loss.ndim else None
+    return loss if isinstance(loss, Tensor) and loss.numel() != 1 else None
 
 
 def logits_of(outputs: Any) -> Any:
@@ -95,4 +128,8 @@ def _part(outputs: Any, name: str) -> Any:
 
 
 def _is_loss(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.ndim == 0 and part.is_floating_point()
+    return _has_one_element(part) and part.ndim == 0
+
+
+def _has_one_element(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.numel() == 1 and part.is_floating_point()

@@ -30,6 +30,26 @@ def weights_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
     return any(_differ_in_part(whole, part, list(part.numbers)) for part in parts)
 
 
+def are_over_their_mean(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether weights of parts are those of the batch, divided by their mean."""
+    samples = batch_size(whole.batch)
+    changed = []
+    for part in parts:
+        rows = list(part.numbers)
+        for of_part, of_whole in zip(part.terms, whole.terms, strict=False):
+            for first, second in zip(of_part.weights, of_whole.weights, strict=False):
+                if (
+                    second.numel() % samples
+                    or first.numel() * samples != len(rows) * second.numel()
+                ):
+                    continue
+                chosen = second.reshape(samples, -1)[rows].double()
+                over_mean = (chosen / chosen.mean()).flatten().to(first)
+                if not _near(first.flatten(), chosen.flatten().to(first)):
+                    changed.append(_near(first.flatten(), over_mean))
+    return bool(changed) and all(changed)
+
+
 def in_two_by_weight(whole: Shown, samples: int) -> tuple[list[int], list[int]]:
     """Return the numbers of the samples of two parts of a batch.
 

@@ -22,7 +22,13 @@ from runner.booster.candidates import is_silent, of_samples_in
 from runner.booster.graph_places import GraphError, Recorded
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.loss_graph import terms_of
-from runner.booster.outputs import as_leaf, holds_numbers, logits_of, returned_loss
+from runner.booster.outputs import (
+    as_leaf,
+    holds_numbers,
+    logits_of,
+    returned_loss,
+    with_scalar_loss,
+)
 from runner.booster.parts import has_samples, samples_at
 from runner.booster.terms import Term
 from runner.booster.untouched import Trace, untouched
@@ -40,7 +46,9 @@ WHILE_MEASURED = (
 class Shown(NamedTuple):
     """What a forward pass has shown of the loss of a batch, or of a part of it.
 
-    ``numbers`` are those that the samples of a part have in the batch.
+    ``numbers`` are those that the samples of a part have in the batch. ``vectors`` are constant
+    vectors of numbers that the loss has taken, which may be weights of classes. ``divides_masks``
+    is true if masks that are divided by their mean count as divisors.
     """
 
     batch: Any
@@ -48,6 +56,13 @@ class Shown(NamedTuple):
     terms: Sequence[Term] = ()
     error: GraphError | None = None
     numbers: Sequence[int] = ()
+    vectors: Sequence[Tensor] = ()
+    divides_masks: bool = False
+
+    def with_masks(self) -> Shown:
+        """Return the same with masks for weights that are 0 or another number, which divides."""
+        terms = [term.with_masks() for term in self.terms]
+        return self._replace(terms=terms, divides_masks=True)
 
     @property
     def value(self) -> float:
@@ -202,7 +217,7 @@ def _returned(model: MeasuredModel, batch: Any) -> LossOf:
 
     def loss_of(numbers: Sequence[int] | None) -> Tensor | None:
         part = batch if numbers is None else samples_at(batch, numbers, samples)
-        outputs = model.outputs(part)
+        outputs = with_scalar_loss(model.outputs(part))
         loss = returned_loss(outputs)
         if loss is None and isinstance(logits_of(outputs), Tensor):
             raise _ExactError
@@ -249,18 +264,31 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 class _Numbers(TorchFunctionMode):
-    """Keeps the numbers that are computed, such as the means that a loss adds up."""
+    """Keeps the numbers that are computed, such as the means that a loss adds up.
+
+    Constant vectors that operations take, such as weights of classes, are kept too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.of_nodes: dict[tuple[Any, int], Tensor] = {}
+        self.vectors: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
+        for argument in args:
+            if _is_vector(argument):
+                self.vectors[id(argument)] = argument
         for result in returned if type(returned) is tuple else (returned,):
-            if type(result) is Tensor and not result.ndim and result.grad_fn is not None:
+            if type(result) is Tensor and result.numel() == 1 and result.grad_fn is not None:
                 self.of_nodes[result.grad_fn, result.output_nr] = result.detach()
         return returned
+
+
+def _is_vector(value: Any) -> bool:
+    if type(value) is not Tensor or value.ndim != 1 or len(value) < 2:
+        return False
+    return value.is_floating_point() and not value.requires_grad
 
 
 def shown_by(batch: Any, loss_of: LossOf, numbers: Sequence[int] | None = None) -> Shown | None:
@@ -279,4 +307,5 @@ def shown_by(batch: Any, loss_of: LossOf, numbers: Sequence[int] | None = None) 
         terms = terms_of(loss, Recorded(computed.of_nodes))
     except GraphError as error:
         return Shown(batch, loss.detach(), error=error, numbers=numbers or ())
-    return Shown(batch, loss.detach(), terms, numbers=numbers or ())
+    vectors = list(computed.vectors.values())
+    return Shown(batch, loss.detach(), terms, numbers=numbers or (), vectors=vectors)

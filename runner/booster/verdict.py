@@ -22,16 +22,22 @@ from runner.booster.divisor import (
 from runner.booster.graph_places import NotLinear
 from runner.booster.loss import WindowLoss
 from runner.booster.part_losses import first_share, losses_of, terms_in, weighted_mean
-from runner.booster.sample_weights import are_told_apart, is_half, is_held, weights_vary
+from runner.booster.sample_weights import (
+    are_over_their_mean,
+    are_told_apart,
+    is_half,
+    is_held,
+    weights_vary,
+)
 from runner.booster.shown import Shown
-from runner.booster.terms import Term, penalties_of
+from runner.booster.terms import Term, penalties_of, spread_of
 
 _MEASURED_ROUNDED = 3
 """Further batches that are measured, as weights in half precision may agree by their rounding."""
 
 _RANDOM = "it is random"
 _ONE_SAMPLE = "a batch has one sample, or tensors of several lengths"
-_OF_THE_BATCH = (
+OF_THE_BATCH = (
     "it depends on the batch as a whole, as a contrastive loss does, so that accumulated "
     "microbatches are not one batch"
 )
@@ -50,6 +56,11 @@ _PLAIN_MEAN = (
 _WEIGHTS = (
     "{} weighs its items by numbers that depend on the batch, so that no weights of microbatches "
     f"give the loss of one batch: compute these numbers over all data, or set {_PLAIN_MEAN}"
+)
+_OVER_MEAN = (
+    "{} weighs its items by numbers that depend on the batch, as they are divided by their mean: "
+    "instead of (losses * weights / weights.mean()).mean() return the same number as (losses * "
+    "weights).sum() / weights.sum()"
 )
 _PENALTY = (
     "{} multiplies a penalty of parameters with a number that depends on the batch, such as one "
@@ -100,6 +111,10 @@ def verdict(
 ) -> Finding:
     """Compare what a batch shows with the ways to count it, of which only earlier ones count."""
     loss.items(whole.batch)  # raises an error if a guess is known to be wrong
+    parts = [_with_penalties_of(whole, part) for part in parts]
+    if _divides_masks(_telling(whole, parts)):
+        whole = whole.with_masks()
+        parts = [part.with_masks() for part in parts]
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
     if whole.tells_nothing or whole.is_without_samples:
@@ -111,7 +126,7 @@ def verdict(
         return Finding(problem=problem)
     if _penalties_vary(whole, parts):
         return Finding(problem=_PENALTY.format(loss.name))
-    candidates = _candidates(whole, parts, loss.vectors(), earlier)
+    candidates = _candidates(whole, parts, earlier)
     if not candidates.candidates:
         return _without_candidates(loss, candidates, whole, parts)
     if is_random and not candidates.known:
@@ -128,9 +143,10 @@ def _by_parts(
     if _ranks_samples(whole, parts):
         return Finding(problem=_WEIGHTS.format(loss.name))
     finding = _by_sums(loss, candidates, whole, parts)
-    if not finding.problem and weights_vary(whole, parts):
-        return Finding(problem=_WEIGHTS.format(loss.name))
-    return finding
+    if finding.problem or not weights_vary(whole, parts):
+        return finding
+    problem = _OVER_MEAN if are_over_their_mean(whole, parts) else _WEIGHTS
+    return Finding(problem=problem.format(loss.name))
 
 
 def _by_sums(
@@ -153,12 +169,12 @@ def _by_sums(
         remaining = replace(candidates, candidates=adding_up)
         return Finding(remaining, retry=all_zero and not candidates.known)
     if is_sum and not losses_of(whole, parts).is_between():
-        return Finding(problem=_NO_MEAN.format(loss.name, _OF_THE_BATCH))
+        return Finding(problem=_NO_MEAN.format(loss.name, OF_THE_BATCH))
     if is_sum:
         return _refused(loss, whole, parts)
     if any(term.call is not None and term.call.weight is not None for term in whole.terms):
         return Finding(problem=_WEIGHTS.format(loss.name))
-    return Finding(candidates, reason=_OF_THE_BATCH)
+    return Finding(candidates, reason=OF_THE_BATCH)
 
 
 def _without_candidates(
@@ -171,12 +187,12 @@ def _without_candidates(
     if _is_a_sum(candidates, whole, parts):
         return Finding(_as_a_sum(candidates, whole, parts))
     if any(part.divides_by_none for part in parts) and not whole.divides_by_none:
-        of_whole = _candidates(whole, [], loss.vectors())
+        of_whole = _candidates(whole, [])
         if of_whole.candidates:
             return Finding(of_whole, reason=_NO_PART, retry=True)
     is_constant = _has_constant_divisors(candidates, whole, parts)
     is_of_batch = is_constant and not losses_of(whole, parts).is_between()
-    return Finding(reason=_OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
+    return Finding(reason=OF_THE_BATCH) if is_of_batch else _refused(loss, whole, parts)
 
 
 def _is_told_by_parts_alone(whole: Shown) -> bool:
@@ -218,10 +234,7 @@ def divisor_of_calls(whole: Shown) -> Divisor | None:
 
 
 def _candidates(
-    whole: Shown,
-    parts: Sequence[Shown],
-    vectors: Sequence[Tensor],
-    earlier: Candidates | None = None,
+    whole: Shown, parts: Sequence[Shown], earlier: Candidates | None = None
 ) -> Candidates:
     """Return the ways to count that agree with a batch and its parts."""
     divisor_of_torch = divisor_of_calls(whole)
@@ -231,13 +244,14 @@ def _candidates(
     shown = _telling(whole, parts)
     outer = len({len(seen.terms) for seen in shown}) > 1
     varies = not outer and _factors_vary(shown)
-    possible = _possible(whole, parts, varies, vectors)
+    possible = _possible(whole, parts, varies)
     if earlier is not None:
         possible = [divisor for divisor in possible if earlier.has(divisor)]
     candidates = Candidates(
         [Candidate(divisor) for divisor in possible],
         outer=outer,
         factors=varies,
+        relative=whole.divides_masks,
         weighted=any(term.is_weighted and are_told_apart(term.weights) for term in whole.terms),
         rounded=_MEASURED_ROUNDED if parts and _has_rounded_weights(whole) else 0,
     )
@@ -274,15 +288,10 @@ def _factors_vary(shown: Sequence[Shown]) -> bool:
     return False
 
 
-def _possible(
-    whole: Shown, parts: Sequence[Shown], varies: bool, vectors: Sequence[Tensor]
-) -> list[Divisor]:
-    """Return all ways to count a batch, the likeliest first.
-
-    ``vectors`` may be weights of classes.
-    """
+def _possible(whole: Shown, parts: Sequence[Shown], varies: bool) -> list[Divisor]:
+    """Return all ways to count a batch, the likeliest first."""
     possible = list(divisors_of(whole.batch))
-    possible += _counts_by_class(whole, vectors)
+    possible += _counts_by_class(whole)
     divides = any(term.divides for seen in (whole, *parts) for term in seen.terms)
     if not (divides or varies):
         possible = [divisor for divisor in possible if divisor.items(whole.batch)]
@@ -297,14 +306,14 @@ def _possible(
     return list(distinct.values())
 
 
-def _counts_by_class(whole: Shown, vectors: Sequence[Tensor]) -> Iterator[Divisor]:
+def _counts_by_class(whole: Shown) -> Iterator[Divisor]:
     """Yield the sums of weights of classes by which a loss multiplies its elements."""
     weights = [weight.reshape(-1) for term in whole.terms for weight in term.weights]
     for name, labels in tensors_of(whole.batch):
         if labels.is_floating_point() or labels.dtype == torch.bool or not labels.numel():
             continue
-        for vector in vectors:
-            if labels.max() >= len(vector):
+        for vector in whole.vectors:
+            if labels.max() >= len(vector) or not spread_of(vector):
                 continue
             if any(_is_of_classes(weight, vector, labels.reshape(-1)) for weight in weights):
                 yield Divisor(LABELS, name, weight=vector.detach())
@@ -374,6 +383,20 @@ def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bo
     return True
 
 
+def _divides_masks(several: Sequence[Shown]) -> bool:
+    """Return whether masks are multiplied with other numbers in parts, as ``mask / mask.mean()``.
+
+    So the loss is a mean over the elements that the mask selects.
+    """
+    if len({len(shown.terms) for shown in several}) > 1:
+        return False
+    for several_terms in zip(*(shown.terms for shown in several), strict=True):
+        numbers = {term.masked_numbers for term in several_terms}
+        if None not in numbers and len(numbers) > 1:
+            return True
+    return False
+
+
 def _ranks_samples(whole: Shown, parts: Sequence[Shown]) -> bool:
     """Return whether the largest elements are taken of all samples, as in hard example mining."""
     for part in parts:
@@ -395,6 +418,18 @@ def _penalties_vary(whole: Shown, parts: Sequence[Shown]) -> bool:
         if not all(near(first, second, tolerance) for first, second in pairs):
             return True
     return False
+
+
+def _with_penalties_of(whole: Shown, part: Shown) -> Shown:
+    """Return a part of a batch whose penalties are those of the batch.
+
+    A parameter [1] that is compared with one sample looks like a penalty.
+    """
+    if len(part.terms) != len(whole.terms):
+        return part
+    pairs = zip(part.terms, whole.terms, strict=True)
+    terms = [term._replace(is_penalty=of_whole.is_penalty) for term, of_whole in pairs]
+    return part._replace(terms=terms)
 
 
 def _adds_penalties(whole: Shown) -> bool:
@@ -460,7 +495,7 @@ def _by_values(loss: WindowLoss, whole: Shown, parts: Sequence[Shown], reason: s
     likely_counts = [loss.items(part.batch).items for part in parts]
     is_likely = losses.is_mean(likely_counts)
     if not is_likely and not losses.is_between():
-        return Finding(reason=_OF_THE_BATCH)
+        return Finding(reason=OF_THE_BATCH)
     matching: dict[float, list[Candidate]] = {}
     for divisor in divisors_of(whole.batch):
         counts = [divisor.items(part.batch) for part in parts]

@@ -246,7 +246,7 @@ class Logits(Passes):
     ("kind", "loss", "most"),
     [
         (Passes, masked_mse, 2),
-        (Passes, lambda outputs, targets: F.mse_loss(outputs, targets), 1),
+        (Passes, lambda outputs, targets: F.mse_loss(outputs, targets), 2),
         (Passes, lambda outputs, targets: (outputs - targets).square().sum(), 2),
         (Logits, logits_alone, 2),
     ],

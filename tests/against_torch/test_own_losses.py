@@ -103,14 +103,20 @@ def selected(net, batch):
     return F.cross_entropy(net.head(batch["x"])[kept], batch["labels"][kept])
 
 
-def selected_numbers(net, batch):
-    kept = batch["mask"].bool()
-    return F.mse_loss(net.value(batch["x"]).squeeze(-1)[kept], batch["numbers"][kept])
+def normalised_inputs(net, batch):
+    inputs = batch["x"] - batch["x"].mean((0, 1))
+    return F.cross_entropy(net.head(inputs).flatten(0, 1), batch["labels"].flatten())
+
+
+def median_of_the_batch(net, batch):
+    outputs = net.value(batch["x"])[..., 0]
+    median = float((outputs - batch["numbers"]).detach().abs().median())
+    return F.huber_loss(outputs, batch["numbers"], delta=median)
 
 
 def selected_in_method(outputs, batch):
     kept = batch["mask"]
-    return F.cross_entropy(outputs(None)[kept], batch["labels"][kept])
+    return F.cross_entropy(outputs(None)[kept], batch["labels"][kept]).reshape(1, 1)
 
 
 def ratios(net, batch):
@@ -384,7 +390,9 @@ def balanced_positives(net, batch):
 
 def with_a_large_epsilon(net, batch):
     mask = batch["mask"].double()
-    return (cross_entropies(net, batch) * mask).sum() / (mask.sum() + 1e-3)
+    loss = torch.zeros(1, dtype=torch.float64)
+    loss += (cross_entropies(net, batch) * mask).sum() / (mask.sum() + 1e-3)
+    return loss
 
 
 def weights_in_a_mask(net, batch):
@@ -530,8 +538,9 @@ WEIGHTS = "weighs its items by numbers that depend on the batch"
 CASES = {
     "masked cross entropy": Case(masked),
     "selected cross entropy": Case(selected),
-    "selected squares": Case(selected_numbers),
-    "selected in a method": Case(selected_in_method, kind=Whole),
+    "inputs less their mean": Case(normalised_inputs, ignoring(-100), warned=OF_BATCH),
+    "a limit of the batch": Case(median_of_the_batch, warned=OF_BATCH),
+    "selected in a method, of shape [1, 1]": Case(selected_in_method, kind=Whole),
     "fused": Case(fused, ignoring(-100), warned="its graph ends in"),
     "a mask and an epsilon": Case(with_an_epsilon),
     "grpo": Case(grpo),
@@ -577,7 +586,7 @@ CASES = {
     "normalised weights": Case(
         normalised_weights, refused="no number of items that the batch holds"
     ),
-    "a mask and a large epsilon": Case(with_a_large_epsilon),
+    "a mask and a large epsilon, of shape [1]": Case(with_a_large_epsilon),
     "weights in a mask": Case(weights_in_a_mask),
     "quotients of learned numbers": Case(quotients_of_learned_numbers),
     "a penalty in training alone": Case(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from runner.booster.candidates import Candidate, Candidates
 from runner.booster.divisor import LABELS, Divisor
 from runner.booster.loss import WindowLoss
 from runner.booster.measurement import settle
-from runner.booster.outputs import returned_loss
+from runner.booster.outputs import returned_loss, with_scalar_loss
 from runner.data.dataset import IGNORED
 from tests.clip.reference import refused
 
@@ -175,6 +176,17 @@ def test_a_named_loss_counts_beside_others():
     returned = Returned(torch.tensor(1.0), torch.tensor(2.0), torch.zeros(2, 3))
     assert returned_loss(returned) is returned.loss
     assert returned_loss(returned[:2]) is None
+
+
+def test_a_loss_of_one_element_is_a_number_in_outputs_of_any_form():
+    one = torch.ones(1, 1)
+    logits = torch.zeros(2, 3)
+    named = Returned(one, torch.tensor(2.0), logits)
+    space = SimpleNamespace(loss=one, logits=logits)
+    for outputs in (one, (logits, one), [one, logits], {"loss": one}, named, space):
+        loss = returned_loss(with_scalar_loss(outputs))
+        assert loss.shape == ()
+        assert loss == 1
 
 
 def test_the_check_of_a_criterion_leaves_it_as_it_was():

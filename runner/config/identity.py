@@ -55,6 +55,7 @@ IMPLIED: dict[str, Any] = {
     "model.weights": None,
     "optimizer.groups": None,
     "optimizer.no_decay": None,
+    "scheduler.by": "steps",
 }
 """Values by which earlier versions acted, of keys that their records lack."""
 

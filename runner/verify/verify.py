@@ -100,7 +100,7 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
         optimizers=optimizer,
         criterion=Loss(criterion, config.loss.items),
         booster=Booster(plugin=plugin, nonfinite="error"),
-        accumulation_steps=config.accumulation.steps,
+        accumulation_steps=config.accumulation.phases,
         log=Log([] if plugin.rank else [losses], bar=False),
     )
     pipeline = trainer.model.pipeline

@@ -102,6 +102,15 @@ def make_model(section: ModelSection, from_weights: bool = True) -> nn.Module:
     return model
 
 
+def change_passes(model: nn.Module, config: RunConfig) -> None:
+    """Let a model compute activations again, and compile it, where the configuration says so."""
+    if config.checkpointed_blocks:
+        checkpoint_activations(model, config.checkpointed_blocks)
+    if config.compile.name != "none":
+        blocks = config.compile.name == "blocks"
+        compile_in_place(model, blocks, **config.compile.options)
+
+
 def make_collate(config: DataSection) -> Callable[[Any], Any]:
     """Return what makes a batch of a list of samples."""
     if config.collate.target is None:
@@ -292,11 +301,7 @@ def make_trainer(
     plugin = make_plugin(config)
     data = make_data(config.data)
     model = _make_model(config, plugin, device, from_weights)
-    if config.checkpointed_blocks:
-        checkpoint_activations(model, config.checkpointed_blocks)
-    if config.compile.name != "none":
-        blocks = config.compile.name == "blocks"
-        compile_in_place(model, blocks, **config.compile.options)
+    change_passes(model, config)
     # All ranks have the same weights; from now on each data-parallel rank drops other activations.
     rank_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
     torch.manual_seed(rank_seed)

@@ -27,7 +27,6 @@ from runner.data.dataset import length_of
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples
 from runner.parallel.collectives import on_first
-from runner.parallel.recompute import checkpoint_activations
 from runner.train.build import device_of, make_collate, make_criterion, make_data, make_model
 from runner.train.progress import Progress
 from runner.verify.comparison import relative, side_of
@@ -81,8 +80,6 @@ def make_parts(
     device = device_of(config.device)
     dtype = getattr(torch, config.verify.dtype)
     model = make_model(config.model).to(device, dtype)
-    if config.checkpointed_blocks:
-        checkpoint_activations(model, config.checkpointed_blocks)
     switch_off_dropout(model)
     parameters = dict.fromkeys(model.parameters())
     criterion = make_criterion(config.loss)

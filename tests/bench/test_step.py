@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.bench.step import CONTESTS, RIVALS, contest, peak_memory, require_equal
+from runner.bench.step import (
+    CONTESTS,
+    LESS_MEMORY,
+    RIVALS,
+    contest,
+    peak_memory,
+    recomputed,
+    require_equal,
+)
 from runner.bench.timing import Setting
 from tests.ranks import run_ranks
 
@@ -21,7 +29,8 @@ def rows_of(contests):
     """Rows of tiny models; a contest fails if its sides do not measure the same norms."""
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(Path(folder), lambda words: None, quick=True, rounds=1)
-        return [contest(subject, name, setting) for subject, name in contests]
+        compared = [contest(subject, name, setting) for subject, name in contests]
+        return [*compared, recomputed(setting)]
 
 
 def make_and_step():
@@ -47,7 +56,8 @@ def measured(contests):
 
 
 def require_rows(contests):
-    for peak, all_rows in run_ranks(measured, 2, contests):
+    for peak, (*all_rows, (_, less_memory)) in run_ranks(measured, 2, contests):
+        assert less_memory["median"] < LESS_MEMORY
         assert peak == pytest.approx(KEPT + PASSING, abs=1000)
         for (_, name), (time, memory) in zip(contests, all_rows, strict=True):
             assert f", {name} over {RIVALS[name].against}" in time["what"]

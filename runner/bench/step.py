@@ -10,7 +10,7 @@ import gc
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from runner.bench import torch_steps
 from runner.bench.parallel import on_ranks, slowest
-from runner.bench.timing import Row, Setting, clocked, compared, interleave, row
+from runner.bench.timing import Row, Setting, Times, clocked, compared, interleave, row
 from runner.bench.torch_steps import MICROBATCHES, Batch, Step
 from runner.booster import Booster
 from runner.booster.plugin import PLUGINS
 from runner.clip import build
 from runner.models.gpt import GPT
 from runner.models.mixture import MixtureGPT
+from runner.parallel.recompute import checkpoint_activations
 
 RANKS = 2
 THRESHOLD = 0.25  # of the norm
 LIMIT = 1.03
+LESS_MEMORY = 0.7  # of steps that recompute activations, which are most of the memory of LONG
 WARM_UP = 2  # steps of each side before it is measured
 MEMORY_ROUNDS = 3  # what a shard gathers is freed at moments that vary
 TOLERANCE = 1e-3  # of the norms of the first steps, in float32
@@ -111,6 +113,8 @@ RIVALS = {
 
 FULL = Shape(layers=12, width=256, heads=4, samples=4, context=64)
 TINY = Shape(layers=2, width=16, heads=2, samples=4, context=8)
+LONG = Shape(layers=12, width=256, heads=4, samples=16, context=128)
+LONG_TINY = Shape(layers=4, width=16, heads=2, samples=16, context=64)
 
 
 def resnet18(samples: int, size: int) -> Subject:
@@ -179,11 +183,13 @@ CONTESTS = {
 def rows(setting: Setting) -> Iterator[Row]:
     """Whole optimizer steps with clipping, on 2 ranks (gloo, one thread each).
 
-    1.00 is the same step by the tool of torch that a row names; below it the peak memory of steps
+    1.00 is the same step by the tool of torch that a row names; below it the peak memory of steps.
+    The last rows compare steps that recompute the activations of blocks with those that keep them
     """
     for subject, names in CONTESTS.items():
         for name in names:
             yield from on_ranks(partial(contest, subject, name), RANKS, setting)
+    yield from on_ranks(recomputed, RANKS, setting)
 
 
 def contest(subject_name: str, name: str, setting: Setting) -> list[Row]:
@@ -197,18 +203,42 @@ def contest(subject_name: str, name: str, setting: Setting) -> list[Row]:
         "ours": lambda: our_step(subject, rival, batch),
     }
     what = f"{subject.name}, {name} over {rival.against}"
-    memory = []
-    for _ in range(1 if setting.quick else MEMORY_ROUNDS):
-        peaks = {side: peak_memory(make, setting.folder) for side, make in makers.items()}
-        memory.append(peaks["ours"] / peaks["torch"])
-    steps = {side: make() for side, make in makers.items()}
-    require_equal(what, [[float(step()) for step in steps.values()] for _ in range(WARM_UP)])
-    sides = {side: slowest(_clocked(step)) for side, step in steps.items()}
-    times = interleave(sides, setting.pairs(31))
+    times, memory = measured(what, makers, setting)
     return [
         compared(what, times, "ours", "torch", rival.limit),
         row(f"{what}, memory", memory, rival.limit),
     ]
+
+
+def recomputed(setting: Setting) -> list[Row]:
+    """Measure what ``activation_checkpointing=blocks`` costs and saves; every rank calls it."""
+    subject = gpt(LONG_TINY if setting.quick else LONG)
+    batch = subject.batch_of(dist.get_rank())
+    rival = RIVALS["fsdp"]
+    makers: dict[str, Callable[[], Step]] = {
+        "kept": lambda: our_step(subject, rival, batch),
+        "recomputed": lambda: our_step(subject, rival, batch, recomputes=True),
+    }
+    what = f"{subject.name}, fsdp, activations of blocks recomputed over kept"
+    times, memory = measured(what, makers, setting)
+    return [
+        compared(what, times, "recomputed", "kept"),
+        row(f"{what}, memory", memory, LESS_MEMORY),
+    ]
+
+
+def measured(
+    what: str, makers: Mapping[str, Callable[[], Step]], setting: Setting
+) -> tuple[Times, list[float]]:
+    """Return the times of two sides, and the peak memory of the second over that of the first."""
+    memory = []
+    for _ in range(1 if setting.quick else MEMORY_ROUNDS):
+        base, side = (peak_memory(make, setting.folder) for make in makers.values())
+        memory.append(side / base)
+    steps = {side: make() for side, make in makers.items()}
+    require_equal(what, [[float(step()) for step in steps.values()] for _ in range(WARM_UP)])
+    sides = {side: slowest(_clocked(step)) for side, step in steps.items()}
+    return interleave(sides, setting.pairs(31)), memory
 
 
 def _clocked(step: Step) -> Callable[[], float]:
@@ -228,9 +258,11 @@ def torchs_step(subject: Subject, rival: Rival, batch: Batch) -> Step:
     )
 
 
-def our_step(subject: Subject, rival: Rival, batch: Batch) -> Step:
+def our_step(subject: Subject, rival: Rival, batch: Batch, recomputes: bool = False) -> Step:
     """Boost the subject, and return what takes a step of it and returns the norm."""
     network = subject.model()
+    if recomputes:
+        checkpoint_activations(network)
     booster = Booster(plugin=PLUGINS[rival.plugin](**rival.options))
     model, optimizer, *_ = booster.boost(network, subject.new_optimizer(network.parameters()))
     mode = build("norm", threshold=THRESHOLD)

@@ -27,13 +27,14 @@ from runner.config.problem import Problem, RequestError
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt
+from runner.launch.fitting import in_microbatches, recorded_steps
 from runner.launch.prepare import importing_torch
 from runner.launch.resume import require_one_machine
 from runner.request.record import recorded_job
 from runner.request.request import Request, request
 from runner.run_folder import files
 from runner.run_folder.status import provenance
-from runner.run_folder.strict_json import write_object
+from runner.run_folder.strict_json import read_object, write_object
 from runner.telemetry.sinks.console import TerminalSink, announce, print_line
 
 FILE = "verify.json"
@@ -116,6 +117,11 @@ def _single(argv: Sequence[str], purpose: str) -> Request:
         message = f"{purpose} is of one run: leave out what makes a sweep of it"
         raise RequestError([Problem("hydra.mode", "MULTIRUN", message)])
     [job] = request.jobs
+    accumulation = job.config.accumulation
+    if accumulation.finds or (accumulation.phases.moves and purpose == "a calibration"):
+        what = "finds the microbatches of a run" if accumulation.finds else "changes the batch"
+        message = f"{what}, and {purpose} is of one size: give accumulation.steps=N"
+        raise RequestError([Problem("accumulation.steps", accumulation.steps, message)])
     require_one_machine(job.config)
     check_jobs([job])
     require_same(job)
@@ -126,7 +132,7 @@ def _require_two_sides(config: RunConfig) -> None:
     """Refuse a verification that would compare one process with itself."""
     from runner.train.build import ranks_of
 
-    if ranks_of(config) > 1 or config.accumulation.steps > 1:
+    if ranks_of(config) > 1 or config.accumulation.phases.most > 1:
         return
     also = "or accumulate, accumulation=x2"
     if config.plugin.name == "single":
@@ -160,6 +166,9 @@ def evaluate(argv: Sequence[str]) -> Answer:
         unset = {name: None for name in ("nproc", "nnodes") if f"plugin.{name}" not in typed}
         plugin = job.config.plugin.model_copy(update=unset)
         job = replace(job, config=job.config.model_copy(update={"plugin": plugin}))
+    if job.config.accumulation.finds:
+        steps = recorded_steps(job.config, read_object(arguments.run / files.STATUS)) or 1
+        job = replace(job, config=in_microbatches(job.config, steps))
     require_one_machine(job.config)
     checkpoint: Path | None = None
     manifest: dict[str, Any] = {}

@@ -44,6 +44,8 @@ MAY_CHANGE = (
 )
 """Sections and keys that may differ between a checkpoint and the run that continues from it."""
 
+PHASES = "accumulation.steps."
+
 NO_PATH = ("auto", "never")
 """Values of ``resume`` that name no run."""
 
@@ -55,6 +57,7 @@ IMPLIED: dict[str, Any] = {
     "model.weights": None,
     "optimizer.groups": None,
     "optimizer.no_decay": None,
+    "scheduler.by": "steps",
 }
 """Values by which earlier versions acted, of keys that their records lack."""
 
@@ -74,8 +77,8 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys in which a run must not differ from the one that it continues."""
-    values_before = dict(leaves("", saved))
-    values_now = dict(leaves("", wanted))
+    values_before = _values(saved)
+    values_now = _values(wanted)
     pairs = {}
     for key in {**values_now, **values_before}:
         before = values_before.get(key, IMPLIED.get(key, MISSING))
@@ -83,6 +86,16 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
         if before != value and not _may_differ(key, before, value):
             pairs[key] = (before, value)
     return pairs
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration by dotted key; phases of ``accumulation.steps`` are one value."""
+    values = dict(leaves("", config))
+    steps = (config.get("accumulation") or {}).get("steps")
+    if isinstance(steps, Mapping):
+        values = {key: value for key, value in values.items() if not key.startswith(PHASES)}
+        values[PHASES.rstrip(".")] = dict(steps)
+    return values
 
 
 def _may_differ(key: str, before: Any, value: Any) -> bool:

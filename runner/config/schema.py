@@ -9,8 +9,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator
 
+from runner.config.accumulation import AUTO, AccumulationSteps, accumulation_value
 from runner.config.clip_section import Clip
 from runner.config.folders import options
 from runner.config.modes import MODES, NAMES
@@ -41,7 +42,19 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
 class Accumulation(Section):
-    steps: Count = key("microbatches of one optimizer step; raise it if a batch does not fit")
+    steps: Annotated[Any, PlainValidator(accumulation_value)] = key(
+        "microbatches of one optimizer step; phases: {0:1,1000ba:4}; auto: as the memory allows"
+    )
+
+    @property
+    def finds(self) -> bool:
+        """Whether a run has to find how many microbatches of a step fit the device."""
+        return bool(self.steps == AUTO)
+
+    @property
+    def phases(self) -> AccumulationSteps:
+        """Microbatches of a step in each phase; one where ``auto`` has still to find them."""
+        return AccumulationSteps.of(1 if self.finds else self.steps)
 
 
 class Precision(Section):
@@ -115,6 +128,13 @@ class OptimizerSection(Target):
         for pattern, settings in (self.groups or {}).items():
             for name in not_finite(settings):
                 yield "groups", f"{name} of {pattern} must be a finite number"
+
+
+class SchedulerSection(Target):
+    by: Literal["steps", "samples"] = key(
+        "move the rate with each step, or with the samples of a step: once for each microbatch",
+        "steps",
+    )
 
 
 class Collate(Target):
@@ -306,7 +326,7 @@ class RunConfig(Section):
     model: ModelSection
     data: DataSection
     optimizer: OptimizerSection
-    scheduler: Target
+    scheduler: SchedulerSection
     loss: LossSection = LossSection()  # like report: runs that were recorded earlier lack it
     tracker: Tracker
     train: Train

@@ -109,6 +109,12 @@ def stopped_by(error: BaseException) -> int:
     return stop.requested() if _WORKER.search(message_of(error)) or is_lost_peer(error) else 0
 
 
+def tells_of_memory(failure: Failure) -> bool:
+    """Return whether a rank failed because it ran out of memory."""
+    texts = (failure.error, failure.summary, *failure.others)
+    return any(_OUT_OF_MEMORY.search(text) for text in texts)
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, then what it was raised from or while handling."""
     seen = set[int]()

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.checkpoint import folder as checkpoints
 from runner.checkpoint.folder import DamagedCheckpoint
+from runner.config.accumulation import AUTO, AccumulationSteps
 from runner.config.environment import started_rank, variable
 from runner.config.identity import NO_PATH, branching, config_hash, differences
 from runner.config.notation import Duration
@@ -223,7 +224,8 @@ def problems(config: RunConfig, plain: Mapping[str, Any], start: Start) -> list[
         return [Problem("resume", str(checkpoint), f"does not say its configuration{advice}")]
     where = f"the checkpoint {checkpoint.parent.parent.name}/{checkpoint.name}"
     samples_before = _samples(saved, manifest.get("world_size"))
-    samples = config.data.batch_size * config.accumulation.steps * build.data_parts(config)
+    microbatch = config.data.batch_size * build.data_parts(config)
+    samples = config.accumulation.phases.times(microbatch)
     may_differ: tuple[str, ...] = _BATCH if samples_before == samples else ()
     if branching(config.resume.source):
         advice = "; a branch changes keys of clip and optimizer alone"
@@ -288,14 +290,19 @@ def _has_reached(checkpoint: Path, duration: object) -> bool:
         return False
 
 
-def _samples(saved: Mapping[str, Any], world_size: object) -> int | None:
-    """Return the samples of a step of the run that has saved; None if its record does not tell."""
+def _samples(saved: Mapping[str, Any], world_size: object) -> str | None:
+    """Return the samples of a step of the run that has saved, in each phase, as text.
+
+    Returns:
+        None if its record does not tell.
+    """
     from runner.train.build import data_parallel_size
 
     try:
         plugin = PluginSection.model_validate(saved["plugin"])
         microbatch = int(saved["data"]["batch_size"])
-        steps = int(saved["accumulation"]["steps"])
-        return microbatch * steps * data_parallel_size(plugin, int(str(world_size)))
+        steps = saved["accumulation"]["steps"]
+        phases = AccumulationSteps.of(1 if steps == AUTO else steps)
+        return phases.times(microbatch * data_parallel_size(plugin, int(str(world_size))))
     except (KeyError, TypeError, ValueError):
         return None

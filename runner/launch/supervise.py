@@ -14,11 +14,12 @@ from typing import Any
 
 from runner.config.identity import NOT_HASHED
 from runner.config.masking import hidden, hidden_in
-from runner.config.notation import with_short_numbers
+from runner.config.notation import plural, with_short_numbers
 from runner.config.ordinary import show_path
 from runner.config.schema import RunConfig
 from runner.launch import signals
 from runner.launch.failure import Failure, attempt
+from runner.launch.fitting import find_steps, in_microbatches, steps_before
 from runner.launch.resume import ANEW, Start, newest
 from runner.launch.train import train
 from runner.run_folder import files, keys
@@ -121,6 +122,8 @@ class _Supervised:
 
         run = self._run
         config = run.config
+        if config.accumulation.finds:
+            config = self._in_microbatches_that_fit()
         title = run.folder.name if run.swept is None else f"run {run.folder.name}"
         steps = build.steps_of(config, build.make_data(config.data))
         interval = max(config.log.interval, config.log.flush)  # a line a step would bury the rest
@@ -135,6 +138,19 @@ class _Supervised:
         if reason and run.swept is None:
             print_line(f"clip-runner: ended early: {reason}", sys.stderr)
         return summary
+
+    def _in_microbatches_that_fit(self) -> RunConfig:
+        """Return the configuration with the microbatches that fit the device, and record them."""
+        config = self._run.config
+        steps = steps_before(config, self._run.start) or find_steps(config)
+        self.record.note({keys.ACCUMULATION_STEPS: steps})
+        config = in_microbatches(config, steps)
+        microbatches = f"{steps} microbatch{'' if steps == 1 else 'es'}"
+        samples = plural(config.data.batch_size, "sample")
+        line = f"accumulation=auto: a step of a rank has {microbatches} of {samples}"
+        log.info("%s", line)
+        print_line(f"clip-runner: {line}", sys.stderr)
+        return config
 
 
 def _wandb_run_id(config: RunConfig, start: Start) -> str | None:

@@ -214,13 +214,14 @@ def read_yaml(path: Path) -> object:
 
 
 def flat(record: object, prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration by dotted key; a list is one value."""
+    """Return a nested configuration by dotted key; a list is one value, and so are phases."""
     if not isinstance(record, dict):
         return {}
     flattened: dict[str, Any] = {}
     for key, value in record.items():
         name = f"{prefix}{key}"
-        nested = flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        is_section = isinstance(value, dict) and value and name != "accumulation.steps"
+        nested = flat(value, f"{name}.") if is_section else {name: value}
         flattened |= nested
     return flattened
 

@@ -72,7 +72,8 @@ def _set(assignment: Assignment, config: DictConfig, free: list[str]) -> list[Pr
             parent, _, last = key.rpartition(".")
             (OmegaConf.select(config, parent) or {}).pop(last, None)
         else:
-            OmegaConf.update(config, key, assignment.value, merge=True, force_add=True)
+            merges = key != "accumulation.steps"  # phases take the place of all others
+            OmegaConf.update(config, key, assignment.value, merge=merges, force_add=True)
     return []
 
 

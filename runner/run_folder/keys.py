@@ -12,6 +12,7 @@ TRAIN_STEP = "train/step"
 TRAIN_LOSS = "train/loss"
 TRAIN_LR = "train/lr"
 TRAIN_SAMPLES = "train/samples"
+STEP_SAMPLES = "train/step_samples"  # of this step alone, where accumulation.steps has phases
 TRAIN_TOKENS = "train/tokens"
 
 GRAD_NORM = "grad/norm"
@@ -47,6 +48,8 @@ CLIP_MODE = "clip/mode"
 ENDED_EARLY = "ended_early"  # why a callback ended the training (summary and status only)
 # Step from which the training loss was lost until the end; null if it was not (summary only)
 DIVERGED = "diverged"
+# Microbatches of a step that accumulation=auto has found (status and manifests of checkpoints only)
+ACCUMULATION_STEPS = "accumulation_steps"
 WALL_SECONDS = "wall_s"  # wall time of the run (summary only)
 
 # Numbers of a step that others are made of; no row has them

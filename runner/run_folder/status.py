@@ -97,6 +97,11 @@ class Record:
         self._write_status()
         return self._status
 
+    def note(self, entries: Mapping[str, Any]) -> None:
+        """Write further entries to the status."""
+        self._status |= entries
+        self._write_status()
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Take the step of a row; the file is written at most once a second."""
         self._status["step"] = int(row[keys.TRAIN_STEP])

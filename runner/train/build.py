@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from runner.booster import Booster, LossScale, Plugin
 from runner.booster.criterion import Criterion
@@ -34,8 +35,8 @@ from runner.config.schema import (
     ModelSection,
     OptimizerSection,
     RunConfig,
+    SchedulerSection,
 )
-from runner.config.section import Target
 from runner.data import Data
 from runner.data.dataset import collate_pairs, is_dataset, length_of, own
 from runner.gradients.units import head_weights
@@ -50,7 +51,7 @@ from runner.train.callbacks import EarlyStopping, Probe, SkippedSteps
 from runner.train.maker import TargetError, maker, required, takes
 from runner.train.model import make_on_first
 from runner.train.options import Evaluate, InBackward, Log, Measurements
-from runner.train.progress import total_steps
+from runner.train.progress import Length, length
 from runner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,15 @@ def make_model(section: ModelSection, from_weights: bool = True) -> nn.Module:
             level = logging.WARNING if loaded.difference else logging.INFO
             log.log(level, "model.weights: %s", loaded)
     return model
+
+
+def change_passes(model: nn.Module, config: RunConfig) -> None:
+    """Let a model compute activations again, and compile it, where the configuration says so."""
+    if config.checkpointed_blocks:
+        checkpoint_activations(model, config.checkpointed_blocks)
+    if config.compile.name != "none":
+        blocks = config.compile.name == "blocks"
+        compile_in_place(model, blocks, **config.compile.options)
 
 
 def make_collate(config: DataSection) -> Callable[[Any], Any]:
@@ -161,17 +171,31 @@ def _over(make: partial[Any], parameters: Sequence[Any], **arguments: Any) -> An
     return make(copies, **arguments)
 
 
-def make_scheduler(target: Target, optimizer: Optimizer, steps: int | None) -> Any:
-    """Make the scheduler of ``optimizer``, with ``steps`` as its ``total_steps`` if it has one."""
+def make_scheduler(target: SchedulerSection, optimizer: Optimizer, run: Length | None) -> Any:
+    """Make the scheduler of ``optimizer``; its ``total_steps`` are the steps of the run.
+
+    Of a schedule by samples, they are the microbatches of the run.
+    """
     make = maker(target)
-    if not takes(make, "total_steps"):
-        return make(optimizer)
-    if steps is None:
+    by_samples = target.by == "samples"
+    options = {}
+    if takes(make, "total_steps"):
+        options["total_steps"] = _total_steps(target, run)
+    scheduler = make(optimizer, **options)
+    if by_samples:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TargetError("follows evaluations, not samples: leave scheduler.by out")
+        scheduler.by_samples = True
+    return scheduler
+
+
+def _total_steps(target: SchedulerSection, run: Length | None) -> int:
+    if run is None:
         raise TargetError(
             f"{target.target} needs the number of steps: give train.max_duration in ba or sp "
             "(a stream has epochs of unknown length)"
         )
-    return make(optimizer, total_steps=steps)
+    return run.microbatches if target.by == "samples" else run.steps
 
 
 def make_callbacks(config: RunConfig) -> list[object]:
@@ -202,13 +226,20 @@ def plugin_of(plugin: PluginSection) -> tuple[type[Plugin], dict[str, Any]]:
 
 def steps_of(config: RunConfig, data: Data, data_size: int | None = None) -> int | None:
     """Return the optimizer steps of a run; None if the length of its data is unknown."""
+    run = run_length(config, data, data_size)
+    return None if run is None else run.steps
+
+
+def run_length(config: RunConfig, data: Data, data_size: int | None = None) -> Length | None:
+    """Return the steps and microbatches of a run; None if the length of its data is unknown."""
     samples = length_of(data.train)
     microbatch = config.data.batch_size * (data_size or data_parts(config))
     if config.data.drop_last and samples is not None:
         samples -= samples % microbatch
     epoch = None if samples is None else max(samples, 1)
-    step = microbatch * config.accumulation.steps
-    return total_steps(config.train.max_duration, epoch, step, data.tokens_per_sample)
+    duration = config.train.max_duration
+    phases = config.accumulation.phases
+    return length(duration, epoch, microbatch, data.tokens_per_sample, phases)
 
 
 def data_parts(config: RunConfig) -> int:
@@ -270,11 +301,7 @@ def make_trainer(
     plugin = make_plugin(config)
     data = make_data(config.data)
     model = _make_model(config, plugin, device, from_weights)
-    if config.checkpointed_blocks:
-        checkpoint_activations(model, config.checkpointed_blocks)
-    if config.compile.name != "none":
-        blocks = config.compile.name == "blocks"
-        compile_in_place(model, blocks, **config.compile.options)
+    change_passes(model, config)
     # All ranks have the same weights; from now on each data-parallel rank drops other activations.
     rank_seed = config.seed + 1_000_003 * (plugin.data_rank + 1)
     torch.manual_seed(rank_seed)
@@ -285,7 +312,7 @@ def make_trainer(
     if isinstance(criterion, nn.Module):
         criterion.to(device)
     optimizers = make_optimizers(config.optimizer, model)
-    steps = steps_of(config, data, plugin.data_size)
+    run = run_length(config, data, plugin.data_size)
     prepare = partial(
         plugin.prepare_dataloader,
         batch_size=config.data.batch_size,
@@ -305,10 +332,10 @@ def make_trainer(
         _algorithm(config) if mode is None else mode,
         Evaluate(held_out, config.eval.metrics, config.eval.interval),
         optimizers,
-        [make_scheduler(config.scheduler, optimizer, steps) for optimizer in optimizers],
+        [make_scheduler(config.scheduler, optimizer, run) for optimizer in optimizers],
         Loss(criterion, config.loss.items),
         booster=_booster(config, plugin, skips=mode is None),
-        accumulation_steps=config.accumulation.steps,
+        accumulation_steps=config.accumulation.phases,
         log=Log(
             sinks,
             config.log.interval,

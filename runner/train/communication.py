@@ -22,7 +22,8 @@ def gradients_sent(config: RunConfig, gradient_bytes: int) -> str:
     sizes = mesh_of(plugin, ranks_of(config))
     if sizes.dp == 1:
         return ""
-    microbatches = config.accumulation.steps
+    phases = config.accumulation.phases
+    microbatches = phases.most
     shards = plugin.name == "fsdp" or plugin.zero_stage >= 2
     in_each = shards and (not plugin.no_sync or sizes.pp > 1)
     times = microbatches if in_each else 1
@@ -30,7 +31,8 @@ def gradients_sent(config: RunConfig, gradient_bytes: int) -> str:
     if in_each:
         text = "gradients are sent in each microbatch"
     if microbatches > 1:
-        text += f" of {microbatches} microbatches"
+        bound = "up to " if phases.moves else ""
+        text += f" of {bound}{microbatches} microbatches"
     if sizes.ep > 1:  # experts are averaged over fewer ranks
         return text
     of_rank = gradient_bytes / (sizes.tp * sizes.pp)

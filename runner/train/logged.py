@@ -24,6 +24,7 @@ def logged(config: RunConfig, data: Data) -> list[str]:
         keys.LOCAL_LOSS: 0.0,
         keys.TRAIN_LR: 0.0,
         keys.TRAIN_SAMPLES: 1,
+        keys.STEP_SAMPLES: 1 if config.accumulation.phases.moves else None,
         keys.TRAIN_TOKENS: data.tokens_per_sample,
         keys.TIME_STEP: 0.0,
     }

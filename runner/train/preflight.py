@@ -19,11 +19,12 @@ from runner.booster.criterion import Criterion
 from runner.booster.in_backward import refused_in_backward, why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
+from runner.config.accumulation import AUTO
 from runner.config.environment import started_rank
 from runner.config.identity import NO_PATH, digest
 from runner.config.notation import first_line, message_of, plural
 from runner.config.problem import NOTHING, ArgumentError, Problem, RequestError, Suggesting
-from runner.config.schema import ModelSection, OptimizerSection, RunConfig
+from runner.config.schema import ModelSection, OptimizerSection, RunConfig, SchedulerSection
 from runner.config.section import Target
 from runner.data import Data, DataUnavailable
 from runner.data.dataset import length_of
@@ -38,6 +39,7 @@ from runner.train.logged import evaluated, unlogged_keys
 from runner.train.maker import TargetError, maker, misfits, require_plain_step
 from runner.train.model import make_on_meta
 from runner.train.options import NO_UPDATE_RATIO
+from runner.train.progress import Length
 from runner.train.ranks import too_many, unfit_model, unfit_size
 from runner.train.recording import NO_NOISE_SCALE
 from runner.train.state import followed_metric
@@ -92,6 +94,7 @@ def check(
         checks.problems.append(unfit)
     if here:
         checks.problems += _machine(config, ranks)
+        checks.problems += _accumulation(config)
     checks.problems += _noise_scale(config)
     data = checks.make("data", config.data, build.make_data)
     model = checks.make("model", config.model, make_on_meta)
@@ -125,7 +128,7 @@ def _notes(
     config: RunConfig, ranks: int, data_parts: int, samples: int | None, here: bool
 ) -> Iterator[str]:
     """Yield what a user may not expect of a run that can be trained."""
-    samples_of_step = config.data.batch_size * config.accumulation.steps * data_parts
+    samples_of_step = config.data.batch_size * config.accumulation.phases.most * data_parts
     if samples is not None and samples_of_step > samples:
         yield (
             f"a step has all {plural(samples, 'sample', ',')} of the data, not "
@@ -196,10 +199,25 @@ def _machine(config: RunConfig, ranks: int) -> Iterator[Problem]:
         yield problem
 
 
+def _accumulation(config: RunConfig) -> Iterator[Problem]:
+    """Yield why a run here cannot find by itself how many microbatches a step needs."""
+    if not config.accumulation.finds:
+        return
+    started = started_rank()
+    reason = ""
+    if build.device_of(config.device).type == "cpu":
+        reason = "nothing tells on a CPU that memory is short"
+    elif (config.plugin.nnodes or 1) > 1 or (started is not None and started.world_size > 1):
+        reason = "only ranks that this command starts can be tried"
+    if reason:
+        text = f"{reason}: give accumulation.steps=N, and data.batch_size of one microbatch"
+        yield Problem("accumulation.steps", AUTO, text)
+
+
 def _noise_scale(config: RunConfig) -> Iterator[Problem]:
     """Yield ``telemetry.noise_scale`` where a step has no two gradients to compare."""
     splits_model = config.plugin.name not in ("single", "ddp")
-    lacks = splits_model or config.accumulation.steps < 2 or config.clip.norm_type != 2.0
+    lacks = splits_model or config.accumulation.phases.most < 2 or config.clip.norm_type != 2.0
     if config.telemetry.noise_scale and lacks:
         yield Problem("telemetry.noise_scale", True, NO_NOISE_SCALE)
 
@@ -294,7 +312,7 @@ class _Checks:
         self, config: RunConfig, data: Data | None, model: nn.Module | None, data_parts: int
     ) -> None:
         """Make them over the model; over another one if it cannot be made."""
-        steps = 1 if data is None else build.steps_of(config, data, data_parts)
+        run = Length(1, 1) if data is None else build.run_length(config, data, data_parts)
         over = model
         if over is None:
             over = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
@@ -304,8 +322,8 @@ class _Checks:
             _require_fit(config, target, optimizers)
             return optimizers[0]
 
-        def make_scheduler(target: Target) -> None:
-            scheduler = build.make_scheduler(target, first_optimizer, steps)
+        def make_scheduler(target: SchedulerSection) -> None:
+            scheduler = build.make_scheduler(target, first_optimizer, run)
             if not isinstance(scheduler, ReduceLROnPlateau):
                 require_plain_step(target, scheduler)
             elif data is not None:

@@ -14,6 +14,7 @@ import torch
 
 from runner.booster import Booster, Plugin
 from runner.clip import ClipMode
+from runner.config.accumulation import AccumulationSteps
 from runner.config.notation import Duration
 from runner.gradients import Layout, transfer
 from runner.run_folder.strict_json import cut
@@ -23,7 +24,7 @@ from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import TerminalSink, is_watched
 from runner.telemetry.sinks.destination import To, file_of, sink_of
 from runner.train.options import Log
-from runner.train.progress import total_steps
+from runner.train.progress import length
 
 NO_NOISE_SCALE = "needs two or more microbatches of plugin=single or ddp, and clip.norm_type=2"
 _NOISE_ROWS = 100  # of which the noise scale is the mean
@@ -35,7 +36,7 @@ def make_meter(
     mode: ClipMode,
     layout: Layout,
     booster: Booster,
-    accumulation_steps: int,
+    most_microbatches: int,
     pipelined: bool,
 ) -> Meter:
     """Return what collects the metrics of a training, still without sinks.
@@ -51,7 +52,7 @@ def make_meter(
         meter.mean_over_data = mean_over_data(plugin)
     if measurements.noise_scale:
         splits_model = layout.group is not None or plugin.data_size < plugin.world_size
-        if splits_model or accumulation_steps < 2 or mode.norm_type != 2.0:
+        if splits_model or most_microbatches < 2 or mode.norm_type != 2.0:
             raise ValueError(f"noise_scale {NO_NOISE_SCALE}")
         meter.noise = deque(maxlen=_NOISE_ROWS)
     if log.per_layer or measurements.update_ratio:
@@ -124,15 +125,17 @@ def flushes_each_step(plugin: Plugin, device: torch.device) -> bool:
 
 
 def make_bar(
-    log: Log, loader: Iterable[Any], duration: Duration, accumulation_steps: int
+    log: Log, loader: Iterable[Any], duration: Duration, accumulation: AccumulationSteps
 ) -> TerminalSink:
     """Return the bar of a training, or its lines where there is no terminal."""
     microbatches = None
     with suppress(TypeError):  # a stream has no length
         microbatches = len(loader)  # type: ignore[arg-type]
     steps = None
-    if duration.unit != "sp":
-        steps = total_steps(duration, microbatches, accumulation_steps, None)
+    counts_samples = "sp" in {mark.unit for mark in (duration, *accumulation.starts)}
+    if not counts_samples:  # the samples of a microbatch are not known
+        whole = length(duration, microbatches, 1, None, accumulation)
+        steps = None if whole is None else whole.steps
     interval = max(log.interval, (steps or _LINES * 100) // _LINES)
     is_recorded = bool(_destinations(log.sinks))
     return TerminalSink(steps, interval, "training", is_recorded=is_recorded)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -19,7 +20,7 @@ from runner.checkpoint.folder import manifest_of
 from runner.clip.groups import leaves_out
 from runner.config.identity import branching
 from runner.config.modes import MODES
-from runner.config.notation import plural
+from runner.config.notation import Duration, plural
 from runner.config.problem import leaves
 from runner.config.schema import RunConfig
 from runner.data.dataset import length_of
@@ -29,11 +30,13 @@ from runner.telemetry import guidance
 from runner.telemetry.profile import Profile
 from runner.telemetry.sinks import Sink
 from runner.telemetry.sinks.console import print_line
-from runner.train.build import make_callbacks, make_data, make_trainer
+from runner.train.build import device_of, make_callbacks, make_data, make_trainer
 from runner.train.communication import gradients_sent
 from runner.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+SHARE_OF_MEMORY = 0.95  # of a device that accumulation=auto may use: evaluations and longer samples
 
 
 def execute(
@@ -93,6 +96,21 @@ def evaluate(
     return {"metrics": trainer.evaluate(), "world_size": trainer.plugin.world_size}
 
 
+def try_steps(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
+    """Take the first steps of a run, and keep nothing of them; every rank calls this.
+
+    The first step allocates the state of the optimizer, so that the second one has the most memory.
+    """
+    device = device_of(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(SHARE_OF_MEMORY, device)
+    # fp16: a first step that overflows would allocate nothing
+    precision = config.precision.model_copy(update={"initial_scale": 1.0})
+    config = config.model_copy(update={"precision": precision})
+    make_trainer(config, (), max_duration=Duration(2, "ba"), evaluates=False).fit()
+    return {}
+
+
 def _recorded(folder: Path) -> dict[str, Any] | None:
     """Return the configuration as the run's folder has it, masked where it is secret."""
     file = folder / files.CONFIG
@@ -115,6 +133,8 @@ def _profile(config: RunConfig, folder: Path | None) -> Profile | None:
 def _saver(config: RunConfig, folder: Path, recorded: dict[str, Any] | None) -> CheckpointSaver:
     section = config.checkpoint
     status = read_object(folder / files.STATUS)
+    microbatches = status.get(keys.ACCUMULATION_STEPS)
+    found = {} if microbatches is None else {keys.ACCUMULATION_STEPS: microbatches}
     return CheckpointSaver(
         folder / files.CHECKPOINTS,
         section.interval,
@@ -128,6 +148,7 @@ def _saver(config: RunConfig, folder: Path, recorded: dict[str, Any] | None) -> 
             "plugin": config.plugin.name,
             "config_hash": status.get("config_hash"),
             "wandb_run_id": status.get("wandb_run_id"),
+            **found,
         },
     )
 

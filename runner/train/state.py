@@ -33,15 +33,21 @@ class TrainState:
     rank: int = 0
     parts: Mapping[str, Any] = field(default_factory=dict)  # what else has a state_dict
     progress: Progress = field(default_factory=Progress)
-    schedulers_behind: bool = False  # whether they have still to follow the last optimizer step
+    microbatches_behind: int = 0  # of the last optimizer step, if schedules have still to follow it
 
     def step_schedulers(self) -> None:
-        """Step the schedules after an optimizer step that was taken; a skipped one moves none."""
-        if self.schedulers and self.schedulers_behind and self.optimizer.was_taken():
+        """Step the schedules after an optimizer step that was taken; a skipped one moves none.
+
+        One that goes by samples is stepped once for each microbatch.
+        """
+        microbatches = self.microbatches_behind
+        if self.schedulers and microbatches and self.optimizer.was_taken():
             for scheduler in self.schedulers:
                 if not isinstance(scheduler, ReduceLROnPlateau):
-                    scheduler.step()
-        self.schedulers_behind = False
+                    times = microbatches if getattr(scheduler, "by_samples", False) else 1
+                    for _ in range(times):
+                        scheduler.step()
+        self.microbatches_behind = 0
 
     def step_plateaus(self, evaluation: Mapping[str, float]) -> None:
         """Step the schedules that follow a metric of evaluations."""
@@ -115,7 +121,7 @@ class TrainState:
             self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
             _load_schedule(scheduler, saved, keeps_rates="lr" in keep)
-        self.schedulers_behind = False
+        self.microbatches_behind = 0
         self.windows.load_state_dict(self._random_of(state))
         if f"rank{self.rank}" not in state["random"]:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + self.progress.step)

@@ -20,6 +20,7 @@ from runner.booster.loss import Loss, WindowLoss
 from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import Decision
+from runner.config.accumulation import AccumulationSteps
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
@@ -60,14 +61,16 @@ class Trainer:
             :class:`runner.Evaluate`, which says how often and by what metrics; or None.
         optimizers: the optimizer, or several that step together, each over its own parameters; SGD
             with a learning rate of 0.1 by default. ``train/lr`` is the rate of the first one.
-        schedulers: one or several; stepped once after each optimizer step that was taken, a
+        schedulers: one or several; stepped once after each optimizer step that was taken, one with
+            a true attribute ``by_samples`` once for each of its microbatches, a
             ``ReduceLROnPlateau`` after each evaluation, by ``eval/loss`` (or its ``metric``).
         criterion: loss of (outputs, targets); mean cross entropy by default. The mean is taken over
             the items of all microbatches and ranks, see :class:`runner.booster.loss.WindowLoss`;
             a :class:`runner.Loss` states what they are.
         booster: the plugin, the precision and what happens to steps that are not finite or a spike;
             by default one process in full precision that skips steps that are not finite.
-        accumulation_steps: microbatches of one optimizer step.
+        accumulation_steps: microbatches of one optimizer step, or of the steps of each phase:
+            ``{0: 1, "1000ba": 2, "4000ba": 8}``.
         log: what is recorded, and where; see :class:`runner.Log`.
         callbacks: what is called between steps, see :data:`runner.train.callbacks.HOOKS`; the
             same on every rank. At most one :class:`runner.CheckpointSaver` saves checkpoints, and
@@ -98,7 +101,7 @@ class Trainer:
         criterion: Criterion | Loss | None = None,
         *,
         booster: Booster | None = None,
-        accumulation_steps: int = 1,
+        accumulation_steps: int | Mapping[Any, int] | AccumulationSteps = 1,
         log: Log | None = None,
         callbacks: Sequence[object] = (),
     ) -> None:
@@ -116,16 +119,18 @@ class Trainer:
         self.eval_dataloader = eval_dataloader.dataloader
         self.eval_interval = Duration.parse(str(eval_dataloader.interval))
         existing_schedulers = all_schedulers(schedulers, self.eval_dataloader)
-        warn_of_batch_norm(model, accumulation_steps)
+        self._accumulation = AccumulationSteps.of(accumulation_steps)
+        most_microbatches = self._accumulation.most
+        warn_of_batch_norm(model, most_microbatches)
         self.loss = WindowLoss(model, criterion)
         optimizers = optimizers or torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizers, self.criterion)
-        compares = accumulation_steps > 1 or self.eval_dataloader is not None
+        compares = most_microbatches > 1 or self.eval_dataloader is not None
         self.passes = Passes(
             self.booster, self.model, self.optimizer, self.loss, self.device, compares
         )
         self._metrics = EvalMetrics(eval_dataloader.metrics, self.loss)
-        windows = Windows(train_dataloader, accumulation_steps)
+        windows = Windows(train_dataloader, self._microbatches)
         windows.require_other_position(self.eval_dataloader)
         self.saver = first_of(CheckpointSaver, callbacks)
         self.skipped_steps = first_of(SkippedSteps, callbacks) or SkippedSteps()
@@ -136,11 +141,10 @@ class Trainer:
         self._profile = self._log.profile or NoProfile()
         self._region = self._profile.region
         self.passes.region = self._region
-        self._accumulation_steps = accumulation_steps
         mode = bind(algorithms, self.optimizer, self._log)
         layout = self.optimizer.layout
         pipelined = self.model.pipeline is not None
-        meter = make_meter(self._log, mode, layout, self.booster, accumulation_steps, pipelined)
+        meter = make_meter(self._log, mode, layout, self.booster, most_microbatches, pipelined)
         meter.follow = self._follow
         self.state = TrainState(
             meter=meter,
@@ -186,9 +190,7 @@ class Trainer:
         if self._log.bar and is_first:
             if flushes_each_step(self.plugin, self.device):
                 self.state.meter.flush_every = 1
-            bar = make_bar(
-                self._log, self.train_dataloader, self.max_duration, self._accumulation_steps
-            )
+            bar = make_bar(self._log, self.train_dataloader, self.max_duration, self._accumulation)
         step = self.state.progress.step
         return Sinks(self._log.sinks, opens=is_first, step=step, bar=bar)
 
@@ -222,6 +224,10 @@ class Trainer:
         callbacks.call("on_end", self, summary)
         return summary
 
+    def _microbatches(self) -> int:
+        """Return the microbatches of the step that begins."""
+        return self._accumulation.at(self.state.progress.of)
+
     def _step(self, window: Window) -> None:
         """Take one optimizer step, and move ``state.progress`` past it."""
         state = self.state
@@ -250,12 +256,14 @@ class Trainer:
             keys.LOCAL_LOSS: accumulated.loss,
             keys.TRAIN_LR: optimizer.optimizers[0].param_groups[0]["lr"],
             keys.TRAIN_SAMPLES: progress.samples,
+            keys.STEP_SAMPLES: total.samples if self._accumulation.moves else None,
             keys.TRAIN_TOKENS: progress.tokens or None,
         }
         numbers |= accumulated.noise(counts, self.plugin.data_size, decision.norm)
 
         # Step
         layers = self._take_step(gauges)
+        state.microbatches_behind = len(window.batches)
         self.callbacks.call("on_microbatch", self, len(window.batches), len(window.batches))
 
         # Record
@@ -301,7 +309,6 @@ class Trainer:
         with self._region("optimizer"):
             self.optimizer.step()
         layers = None if measured_before is None else measured_before()
-        self.state.schedulers_behind = True
         self.optimizer.zero_grad()
         return layers
 

@@ -48,15 +48,17 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Reads a loader in windows of ``steps`` microbatches, from any position in an epoch.
+    """Reads a loader in windows of microbatches, from any position in an epoch.
 
     How an epoch is continued depends on the loader. One of ``prepare_dataloader`` is set to the
     position. Another is read again up to it. If its order comes from torch's samplers, they draw
     it at the beginning of an epoch. Otherwise it could draw at any time, so it gets random numbers
     of its own, which the training does not advance.
+
+    ``steps`` returns the microbatches of the window that begins; a window is read when it does.
     """
 
-    def __init__(self, loader: Iterable[Any], steps: int) -> None:
+    def __init__(self, loader: Iterable[Any], steps: Callable[[], int]) -> None:
         self.loader = loader
         self._steps = steps
         order = getattr(loader, "batch_sampler", None)
@@ -114,11 +116,11 @@ class Windows:
             return
         if first and "ahead" in self._random:
             self._random["ahead"].restore(self._generators)
-        upcoming = self._next(batches)
+        upcoming = self._next(batches, 1)
         if first and self._reads_others(upcoming):
             # The state of the stream lacks something: random numbers of a map of many rows, say.
             batches = self._read_again(first)
-            upcoming = self._next(batches)
+            upcoming = self._next(batches, 1)
             if self._reads_others(upcoming):
                 _logger.warning(OTHER_SAMPLES)
         if first:
@@ -138,25 +140,30 @@ class Windows:
             self._reader = OwnRandom.seeded(self._random["epoch"].digest())
 
     def _of_length(self, length: int, batches: Iterator[Any], first: int) -> Iterator[Window]:
-        for start in range(first, length, self._steps):
-            window = self._next(batches)
-            yield Window(start, window, last=start + self._steps >= length)
+        while first < length:
+            steps = self._steps()
+            window = self._next(batches, steps)
+            yield Window(first, window, last=first + steps >= length)
+            first += steps
 
     def _of_unknown_length(
         self, batches: Iterator[Any], upcoming: list[Any], first: int
     ) -> Iterator[Window]:
-        """Read one window ahead, to know which one is the last."""
+        """Read one microbatch ahead, to know which window is the last."""
         while upcoming or self.uneven:
+            steps = self._steps()
+            window = upcoming
+            if window:
+                window += self._next(batches, steps - 1)
             if self._reader is None:
                 self._random["ahead"] = RandomState.now(self._generators)
-            window = upcoming
-            upcoming = self._next(batches)
+            upcoming = self._next(batches, 1)
             self._upcoming = upcoming
             end = first + len(window)
             if self._stream is not None:
                 self._position = self._stream.position(end)
                 if self._stream.uneven:
-                    full = first + self._steps
+                    full = first + steps
                     window += [self._stream.stand_in(number) for number in range(end, full)]
                     end = full
             yield Window(first, window, last=not upcoming)
@@ -178,8 +185,8 @@ class Windows:
         self._stream.set_start(first, self._position, read_again=True)
         return self._begin()
 
-    def _next(self, batches: Iterator[Any]) -> list[Any]:
-        return self._read(lambda: list(islice(batches, self._steps)))
+    def _next(self, batches: Iterator[Any], count: int) -> list[Any]:
+        return self._read(lambda: list(islice(batches, count)))
 
     def _read(self, work: Callable[[], T]) -> T:
         return work() if self._reader is None else self._reader.during(work)

@@ -27,8 +27,8 @@ from runner.data.dataset import length_of
 from runner.data.order import PartitionedBatches
 from runner.data.samples import SeededSamples
 from runner.parallel.collectives import on_first
-from runner.parallel.recompute import checkpoint_activations
 from runner.train.build import device_of, make_collate, make_criterion, make_data, make_model
+from runner.train.progress import Progress
 from runner.verify.comparison import relative, side_of
 
 
@@ -48,7 +48,7 @@ def make_samples(config: RunConfig, parts: int) -> Dataset[Any]:
     data: Any = make_data(config.data).train
     if length_of(data) is None:
         stream = data
-        microbatches = config.verify.steps * config.accumulation.steps * parts
+        microbatches = config.verify.steps * config.accumulation.phases.most * parts
         samples = microbatches * config.data.batch_size
         data = on_first(lambda: list(islice(stream, samples)))  # the stream may have no end
     return data  # type: ignore[no-any-return]
@@ -80,8 +80,6 @@ def make_parts(
     device = device_of(config.device)
     dtype = getattr(torch, config.verify.dtype)
     model = make_model(config.model).to(device, dtype)
-    if config.checkpointed_blocks:
-        checkpoint_activations(model, config.checkpointed_blocks)
     switch_off_dropout(model)
     parameters = dict.fromkeys(model.parameters())
     criterion = make_criterion(config.loss)
@@ -122,7 +120,9 @@ class Reference:
     @staticmethod
     def _windows(config: RunConfig, parts: int, data: Any, chunks: int) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step: the chunks of all parts of its microbatches."""
-        steps = config.accumulation.steps
+        phases = config.accumulation.phases
+        tokens = make_data(config.data).tokens_per_sample or 0
+        progress = Progress()
         order = PartitionedBatches(
             len(data),
             config.data.batch_size,
@@ -137,9 +137,11 @@ class Reference:
         for epoch in count():
             order.set_epoch(epoch)
             samples.set_epoch(epoch)
-            for first in range(0, len(order), steps):
+            while progress.epoch == epoch:
+                first = progress.batch
+                end = min(first + phases.at(progress.of), len(order))
                 batches = []
-                for number in range(first, min(first + steps, len(order))):
+                for number in range(first, end):
                     for part in order.parts(number):
                         size = max(-(-len(part) // chunks), 1)  # as a pipeline splits a microbatch
                         batches += [part[i : i + size] for i in range(0, len(part), size)]
@@ -150,6 +152,9 @@ class Reference:
                     # The default generator of a loader draws its seed from the global one.
                     generator=torch.Generator(),
                 )
+                read = sum(len(indices) for indices in batches)
+                is_last = end == len(order)
+                progress = progress.after(end - first, read, read * tokens, is_last)
                 yield list(loader)
 
     def step(self) -> tuple[dict[str, float], float, dict[str, Tensor]]:

@@ -84,6 +84,7 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
     data = make_samples(config, plugin.data_size)
     losses = _Losses()
     model, criterion, optimizer = make_parts(config, mode)
+    build.change_passes(model, config)  # of this side alone: the reference is plain PyTorch
     loader = plugin.prepare_dataloader(
         data,
         batch_size=config.data.batch_size,
@@ -100,7 +101,7 @@ def _compare(config: RunConfig, name: str, causes: list[str]) -> dict[str, Any] 
         optimizers=optimizer,
         criterion=Loss(criterion, config.loss.items),
         booster=Booster(plugin=plugin, nonfinite="error"),
-        accumulation_steps=config.accumulation.steps,
+        accumulation_steps=config.accumulation.phases,
         log=Log([] if plugin.rank else [losses], bar=False),
     )
     pipeline = trainer.model.pipeline

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.bench.step import CONTESTS, RIVALS, contest, peak_memory, require_equal
+from runner.bench.step import (
+    CONTESTS,
+    LESS_MEMORY,
+    RIVALS,
+    contest,
+    peak_memory,
+    recomputed,
+    require_equal,
+)
 from runner.bench.timing import Setting
 from tests.ranks import run_ranks
 
@@ -23,7 +31,8 @@ def rows_of(contests):
     """Rows of tiny models; a contest fails if its sides do not measure the same norms."""
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(Path(folder), lambda words: None, quick=True, rounds=1)
-        return [contest(subject, name, setting) for subject, name in contests]
+        compared = [contest(subject, name, setting) for subject, name in contests]
+        return [*compared, recomputed(setting)]
 
 
 def make_and_step():
@@ -58,7 +67,7 @@ def ranks():
 
 
 def require_rows(contests, rows_of_ranks):
-    for all_rows in rows_of_ranks:
+    for *all_rows, _ in rows_of_ranks:
         for (_, name), (time, memory) in zip(contests, all_rows, strict=True):
             assert f", {name} over {RIVALS[name].against}" in time["what"]
             assert memory["what"] == f"{time['what']}, memory"
@@ -72,6 +81,11 @@ def test_the_peak_of_memory_is_taken_from_steps_alone(ranks):
 
 def test_a_contest_compares_time_and_memory(ranks):
     require_rows(ONE, [rows for _, rows in ranks])
+
+
+def test_checkpointed_blocks_take_less_memory(ranks):
+    for _, (*_, (_, memory)) in ranks:
+        assert memory["median"] < LESS_MEMORY
 
 
 @pytest.mark.slow

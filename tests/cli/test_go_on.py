@@ -78,6 +78,10 @@ def test_the_command_of_a_finished_run_with_a_longer_duration_names_what_continu
         ),
         ("resume={run} train.max_duration=9ba seed=1", "seed=1  is 0 in the checkpoint one/step"),
         ("resume={run} train.max_duration=9ba optimizer=adamw", "AdamW  is torch.optim.SGD in the"),
+        (
+            "resume={run} train.max_duration=9ba accumulation.steps={{0:1,5ba:2}}",
+            "accumulation.steps={0:1,5ba:2}  is 1 in the checkpoint one/step_000000006",
+        ),
         ("resume={run}@2", "checkpoint.keep=2 has deleted it  (there are: 4, 6, final)"),
         ("-m resume={run}@2 clip.threshold=1,2", "checkpoint.keep=2 has deleted it  (there are"),
         ("resume={run}@8", "has no checkpoint 8: its newest is that of step 6"),

@@ -246,6 +246,11 @@ COMMANDS = [
     ("plan --cfg job", ["--cfg", "unknown flag of a plan"]),
     ("plan -m model=cnn,gpt", ["does not take a sample of"]),  # what torch alone can tell
     ("calibrate -m seed=1,2", ["-m", "unknown flag of a calibration"]),
+    (
+        "calibrate accumulation.steps={0:1,9ba:2}",
+        ["changes the batch, and a calibration is of one"],
+    ),
+    ("verify accumulation=auto", ["finds the microbatches of a run, and a verification is of"]),
     ("calibrate recipe=sweep_norm", ["a calibration is of one run"]),
     ("calibrate calibrate.steps=10 calibrate.warmup_steps=10", ["must leave some"]),
     ("verify verify.steps=0 clip.treshold=1", ["at least 1", "clip.threshold?"]),
@@ -259,6 +264,10 @@ FIRST_HOUR = [
     ("clip=0.25", ["did you mean clip.threshold=0.25?"]),
     ("norm=clip", ["did you mean clip=norm?"]),
     ("accumulation=4", ["did you mean accumulation.steps=4?"]),
+    ("accumulation=auto device=cpu", ["steps=auto  nothing tells on a CPU that memory is short"]),
+    ("accumulation.steps={1ba:2}", ["the first phase must begin at 0, not at 1ba"]),
+    ("accumulation.steps={0:1,9ba:2,20sp:4}", ["phases must rise in one unit, and 20sp follows 9"]),
+    ("scheduler=plateau scheduler.by=samples", ["follows evaluations, not samples"]),
     ("clip.threshold=abc", ["clip.threshold=abc", "number"]),
     ("precision=amp", ["did you mean fp16?"]),
     ("model=resnet50", ["did you mean resnet34?", "model=package.name"]),

@@ -205,7 +205,8 @@ def training(kind, workers, *callbacks):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     loader = SinglePlugin().prepare_dataloader(kind(), BATCH, seed=3, num_workers=workers)
-    return Trainer(model, loader, "17ba", accumulation_steps=2, callbacks=callbacks)
+    growing = {0: 1, "2ba": 2, "9ba": 3}
+    return Trainer(model, loader, "17ba", accumulation_steps=growing, callbacks=callbacks)
 
 
 @pytest.mark.parametrize(

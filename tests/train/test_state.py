@@ -160,6 +160,13 @@ def test_a_training_goes_on_after_any_step_of_an_epoch(loader, step):
     assert [row["train/step"] for row in rows] == [4, 7, 8, 12, 14, 15]
 
 
+@pytest.mark.parametrize(("loader", "step"), [("shuffled", 4), ("partitioned", 6), ("a stream", 8)])
+def test_a_training_whose_steps_grow_goes_on_inside_a_phase(loader, step):
+    phases = {0: 1, "8sp": 2, "60sp": 4}
+    rows = assert_goes_on(LOADERS[loader], step, accumulation_steps=lambda: phases)
+    assert [row["train/step_samples"] for row in rows] == [8, 4, 8, 16, 12, 16]
+
+
 FP16 = {"precision": lambda: "fp16", "loss_scale": lambda: LossScale(2.0**10, 2)}
 ZSCORE = {
     "optimizers": lambda: None,

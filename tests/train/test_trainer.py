@@ -14,13 +14,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 from runner import Booster, GradientClipping, Log, Trainer
 from runner.booster import NonFiniteGradient
+from runner.config.accumulation import AccumulationSteps
 from runner.config.notation import Duration
 from runner.train.callbacks import Probe
-from runner.train.progress import Progress, total_steps
+from runner.train.progress import Progress, length
 from runner.train.stop import Stopped
 from tests.clip.reference import refused
 from tests.distributed.training import Rows
 from tests.trainers import trainer_of
+
+ONE_MICROBATCH = AccumulationSteps.of(1)
 
 
 def parts(samples=40, bad=None, batch=8):
@@ -50,13 +53,37 @@ def fit(model, loader, duration="3ep", clip=("norm", 0.3), **options):
 def test_total_steps_agree_with_counting(duration, expected):
     duration = Duration.parse(duration)
     progress = Progress()
-    assert total_steps(duration, 77, 32, 10) == expected
+    assert length(duration, 77, 32, 10, ONE_MICROBATCH).steps == expected
     while not progress.reached(duration):
         k = progress.step % 3
         samples = min(32, 77 - 32 * k)
         progress = progress.after(1, samples, 10 * samples, end_of_epoch=k == 2)
     assert progress.step == expected
-    assert total_steps(Duration.parse("10tok"), 77, 32, None) is None
+    assert length(Duration.parse("10tok"), 77, 32, None, ONE_MICROBATCH) is None
+
+
+def windows_one_by_one(duration, accumulation):
+    """Steps and microbatches of 77 samples in microbatches of 8, of 10 tokens each."""
+    progress = Progress()
+    microbatches = 0
+    while not progress.reached(duration):
+        count = min(accumulation.at(progress.of), 10 - progress.batch)
+        samples = min(8 * count, 77 - 8 * progress.batch)
+        microbatches += count
+        ends = progress.batch + count == 10
+        progress = progress.after(count, samples, 10 * samples, ends)
+    return progress.step, microbatches
+
+
+@pytest.mark.parametrize("end", ["7ep", "41ba", "500sp", "5001tok"])
+@pytest.mark.parametrize("starts", ["2ep 3ep", "3ba 17ba", "50sp 231sp", "500tok 2310tok"])
+@pytest.mark.parametrize("counts", [(1, 2, 4), (3, 16, 1)])
+def test_the_length_of_a_training_in_phases_agrees_with_counting(end, starts, counts):
+    first, second = starts.split()
+    accumulation = AccumulationSteps.of(dict(zip([0, first, second], counts, strict=True)))
+    duration = Duration.parse(end)
+    counted = windows_one_by_one(duration, accumulation)
+    assert length(duration, 77, 8, 10, accumulation) == counted
 
 
 @pytest.mark.parametrize(("duration", "steps"), [("1ep", 5), ("7ba", 7), ("17sp", 3), ("48sp", 6)])

@@ -19,10 +19,14 @@ STREAM = [
 NORMED = [*IMAGES, *net("Normed"), "plugin=ddp"]
 FLOAT32 = ["verify.dtype=float32", "model.dropout=0.1", "precision=bf16"]
 SPIKE = ["clip=spike", "clip.threshold=2", "clip.min_steps=0", "optimizer=adamw"]
+# The reference has none of these but the phases.
+SWITCHED = ["activation_checkpointing=blocks", "compile=blocks", "compile.backend=eager"]
+SWITCHED += ["accumulation.steps={0:1,1ba:2}"]
 ON_TWO = {
     # 70 samples in steps of 24 or 12: the epoch ends within the three steps compared, unevenly.
     **{name: ([*TOKENS, f"plugin={name}", *EVERY_MODE], None) for name in PLUGINS[:2]},
     **{name: ([*TOKENS, f"plugin={name}", *NORM], None) for name in PLUGINS[2:]},
+    "fsdp": ([*TOKENS, "plugin=fsdp", *NORM, *SWITCHED], None),
     "history": ([*TOKENS, "plugin=tensor", *SPIKE], None),
     "float32": ([*TOKENS, *FLOAT32, "plugin=tensor"], None),
     "batch norm": ([*NORMED, "accumulation.steps=2", "clip=adaptive"], None),

@@ -7,6 +7,7 @@ TABLES = {
     "loop": "runner.bench.loop:rows",
     "start": "runner.bench.loop:start",
     "scale": "runner.bench.scale:rows",
+    "check": "runner.bench.check:rows",
     "parity": "runner.bench.parity:rows",
     "gpu": "runner.bench.gpu:rows",
 }

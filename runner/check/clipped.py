@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from runner.check.measures import Change
-from runner.check.parts import Facts
 from runner.check.reference import near
 from runner.check.whole import Whole
 from runner.config.notation import first_few
 
 Mode = Literal["norm", "value", "adaptive"]
-
-_TOLERANCE = {
-    "torch.float64": 1e-6,
-    "torch.float32": 1e-5,
-    "torch.float16": 1e-3,
-    "torch.bfloat16": 2.0**-7,
-}
-"""Relative error of a norm that the type of the gradients explains."""
-_PER_ELEMENT = 2e-11  # what a float32 sum loses for each element of a tensor
 
 
 @dataclass(frozen=True)
@@ -63,20 +53,10 @@ class Clipped:
         """The changes of all ranks."""
         return [change for row in self.changes for change in row]
 
-    @cached_property
+    @property
     def tolerance(self) -> float:
         """The relative error of a norm that types and sizes of the gradients explain."""
-        return tolerance_of([fact for facts in self.whole.ranks for fact in facts])
-
-
-def tolerance_of(facts: Sequence[Facts]) -> float:
-    """Return the relative error of a norm that types and sizes of the gradients explain."""
-    gradients = [fact for fact in facts if fact.has_gradient]
-    dtypes = {fact.dtype for fact in gradients}
-    tolerance = max((_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
-    if dtypes != {"torch.float64"}:
-        tolerance += _PER_ELEMENT * max((fact.largest for fact in gradients), default=0)
-    return tolerance
+        return self.whole.tolerance
 
 
 def applied(changes: Iterable[Change]) -> str:

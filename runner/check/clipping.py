@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
@@ -18,11 +18,12 @@ from runner.check import (
     step_order,
 )
 from runner.check.clipped import Clipped, Mode, applied
-from runner.check.measures import Change, Measure, keep
+from runner.check.measures import Change, Measure, Uniform, keep
 from runner.check.mistakes import Explainer
+from runner.check.packs import Pack
 from runner.check.parts import facts_of, inner_model, parts_of
 from runner.check.ranks import MissingRanksError, Ranks, Watch, in_words
-from runner.check.reference import coefficients
+from runner.check.reference import coefficients, near
 from runner.check.whole import Whole, names_missing
 from runner.clip.boosted import is_boosted
 from runner.config.notation import first_few
@@ -132,11 +133,12 @@ class ClippingCheck:
         self._order: list[str] = []
         self._whole: Whole | None = None
         self._changes: list[list[Change]] = []
+        self._packs: list[Pack] = []
 
     def __enter__(self) -> ClippingCheck:
         self._order = step_order.entered(self._parts)
-        keep(self._parts, self.p, self.on_host)
-        facts = facts_of(self._parts)
+        self._packs = keep(self._parts, self.p, self.on_host)
+        facts = facts_of(self._parts, self._ranks.size)
         ranks = self._ranks.gather((facts, self._problems, self._unmatched))
         self._require_groups([row[1] for row in ranks], [row[2] for row in ranks])
         self._whole = Whole([row[0] for row in ranks])
@@ -173,13 +175,42 @@ class ClippingCheck:
             eps=self.eps,
             excluded=self._excluded(),
         )
-        changes = measure.changes(self._parts)
+        for part in self._parts:
+            part.after = part.gradient
+        uniform = self._uniform(measure)
         step_order.left(self._parts, math.isfinite(self.norm))
         try:
-            self._changes = self._ranks.gather(changes, self._watch.left())
+            of_ranks = self._ranks.gather(uniform, self._watch.left())
         except MissingRanksError as missing:
             raise ClippingError(self._hung()) from missing
         self._watch.stop()
+        self._packs = []
+        if self._agree(of_ranks):
+            self._changes = [uniform.as_changes(rank) for rank, uniform in enumerate(of_ranks)]
+        else:
+            self._changes = self._ranks.gather(measure.changes(self._parts))
+
+    def _uniform(self, measure: Measure) -> Uniform | None:
+        """Return what was done to all gradients of this rank, None if details are needed."""
+        assert self._whole is not None
+        if self.mode == "adaptive" or self._whole.unequal or not math.isfinite(self.norm):
+            return None
+        return measure.uniform(self._parts, self._packs)
+
+    def _agree(self, of_ranks: list[Uniform | None]) -> TypeGuard[list[Uniform]]:
+        """Return whether every rank did the same one thing to all of its gradients."""
+        assert self._whole is not None
+        coefficients_of_ranks: list[float] = []
+        for uniform in of_ranks:
+            if uniform is None:
+                return False
+            if not math.isnan(uniform.coefficient):
+                coefficients_of_ranks.append(uniform.coefficient)
+        if not coefficients_of_ranks:
+            return True
+        low = min(coefficients_of_ranks)
+        high = max(coefficients_of_ranks)
+        return near(low, high, self._whole.tolerance)
 
     def _excluded(self) -> dict[str, str]:
         """Return what adaptive clipping does to parameters: ``never``, ``maybe``; else clipped."""

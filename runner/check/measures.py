@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from runner.check.packs import LEAST, allowed_square, packs_of, scaled_together
+from runner.check.packs import Pack, packs_of
 from runner.check.parts import Part
 from runner.check.reference import (
     Buffer,
@@ -19,8 +19,8 @@ from runner.check.reference import (
     chunks,
     clamped,
     combined,
-    copy_and_sum,
     power_sum,
+    powers_of_rows,
 )
 from runner.check.samples import Samples, to_host
 from runner.gradients.shard import is_dtensor, local
@@ -53,46 +53,48 @@ class Change(NamedTuple):
     largest: float = 0.0
 
 
-# For each parameter the memory of its last copy on the host: new memory costs more than the copy.
-_memory = WeakIdKeyDictionary()
+class Uniform(NamedTuple):
+    """What a rank tells others of a clipping that did one thing to all of its gradients.
+
+    Attributes:
+        coefficient: the factor of all gradients; NaN for clipping by value, or without gradients.
+        least: the largest relative change that rounding explains.
+    """
+
+    coefficient: float
+    least: float
+
+    def as_changes(self, rank: int) -> list[Change]:
+        """Return one change for all parts of a rank."""
+        if math.isnan(self.coefficient):
+            return []
+        change = Change(rank, "", "", (), coefficient=self.coefficient, least=self.least)
+        return [change]
+
+
+# Mean square of an element below which squares of rounding errors may be zero.
+_LEAST_SQUARE = {
+    torch.float64: 1e-250,
+    torch.float32: 1e-16,
+    torch.float16: math.inf,
+    torch.bfloat16: math.inf,
+}
+_SAMPLE = 1024  # elements of a gradient that tell its coefficient
+_ATTEMPTS = 8  # gradients that are asked for one: the samples of sparse ones may be zeros
 
 
 @torch.no_grad()
-def keep(parts: list[Part], p: float, on_host: bool) -> None:
+def keep(parts: list[Part], p: float, on_host: bool) -> list[Pack]:
     """Keep a copy of each local gradient, and its sum of powers."""
     buffer = Buffer()
-    sums: list[Tensor] = []
-    parts_with_gradient: list[Part] = []
-    packed: set[int] = set()
-    for pack in packs_of(parts):
-        sums += pack.keep(p, on_host).unbind()
-        parts_with_gradient += pack.parts
-        packed.update(id(part) for part in pack.parts)
-    for part in parts:
-        gradient = part.gradient
-        if gradient is None or id(part) in packed:
-            continue
-        if gradient.layout is not torch.strided:
-            raise TypeError(f"{part.name} has a sparse gradient: build the layer with sparse=False")
-        part.before = _memory_for(part, gradient, on_host)
-        sums.append(copy_and_sum(gradient, part.before, p, buffer))
-        parts_with_gradient.append(part)
-    for part, power in zip(parts_with_gradient, to_host(sums), strict=True):
+    packs = packs_of(parts)
+    for pack in packs:
+        pack.keep(p, on_host, buffer)
+    parts_in_packs = [part for pack in packs for part in pack.parts]
+    numbers = to_host([pack.powers for pack in packs])
+    for part, power in zip(parts_in_packs, numbers, strict=True):
         part.power = power
-
-
-def _memory_for(part: Part, gradient: Tensor, on_host: bool) -> Tensor:
-    """Return memory for the copy of a gradient; a CPU reuses the memory of the last check."""
-    device = torch.device("cpu") if on_host else gradient.device
-    last: Tensor | None = _memory.get(part.parameter)  # type: ignore[no-untyped-call]
-    if last is not None:
-        fits = last.shape == gradient.shape and last.dtype == gradient.dtype
-        if fits and last.device == device:
-            return last
-    memory = torch.empty(gradient.shape, dtype=gradient.dtype, device=device)
-    if device.type == "cpu":
-        _memory[part.parameter] = memory
-    return memory
+    return packs
 
 
 @dataclass
@@ -119,24 +121,84 @@ class Measure:
     _buffer: Buffer = field(default_factory=Buffer)
 
     @torch.no_grad()
+    def uniform(self, parts: Sequence[Part], packs: Sequence[Pack]) -> Uniform | None:
+        """Return the one thing that was done to all gradients, None if there is no such thing.
+
+        It looks at all elements, in few operations. Where it returns None :meth:`changes` tells
+        what was done to each part.
+        """
+        if not _are_comparable(parts, packs):
+            return None
+        dtypes = {pack.before.dtype for pack in packs}
+        least = rounding(*dtypes) if dtypes else 0.0
+        if self.mode == "value":
+            clamps = all(self._was_clamped(pack) for pack in packs)
+            return Uniform(math.nan, least) if clamps else None
+        coefficient = _coefficient_of_largest(parts)
+        if math.isnan(coefficient) and packs:
+            return None
+        for pack in packs:
+            if not self._was_scaled(pack, coefficient):
+                return None
+        self.guess = coefficient
+        return Uniform(coefficient, least)
+
+    def _was_scaled(self, pack: Pack, coefficient: float) -> bool:
+        """Return whether all gradients of a pack were multiplied by this coefficient."""
+        if math.isinf(_LEAST_SQUARE.get(pack.before.dtype, math.inf)):
+            return self._is_near_scaled(pack, coefficient)
+        squares: list[Tensor] = []
+        off: list[Tensor] = []
+        for start, stop, before, after in pack.pairs(self._buffer):
+            if before.dim() == 1:
+                off.append(_square_off(before, after, coefficient, self._buffer).reshape(1))
+            else:
+                difference = after.sub_(before, alpha=coefficient)
+                off.append(difference.mul_(difference).sum(1))
+            if self.p == 2:
+                squares.append(pack.powers[start:stop])
+            else:
+                rows = before.reshape(stop - start, -1)
+                squares.append(powers_of_rows(rows, 2, self._buffer))
+        square = torch.cat(squares)
+        allowed = allowed_square(pack.before.dtype, coefficient, square)
+        size = pack.gradients[0].numel()
+        enough = (square > _LEAST_SQUARE[pack.before.dtype] * size) | (square == 0)
+        return bool((enough & (torch.cat(off).to(square.device) <= allowed)).all())
+
+    def _is_near_scaled(self, pack: Pack, coefficient: float) -> bool:
+        """The same for types of 16 bits, by the largest element that is off."""
+        fits: list[Tensor] = []
+        for start, stop, before, after in pack.pairs(self._buffer):
+            if not before.numel():
+                continue
+            rows = after.reshape(stop - start, -1)
+            difference = torch.sub(rows, before.reshape(rows.shape), alpha=coefficient)
+            largest = rows.abs().amax(1).float()
+            allowed = rounding(pack.before.dtype) * largest
+            fits.append((difference.abs_().amax(1).float() <= allowed).all())
+        return all(fit.item() for fit in fits)
+
+    def _was_clamped(self, pack: Pack) -> bool:
+        """Return whether all elements of a pack were clamped, bit for bit."""
+        for _, _, before, after in pack.pairs(self._buffer):
+            for first, second in chunks(before, after):
+                out = self._buffer.like(first, first.dtype)
+                clamped_ = torch.clamp(first, -self.max_norm, self.max_norm, out=out)
+                if not torch.equal(clamped_, second):
+                    return False
+        return True
+
+    @torch.no_grad()
     def changes(self, parts: list[Part]) -> list[Change]:
         """Return what was done to each part; a collective for units of sharded parameters."""
-        pairs: list[tuple[Tensor, Tensor] | None] = []
-        for part in parts:
-            part.after = part.gradient
-            pairs.append(_pair(part))
+        pairs = [_pair(part) for part in parts]
         changes: list[Change] = []
         near_coefficients = _near_coefficients(pairs)
-        scaled: set[int] = set()
-        if self.mode == "norm" and self.p == 2:
-            scaled = scaled_together(parts, pairs, near_coefficients)
         for part, pair, near in zip(parts, pairs, near_coefficients, strict=True):
             unknown = Change(self.rank, part.name, part.key, part.position)
             if pair is None:
                 changes.append(_without_pair(part, unknown))
-            elif id(part) in scaled:
-                self.guess = near
-                changes.append(unknown._replace(coefficient=near, least=rounding(pair[0].dtype)))
             else:
                 changes.append(self._change(part, *pair, near, unknown))
         return changes
@@ -166,7 +228,7 @@ class Measure:
         """Return the coefficient that every element was multiplied by, None if there is none."""
         if before.dtype != after.dtype or not before.numel():
             return None
-        enough = power > LEAST[before.dtype] * before.numel()
+        enough = power > _LEAST_SQUARE.get(before.dtype, math.inf) * before.numel()
         if self.p == 2 and enough and was_scaled(before, after, near, power, self._buffer):
             self.guess = near
             return near
@@ -290,13 +352,62 @@ def was_scaled(
     """
     if not math.isfinite(coefficient):
         return False
+    off = float(_square_off(before, after, coefficient, buffer))
+    return off <= float(allowed_square(before.dtype, coefficient, square))
+
+
+def _square_off(before: Tensor, after: Tensor, coefficient: float, buffer: Buffer) -> Tensor:
+    """Return Σ(g' − c·g)² of two tensors of one shape, in float64."""
     rows: list[Tensor] = []
     for first, second in chunks(before, after):
         out = buffer.like(first, first.dtype)
         difference = torch.sub(second, first, alpha=coefficient, out=out)
         rows.append(torch.dot(difference, difference))
-    off = float(torch.stack(rows).double().sum())
-    return off <= allowed_square(before.dtype, coefficient, square)
+    return torch.stack(rows).double().sum()
+
+
+def allowed_square(dtype: torch.dtype, coefficient: float, square: Any) -> Any:
+    """Return Σ(g' − c·g)² that rounding explains, given Σg²: a number, or a tensor of them."""
+    # Each element is rounded once, by at most half of eps.
+    return (2 * torch.finfo(dtype).eps * coefficient) ** 2 * square
+
+
+def _are_comparable(parts: Sequence[Part], packs: Sequence[Pack]) -> bool:
+    """Return whether the gradients that were there before, and no others, are there after."""
+    if sum(part.after is not None for part in parts) != sum(len(pack.parts) for pack in packs):
+        return False
+    for pack in packs:
+        first = pack.gradients[0]
+        if pack.before.device != first.device:
+            return False
+        for part, gradient in zip(pack.parts, pack.gradients, strict=True):
+            if not part.parameter.requires_grad:
+                return False
+            if part.after is not gradient and not _are_alike(part.after, first):
+                return False
+    return True
+
+
+def _are_alike(first: Tensor | None, second: Tensor) -> bool:
+    """Return whether there is a tensor of the shape, type and device of another one."""
+    if first is None or first.shape != second.shape:
+        return False
+    return first.dtype == second.dtype and first.device == second.device
+
+
+def _coefficient_of_largest(parts: Sequence[Part]) -> float:
+    """Return the coefficient that fits a sample of the largest gradient best, NaN if none does."""
+    candidates = [part for part in parts if part.before is not None]
+    for part in heapq.nlargest(_ATTEMPTS, candidates, key=lambda part: part.power):
+        assert part.before is not None
+        assert part.after is not None
+        step = max(1, part.before.numel() // _SAMPLE)
+        before = part.before.reshape(-1)[::step]
+        after = part.after.reshape(-1)[::step]
+        coefficient = _fit(before, after)
+        if not math.isnan(coefficient):
+            return coefficient
+    return math.nan
 
 
 def equals_scaled(before: Tensor, after: Tensor, coefficient: float, buffer: Buffer) -> bool:

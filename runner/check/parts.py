@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class Part:
     def gradient(self) -> Tensor | None:
         """Local shard of the gradient; None if there is none."""
         gradient = self.parameter.grad
-        return None if gradient is None else local(gradient.detach())
+        return None if gradient is None else local(gradient)
 
 
 class Facts(NamedTuple):
@@ -118,37 +119,49 @@ def _pattern(name: str, patterns: Iterable[str]) -> str | None:
     return None
 
 
-def facts_of(parts: list[Part]) -> list[Facts]:
-    """Return what this rank tells others of its parts; the host waits once."""
-    weights = Samples([local(part.parameter.detach()) for part in parts]).projections()
-    gradients = Samples([part.before for part in parts]).projections()
+def facts_of(parts: list[Part], ranks: int) -> list[Facts]:
+    """Return what this rank tells others of its parts; the host waits once.
+
+    A single rank has no others whose samples it could compare with its own.
+    """
+    weights: list[Any] = [()] * len(parts)
+    gradients = weights
+    if ranks > 1:
+        weights = Samples([local(part.parameter.detach()) for part in parts]).projections()
+        gradients = Samples([part.before for part in parts]).projections()
     return [
-        _facts_of(part, tuple(weight), tuple(gradient))
+        _facts_of(part, tuple(weight), tuple(gradient), ranks > 1 and _embeds(part))
         for part, weight, gradient in zip(parts, weights, gradients, strict=True)
     ]
 
 
-def _facts_of(part: Part, weight: tuple[float, ...], gradient: tuple[float, ...]) -> Facts:
+def _facts_of(
+    part: Part, weight: tuple[float, ...], gradient: tuple[float, ...], embeds: bool
+) -> Facts:
     before = part.before
+    parameter = part.parameter
     return Facts(
         name=part.name,
         key=part.key,
         position=part.position,
         pattern=part.pattern,
         sharded=bool(part.position),
-        trained=part.parameter.requires_grad,
-        shape=tuple(part.parameter.shape),
-        elements=local(part.parameter).numel(),
+        trained=parameter.requires_grad,
+        shape=tuple(parameter.shape),
+        elements=local(parameter).numel(),
         largest=0 if before is None else before.numel(),
-        dtype=str(part.parameter.dtype if before is None else before.dtype),
+        dtype=_name_of_type(parameter.dtype if before is None else before.dtype),
         has_gradient=before is not None,
-        partial=_partial_placements(part.parameter.grad),
-        embeds=_embeds(part),
+        partial=_partial_placements(parameter.grad),
+        embeds=embeds,
         power=part.power,
         finite=math.isfinite(part.power),
         weight=weight,
         gradient=gradient,
     )
+
+
+_name_of_type = lru_cache(str)  # str() of a type takes longer than the rest of a part
 
 
 def _partial_placements(gradient: Tensor | None) -> str:
@@ -162,5 +175,7 @@ def _partial_placements(gradient: Tensor | None) -> str:
 
 
 def _embeds(part: Part) -> bool:
-    kind = type(part.module).__name__.lower()
-    return part.parameter.ndim == 2 and ("embed" in kind or "embed" in part.name.lower())
+    if part.parameter.ndim != 2:
+        return False
+    kind = type(part.module).__name__
+    return "embed" in f"{kind} {part.name}".lower()

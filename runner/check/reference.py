@@ -15,17 +15,31 @@ from torch import Tensor
 TORCH_EPS = 1e-6
 """``torch.nn.utils.clip_grad_norm_`` adds it to the norm that it divides by; others do not."""
 
-_CHUNK = 2**17  # elements that are worked on at a time, so that they stay in a cache
+_CHUNK = 2**19  # bytes that are worked on at a time, so that they stay in a cache
+_CHUNK_ON_DEVICE = 2**27  # where memory counts, not a cache
+_EXACT = 8  # bytes of an element in float64
 
 
-def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the elements of tensors of one shape side by side, some at a time."""
+def elements_at_a_time(tensor: Tensor, width: int) -> int:
+    """Return how many elements of a tensor are worked on at a time, in ``width`` bytes each."""
+    on_cpu = tensor.device.type == "cpu"
+    size = _CHUNK * torch.get_num_threads() if on_cpu else _CHUNK_ON_DEVICE
+    return size // width
+
+
+def chunks(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the elements of tensors of one shape side by side, some at a time.
+
+    The work needs ``width`` bytes for each element, by default those of its type.
+    """
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    on_cpu = tensors[0].device.type == "cpu"
-    size = _CHUNK * torch.get_num_threads() if on_cpu else 2**26
-    if flat[0].numel() <= size:
+    elements = flat[0].numel()
+    at_a_time = elements_at_a_time(tensors[0], width or tensors[0].element_size())
+    pieces = round(elements / at_a_time)
+    if pieces <= 1:
         yield tuple(flat)
         return
+    size = math.ceil(elements / pieces)
     yield from zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 
@@ -33,16 +47,19 @@ class Buffer:
     """Memory for the chunks of one pass: a new tensor for each would cost more than the work."""
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._tensors: dict[tuple[torch.dtype, torch.device, str], Tensor] = {}
 
-    def like(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised vector as long as ``part``."""
-        key = (dtype, part.device)
+    def like(self, part: Tensor, dtype: torch.dtype, use: str = "") -> Tensor:
+        """Return an uninitialised vector as long as ``part``; each use has memory of its own."""
+        elements = part.numel()
+        key = (dtype, part.device, use)
         memory = self._tensors.get(key)
-        if memory is None or memory.numel() < part.numel():
-            memory = torch.empty(part.numel(), dtype=dtype, device=part.device)
+        if memory is not None and memory.numel() == elements:
+            return memory
+        if memory is None or memory.numel() < elements:
+            memory = torch.empty(elements, dtype=dtype, device=part.device)
             self._tensors[key] = memory
-        return memory[: part.numel()]
+        return memory[:elements]
 
 
 def power_sum(tensor: Tensor, p: float, buffer: Buffer | None = None) -> Tensor:
@@ -51,7 +68,7 @@ def power_sum(tensor: Tensor, p: float, buffer: Buffer | None = None) -> Tensor:
     The result is a 0-dim tensor on the device.
     """
     space = Buffer() if buffer is None else buffer
-    sums = [_power(part, p, space) for (part,) in chunks(tensor) if part.numel()]
+    sums = [_power(part, p, space) for (part,) in chunks(tensor, width=_EXACT) if part.numel()]
     return _added(sums, p, tensor)
 
 
@@ -61,7 +78,7 @@ def copy_and_sum(tensor: Tensor, copy: Tensor, p: float, buffer: Buffer) -> Tens
         copy.copy_(tensor)
         return power_sum(copy, p, buffer)
     sums: list[Tensor] = []
-    for source, target in chunks(tensor, copy):
+    for source, target in chunks(tensor, copy, width=_EXACT):
         target.copy_(source)
         if target.numel():
             sums.append(_power(target, p, buffer))
@@ -77,6 +94,20 @@ def _power(part: Tensor, p: float, buffer: Buffer) -> Tensor:
     if p == 0:
         return (exact != 0).sum().double()
     return exact.abs_().pow_(p).sum()
+
+
+def powers_of_rows(rows: Tensor, p: float, buffer: Buffer) -> Tensor:
+    """Return :func:`power_sum` of each row of a matrix, a vector in float64."""
+    if not rows.numel():
+        return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    exact = buffer.like(rows, torch.float64).view(rows.shape).copy_(rows)
+    if p == 2:
+        return exact.mul_(exact).sum(1)
+    if math.isinf(p):
+        return exact.abs_().amax(1)
+    if p == 0:
+        return (exact != 0).sum(1).double()
+    return exact.abs_().pow_(p).sum(1)
 
 
 def _added(sums: list[Tensor], p: float, tensor: Tensor) -> Tensor:

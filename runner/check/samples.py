@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -60,14 +60,15 @@ class Samples:
         return projections
 
 
-def to_host(rows: list[Tensor]) -> list[Any]:
-    """Return tensors of one shape as numbers; the host waits once for each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for number, row in enumerate(rows):
-        by_device.setdefault(row.device, []).append(number)
-    numbers_of_rows: list[Any] = [None] * len(rows)
-    for numbers in by_device.values():
-        values = torch.stack([rows[number] for number in numbers]).tolist()
-        for number, row in zip(numbers, values, strict=True):
-            numbers_of_rows[number] = row
-    return numbers_of_rows
+def to_host(vectors: Sequence[Tensor]) -> list[float]:
+    """Return the elements of vectors as numbers; the host waits once for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for vector in vectors:
+        by_device.setdefault(vector.device, []).append(vector)
+    numbers: dict[torch.device, Iterator[float]] = {}
+    for device, of_device in by_device.items():
+        numbers[device] = iter(torch.cat(of_device).tolist())
+    elements: list[float] = []
+    for vector in vectors:
+        elements += islice(numbers[vector.device], vector.numel())
+    return elements

@@ -6,41 +6,59 @@ from the second step on.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from runner.check.parts import Part
 from runner.gradients.shard import local
 
-_stepped = WeakIdKeyDictionary()  # for each parameter the gradient that was stepped last
-_clipped = WeakIdKeyDictionary()  # for each parameter its version, and the gradient, when clipped
+
+class _Marks:
+    """Gradients of parameters at some time: the tensors, and how often they had been written."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in trained]  # type: ignore[arg-type]
+        self._numbers = {id(parameter): number for number, parameter in enumerate(trained)}
+        self._gradients = [TensorWeakRef(gradient) for gradient in gradients]
+        self._versions = [gradient._version for gradient in gradients]
+        self._weight_versions = [local(parameter)._version for parameter in trained]
+
+    def unchanged(self, part: Part) -> bool:
+        """Return whether a part has the gradient of that time, and nothing wrote to it since."""
+        number = self._number_of(part)
+        return number is not None and self._versions[number] == _gradient_of(part)._version
+
+    def added_to(self, part: Part) -> bool:
+        """Return whether the gradient of that time was written to, but the weight was not."""
+        number = self._number_of(part)
+        if number is None:
+            return False
+        stepped = self._weight_versions[number] != local(part.parameter)._version
+        return self._versions[number] < _gradient_of(part)._version and not stepped
+
+    def _number_of(self, part: Part) -> int | None:
+        """Return the number of a part that has the gradient of that time, else None."""
+        number = self._numbers.get(id(part.parameter))
+        if number is None or self._gradients[number]() is not _gradient_of(part):
+            return None
+        return number
+
+
+_stepped: WeakKeyDictionary[Optimizer, _Marks] = WeakKeyDictionary()  # at the last step
+_clipped = WeakIdKeyDictionary()  # for the first parameter of a model, when clipped
 _hooks: list[Any] = []
 
 
-class _Mark:
-    """A gradient at some time: the tensor and how often it had been written."""
-
-    def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
-        self.weight_version = local(parameter)._version
-        self.gradient = TensorWeakRef(gradient)
-        self.version = gradient._version
-
-    def same_tensor(self, gradient: Tensor) -> bool:
-        return self.gradient() is gradient
-
-    def unchanged(self, gradient: Tensor) -> bool:
-        return self.same_tensor(gradient) and self.version == gradient._version
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                _stepped[parameter] = _Mark(parameter, local(parameter.grad))
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _stepped[optimizer] = _Marks(parameters)
 
 
 def entered(parts: list[Part]) -> list[str]:
@@ -48,15 +66,16 @@ def entered(parts: list[Part]) -> list[str]:
     if not _hooks:
         hook = register_optimizer_step_post_hook(_after_step)
         _hooks.append(hook)
-    parts = [part for part in parts if part.gradient is not None and part.parameter.requires_grad]
     if not parts:
         return []
+    first = parts[0].parameter
     problems = []
-    if all(_was_stepped(part) for part in parts):
+    if _hold_for_all(_was_stepped, parts):
         problems.append(
             "clipped after the step: these gradients were already stepped by the optimizer"
         )
-    if all(_was_clipped(part) for part in parts):
+    marks: _Marks | None = _clipped.get(first)  # type: ignore[no-untyped-call]
+    if marks is not None and _hold_for_all(marks.added_to, parts):
         problems.append(
             "clipped per microbatch: more gradients were added to clipped ones, without a step "
             "between; clip once, after the last backward() of a step"
@@ -64,21 +83,20 @@ def entered(parts: list[Part]) -> list[str]:
     return problems
 
 
+def _hold_for_all(condition: Callable[[Part], bool], parts: list[Part]) -> bool:
+    """Return whether there are gradients, and a condition holds for all of them."""
+    count = 0
+    for part in parts:
+        if part.parameter.grad is not None and part.parameter.requires_grad:
+            if not condition(part):
+                return False
+            count += 1
+    return count > 0
+
+
 def _was_stepped(part: Part) -> bool:
     """Return whether an optimizer stepped this gradient, and nothing has changed it since."""
-    mark: _Mark | None = _stepped.get(part.parameter)  # type: ignore[no-untyped-call]
-    gradient = _gradient_of(part)
-    return mark is not None and mark.unchanged(gradient)
-
-
-def _was_clipped(part: Part) -> bool:
-    """Return whether this gradient was clipped, then added to, without a step of the weights."""
-    mark: _Mark | None = _clipped.get(part.parameter)  # type: ignore[no-untyped-call]
-    gradient = _gradient_of(part)
-    if mark is None or not mark.same_tensor(gradient):
-        return False
-    stepped = mark.weight_version != local(part.parameter)._version
-    return mark.version < gradient._version and not stepped
+    return any(marks.unchanged(part) for marks in list(_stepped.values()))
 
 
 def _gradient_of(part: Part) -> Tensor:
@@ -88,8 +106,9 @@ def _gradient_of(part: Part) -> Tensor:
 
 def left(parts: list[Part], finite: bool) -> None:
     """Remember the gradients that were clipped; a step that is not finite may be skipped."""
-    for part in parts:
-        gradient = part.parameter.grad
-        _clipped.pop(part.parameter, None)  # type: ignore[no-untyped-call]
-        if gradient is not None and finite:
-            _clipped[part.parameter] = _Mark(part.parameter, local(gradient))
+    if not parts:
+        return
+    first = parts[0].parameter
+    _clipped.pop(first, None)  # type: ignore[no-untyped-call]
+    if finite:
+        _clipped[first] = _Marks([part.parameter for part in parts])

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from runner.check.parts import Facts
 from runner.check.reference import combined, root
+
+_TOLERANCE = {
+    "torch.float64": 1e-6,
+    "torch.float32": 1e-5,
+    "torch.float16": 1e-3,
+    "torch.bfloat16": 2.0**-7,
+}
+"""Relative error of a norm that the type of the gradients explains."""
+_PER_ELEMENT = 2e-11  # what a float32 sum loses for each element of a tensor
 
 
 @dataclass(eq=False)
@@ -73,6 +83,8 @@ class Whole:
         for unit in self.units:
             tolerance = replica_tolerance(unit.facts.dtype)
             for fact in unit.holders.values():
+                if fact is unit.facts:
+                    continue
                 same = projections_near((unit.power,), (fact.power,), tolerance)
                 same = same and _same_gradient(unit.facts, fact)
                 if not same and fact.name not in self.unequal:
@@ -100,9 +112,24 @@ class Whole:
             places.append((rank, positions[id(fact)]))
         return places
 
+    @cached_property
+    def tolerance(self) -> float:
+        """The relative error of a norm that types and sizes of the gradients explain."""
+        return tolerance_of([fact for facts in self.ranks for fact in facts])
+
     def norm(self, p: float) -> float:
         """Return the norm of the whole model, each element once."""
         return root(combined((unit.power for unit in self.units), p), p)
+
+
+def tolerance_of(facts: Sequence[Facts]) -> float:
+    """Return the relative error of a norm that types and sizes of the gradients explain."""
+    gradients = [fact for fact in facts if fact.has_gradient]
+    dtypes = {fact.dtype for fact in gradients}
+    tolerance = max((_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
+    if dtypes != {"torch.float64"}:
+        tolerance += _PER_ELEMENT * max((fact.largest for fact in gradients), default=0)
+    return tolerance
 
 
 def _is_replica(first: Facts, second: Facts, apart: set[str]) -> bool:
@@ -125,7 +152,7 @@ def _are_tied(embedding: Unit, head: Unit) -> bool:
         return False
     if first.shape != second.shape or first.position != second.position:
         return False
-    if first.weight != second.weight or not any(first.gradient):
+    if not projections_near(first.weight, second.weight, 1e-12) or not any(first.gradient):
         return False
     return _same_gradient(first, second)
 

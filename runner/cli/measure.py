@@ -207,6 +207,7 @@ def bench(argv: Sequence[str]) -> Answer:
       loop       a training loop with its record against a bare one, in one process and under ddp
       start      the time until a command answers, and a run's time besides its training
       scale      what a rank receives to agree with all others, on up to 16,384 ranks
+      check      what `runner.check_clipping` adds to the clipping of a step
       parity     which tools clip right, in which layout (four ranks): right, off by what, or raises
       gpu        times, bandwidth and waits of clipping on a GPU, a captured step, an epoch
 

@@ -1,8 +1,9 @@
 """Faults that were reported in public in 2025 and 2026: the report's number, ours and theirs.
 
-Each function is a script of its own words, with the arithmetic that the report describes. It
-returns what a check says of it, then what it says of :func:`runner.apply_gradient_clipping` on the
-same gradients, and the words that have to be in both.
+Each function is a script of its own words, with the arithmetic that the report describes, of tools
+that can't be installed here, or whose call needs a GPU; ``tests/check/calls.py`` has the tools' own
+calls. It returns what a check says of it, then what it says of
+:func:`runner.apply_gradient_clipping` on the same gradients, and the words that have to be in both.
 """
 
 import math
@@ -11,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from runner import apply_gradient_clipping
 from runner.check import check_accumulation, check_clipping
 from tests.check.models import (
-    ddp,
     experts,
     fsdp,
     fsdp_beside_plain,
@@ -47,30 +46,6 @@ def compared(make, theirs, words, *, logged=None, groups=None, ours=True, p=2.0)
     return text + our_text.replace("check_clipping", "\nours"), f"{words}|ours: right"
 
 
-def torchtitan_1258():
-    """pytorch/torchtitan PR 1258: a generator is spent by the norm, and nothing is scaled."""
-
-    def theirs(model):
-        parameters = model.parameters()
-        norm = get_total_norm([parameter.grad for parameter in parameters])
-        clip_grads_with_norm_(parameters, LIMIT, norm)
-        return norm
-
-    return compared(ddp, theirs, "1 fault|right norm, nothing was scaled")
-
-
-def transformers_46113():
-    """huggingface/transformers PR 46113: gradients are given where parameters are expected."""
-
-    def theirs(model):
-        gradients = [parameter.grad for parameter in model.parameters()]
-        norm = get_total_norm(gradients)
-        clip_grads_with_norm_(gradients, LIMIT, norm)
-        return norm.full_tensor()
-
-    return compared(fsdp, theirs, "1 fault|right norm, nothing was scaled")
-
-
 def experts_of_four_numbers():
     """Four experts, two on a rank of two, whose gradients are 1, 2, 3 and 4."""
     model = nn.Module()
@@ -83,7 +58,7 @@ def experts_of_four_numbers():
 
 def deepspeed_8478():
     """deepspeedai/DeepSpeed issue 8475, PR 8478: norms are averaged, 7.23607 for 10.9545."""
-    group = _pair()
+    group = pair()
 
     def theirs(model):
         norm = summed(squares(model.parameters()).sqrt(), group) / 2
@@ -93,7 +68,7 @@ def deepspeed_8478():
     return compared(experts_of_four_numbers, theirs, words, groups={"experts.*": group})
 
 
-def _pair():
+def pair():
     """The group of this rank's two experts."""
     groups = [dist.new_group([i, i + 1]) for i in range(0, dist.get_world_size(), 2)]
     return groups[dist.get_rank() // 2]

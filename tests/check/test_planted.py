@@ -15,7 +15,7 @@ from runner import Booster
 from runner.check import ClippingError, check_clipping
 from runner.check.reference import total_norm
 from runner.verify import reference as of_verify
-from tests.check import corpus, public, right, windows
+from tests.check import calls, corpus, public, right, windows
 from tests.check.models import backward, ddp, fsdp, net
 from tests.ranks import run_ranks
 
@@ -24,6 +24,7 @@ FOLDERS = {
     "clipping": corpus.FAULTS,
     "accumulation": windows.WINDOWS,
     "public": public.FAULTS,
+    "calls": {body.__name__: body for body in calls.TORCH},
 }
 
 

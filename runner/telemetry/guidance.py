@@ -216,7 +216,9 @@ def _on_threshold(summary: Mapping[str, Any], setting: Setting, taken: int) -> R
     if ratio == 0:
         return _never(peak, setting)
     share = ratio if setting.mode.parts is None else summary[keys.CLIP_FRACTION]
-    return _mostly(share, peak, setting) if share > MOSTLY else None
+    if share > MOSTLY:
+        return _mostly(share, peak, setting)
+    return _outliers(share, peak, setting) if setting.mode.limits_norm else None
 
 
 def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -> list[str]:
@@ -231,8 +233,19 @@ def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
         text += "its gradients."
     else:
         text += f"the largest {setting.stat} was {rounded(peak['max'])}. "
+        text += "clip=none takes the same steps. "
         text += setting.remedy(peak, "To clip the largest tenth of the steps, set") + "."
     return Remark("never", text, ("clip.threshold",))
+
+
+def _outliers(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
+    assert setting.threshold is not None
+    text = (
+        f"The threshold {setting.threshold:g} clipped {percent(share)} of the steps; the largest "
+    )
+    text += f"{setting.stat} was {rounded(peak['max'] / setting.threshold)} times as large. It "
+    text += "limits outliers, and leaves the other steps as they are."
+    return Remark("outliers", text, ("clip.threshold",))
 
 
 def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:

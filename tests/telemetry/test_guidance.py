@@ -25,6 +25,7 @@ NO_MATRICES = "‖G‖ without Muon's matrices"
 
 
 LED = {"name": "head.weight", "share": 0.94, "leads": 41, "steps": 44}
+OFTEN = LED | {"leads": 80, "steps": 99}
 SELDOM = LED | {"leads": 20}
 
 
@@ -55,10 +56,10 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
 @pytest.mark.parametrize(
     ("summary", "how", "topic", "texts"),
     [
-        case(),
+        case("outliers", "20 % of the steps", "‖G‖ was 32 times"),
         case(mode=UNITS, ratio=1.0, fraction=0.03),
         case(mode=VALUE, ratio=0.9, fraction=0.03),
-        case(steps=50),
+        case("outliers", steps=50),
         # The threshold clipped nothing.
         case("never", "gradient element was 3.2", "calibrate", mode=VALUE, ratio=0.0),
         case("never", "of a unit was 3.2", "of the units", mode=UNITS, ratio=0.0),
@@ -78,11 +79,16 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
         case("nonfinite", "300 of 300", nonfinite=300, peak={}),
         case("nonfinite", "were taken all the same", nonfinite=3, threshold=None, taken=True),
         case("nonfinite", "3 of 300", nonfinite=3, ratio=0.9, loss=float("nan")),
-        case(nonfinite=3, searches=3),
+        case(nonfinite=3, searches=3, mode=UNITS),
         # A parameter makes most of the norm.
-        case("cause", "head.weight makes 94 % of ‖G‖² in 41 of 44 steps", top={"spikes": LED}),
-        case("cause", "in 80 of 99 clipped", top={"clipped": LED | {"leads": 80, "steps": 99}}),
-        case(top={"spikes": SELDOM, "clipped": LED | {"share": 0.4}}),
+        case(
+            "cause",
+            "head.weight makes 94 % of ‖G‖² in 41 of 44 steps",
+            top={"spikes": LED},
+            mode=UNITS,
+        ),
+        case("cause", "in 80 of 99 clipped", top={"clipped": OFTEN}, mode=UNITS),
+        case(mode=UNITS, top={"spikes": SELDOM, "clipped": LED | {"share": 0.4}}),
     ],
 )
 def test_each_situation_gets_its_remark(summary, how, topic, texts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runner.report import figure
 from runner.report.figure import Chart, Entry, Trace
@@ -49,7 +50,7 @@ def draw(entry: Entry, run: str, shares: Mapping[str, Series]) -> Chart:
     return figure.chart("heat-top", title, note, [heat], x, y, height=height, margin=margin)
 
 
-def _means(table: Floats, starts: Floats) -> Floats:
+def _means(table: Floats, starts: NDArray[np.int64]) -> Floats:
     """Return the mean of the columns from each start to the next."""
     widths = np.diff(starts, append=table.shape[1])
     return np.asarray(np.add.reduceat(table, starts, axis=1) / widths)

@@ -68,10 +68,11 @@ class NoClip(Unclipped, FactorMode):
 class PercentileClip(Percentile, FactorMode):
     """Scale the whole gradient so that its norm is at most a percentile of the norms so far.
 
-    ``λ_t = percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated. AutoClip (Seetharaman et al.
-    2020, arXiv 2007.14469) takes unclipped norms of all steps, this one included, and clips from
-    the first one on. A percentile of 0, which would stop the training, clips nothing. The memory
-    holds ``norms``, in the order of the steps, with inf where there is none; each step sorts them.
+    ``λ_t = factor · percentile_p(‖G‖_1, ..., ‖G‖_t)``, linearly interpolated. AutoClip (Seetharaman
+    et al. 2020, arXiv 2007.14469) takes unclipped norms of all steps, this one included, and clips
+    from the first one on. A percentile of 0, which would stop the training, clips nothing. The
+    memory holds ``norms``, in the order of the steps, with inf where there is none; each step sorts
+    them.
     """
 
     by_norm_alone = True
@@ -91,7 +92,7 @@ class PercentileClip(Percentile, FactorMode):
         before = self.memory["norms"][1:]
         rising = torch.cat([before, norm]).sort().values
         count = (rising < math.inf).sum(dtype=norm.dtype).view(1)
-        limit = _percentile(rising, count, self.limit)
+        limit = self.factor * _percentile(rising, count, self.limit)
         clips = (count >= self.min_steps) & (limit > 0)
         limit = torch.where(clips, limit, math.inf)
         kept = torch.minimum(norm, limit) if self.history == "clipped" else norm

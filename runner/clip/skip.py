@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from runner.config.clip_section import WINDOW, Skip
+from runner.config.clip_section import WINDOW, Skip, SkipRuleName
 from runner.config.section import read
 from runner.gradients import transfer
 
@@ -46,7 +46,7 @@ class SkipRule:
 
     ``sigma`` limits a norm to the mean of kept ones plus k standard deviations (with Bessel's
     correction, as in OLMo-core), ``ema`` to k times their moving average, corrected for its start
-    at 0 as Adam's moments are.
+    at 0 as Adam's moments are, and ``constant`` to k itself.
 
     Example:
         >>> rule = SkipRule("sigma", k=4.0)
@@ -55,14 +55,19 @@ class SkipRule:
         ...     optimizer.step()
     """
 
-    def __init__(self, rule: Literal["sigma", "ema"] = "sigma", **options: Any) -> None:
+    def __init__(self, rule: SkipRuleName = "sigma", **options: Any) -> None:
         if rule is None:
-            raise ValueError("rule must be sigma or ema")
+            raise ValueError("rule must be sigma, ema or constant")
         chosen: Skip = read(Skip, {"rule": rule, **options})
         self.rule = rule
-        self.accept_after = chosen.accept_after
+        self.accept_after = None if rule == "constant" else chosen.accept_after
         self.decay = chosen.decay or 0.99
-        if rule == "sigma":
+        if rule == "constant":
+            assert chosen.k is not None
+            self.window = 1
+            self.k = chosen.k
+            self.min_steps = 0
+        elif rule == "sigma":
             self.window = chosen.window or WINDOW
             self.k = chosen.k or 6.0
             self.min_steps = chosen.min_steps or max(2, self.window // 2)
@@ -116,6 +121,8 @@ class SkipRule:
 
     def _limit(self, past: Past) -> Tensor:
         """Return the largest norm that is no spike, [1]."""
+        if self.rule == "constant":
+            return torch.full_like(past.steps, self.k)
         if self.rule == "ema":
             mean = past.kept / (1.0 - torch.pow(self.decay, past.steps))
             return torch.where(mean > 0, mean * self.k, torch.inf)

@@ -7,7 +7,7 @@ The options, of which all modes have some, are declared by `runner.config.mode` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -26,6 +26,12 @@ from runner.config.modes import class_of
 from runner.config.section import Conflicts, Section, key, refusal, together
 
 WINDOW = 128  # kept steps that ``sigma`` compares with by default
+SkipRuleName = Literal["sigma", "ema", "constant"]
+_OF_OTHER_RULES: Mapping[SkipRuleName, Sequence[str]] = {
+    "sigma": ["decay"],
+    "ema": ["window"],
+    "constant": ["window", "decay", "min_steps", "accept_after"],
+}
 _SHORT = BeforeValidator(
     lambda given: {"rule": given} if given is None or isinstance(given, str) else given
 )
@@ -34,7 +40,7 @@ _SHORT = BeforeValidator(
 class Skip(Section):
     """Whole optimizer steps that are left out because their gradient norm is a spike."""
 
-    rule: Literal["sigma", "ema"] | None = key("skip above mean + k sigma, or k averages", None)
+    rule: SkipRuleName | None = key("skip above mean + k sigma, k averages, or k itself", None)
     k: t.Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
@@ -46,11 +52,13 @@ class Skip(Section):
         if self.rule is None:
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:
-                    yield name, "needs a rule: add clip.skip=sigma or clip.skip=ema"
+                    yield name, "needs a rule: add clip.skip=sigma, ema or constant"
             return
-        option_of_other_rule = "window" if self.rule == "ema" else "decay"
-        if getattr(self, option_of_other_rule) is not None:
-            yield option_of_other_rule, f"is no option of the rule {self.rule}"
+        for name in _OF_OTHER_RULES[self.rule]:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield name, f"is no option of the rule {self.rule}"
+        if self.rule == "constant" and self.k is None:
+            yield "k", "is the largest norm that is no spike: set it for clip.skip=constant"
         window = self.window or WINDOW
         if self.rule == "sigma" and self.min_steps and not 2 <= self.min_steps <= window:
             yield "min_steps", f"must be from 2 to the window of {window} steps"

@@ -151,6 +151,9 @@ class Percentile(Mode):
     window: t.Count | None = option(None, "use so many of the latest steps; null: all")
     history: Literal["raw", "clipped"] = option("raw", "norms that the percentile is of")
     min_steps: t.Count = option(10, "clip from this step on; 1: as published")
+    factor: t.Positive = option(
+        1.0, "multiply the percentile by it; 2 of the median clips few steps"
+    )
 
     def conflicts(self) -> Conflicts:
         """Yield a percentile above 100, and a window that holds too few norms to begin."""

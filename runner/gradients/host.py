@@ -56,8 +56,9 @@ def powers(
         power = _power_of_all(layout, shards, gradients, norm_type)
         if math.isfinite(power.item()):
             return power, None
-    powers = torch.stack([power_sum([gradient], norm_type) for gradient in gradients])
-    values = powers / layout.replicas_of(shards)
+    values = powers_of_each(gradients, norm_type)
+    if layout.common_replicas(shards) != 1:
+        values = values / layout.replicas_of(shards)
     return values.sum(), values
 
 
@@ -74,6 +75,32 @@ def _power_of_all(
         alike.setdefault(shard.num_replicas, []).append(gradient)
     powers = [power_sum(alike[replicas], norm_type) / replicas for replicas in sorted(alike)]
     return torch.stack(powers).sum()
+
+
+def powers_of_each(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return Σ|g|^p of each gradient in float64, [gradients]; NaN or inf where any element is."""
+    sizes = [gradient.numel() for gradient in gradients]
+    if sum(sizes) <= EXACT:
+        return _sums_of_powers(gathered(gradients), sizes, norm_type)
+    powers = torch.empty(len(gradients), dtype=torch.float64)
+    small = [number for number, size in enumerate(sizes) if size <= SMALL]
+    few = EXACT // SMALL  # so that the copy in float64 stays in a cache
+    for first in range(0, len(small), few):
+        numbers = small[first : first + few]
+        copy = gathered([gradients[number] for number in numbers])
+        lengths = [sizes[number] for number in numbers]
+        powers[numbers] = _sums_of_powers(copy, lengths, norm_type)
+    for number, size in enumerate(sizes):
+        if size > SMALL:
+            powers[number] = power_sum([gradients[number]], norm_type)
+    return powers
+
+
+def _sums_of_powers(elements: Tensor, lengths: Sequence[int], norm_type: float) -> Tensor:
+    """Return Σ|g|^p in float64 of segments of these lengths, [segments]."""
+    wide = elements.double()
+    powers = wide * wide if norm_type == 2.0 else wide.abs() ** norm_type
+    return torch.segment_reduce(powers, "sum", lengths=torch.tensor(lengths), unsafe=True)
 
 
 def power_sum(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:

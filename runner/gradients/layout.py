@@ -102,6 +102,11 @@ class Layout:
         """Position of each parameter in ``names``."""
         return {name: i for i, name in enumerate(self.names)}
 
+    @cached_property
+    def shards_are_parameters(self) -> bool:
+        """Whether this rank has a shard of each parameter, in the order of ``names``."""
+        return [shard.name for shard in self.shards] == self.names
+
     def positions_of(self, shards: Sequence[ParamShard]) -> Tensor:
         """Return the position in ``names`` of each of these shards, on the device."""
         return self.constant("positions", shards, lambda shard: self.positions[shard.name]).long()

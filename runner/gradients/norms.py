@@ -87,8 +87,10 @@ def by_parameter(
     layout: Layout, shards: Sequence[ParamShard], shares: Tensor, norm_type: float
 ) -> Tensor:
     """Return the share of each parameter, [parameters], given the shares of this rank's shards."""
-    positions = layout.positions_of(shards)
     shares = shares.to(layout.device, transfer.widest(layout.device))
+    if shards is layout.shards and layout.shards_are_parameters:
+        return shares
+    positions = layout.positions_of(shards)
     of_parameters = shares.new_zeros(len(layout.names))
     # A tied parameter may lie on this rank twice.
     if math.isinf(norm_type):

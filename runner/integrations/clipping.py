@@ -22,6 +22,7 @@ from runner.clip.decision import Decision
 from runner.clip.mode import ClipMode
 from runner.gradients import transfer
 from runner.gradients.layout import Layout
+from runner.gradients.norms import Norms
 from runner.gradients.over_ranks import (
     ProcessGroups,
     are_process_groups,
@@ -49,7 +50,8 @@ class PlainClipper:
     """Clips a model that was not boosted, and keeps its layout.
 
     ``compared_later`` says, on all ranks alike, whether some rank has parameters without gradients
-    that count as replicas: they are compared again when they have some.
+    that count as replicas: they are compared again when they have some. With ``each`` the share of
+    each gradient is measured too. ``decision`` and ``norms`` are those of the last call.
     """
 
     layout: Layout
@@ -58,11 +60,18 @@ class PlainClipper:
     calls: CallHistory = field(default_factory=CallHistory)
     compared_later: bool = False
     without_gradient: list[Tensor] = field(default_factory=list)
+    each: bool = False
+    decision: Decision | None = None
+    norms: Norms | None = None
 
     def clip(self, mode: ClipMode) -> Decision:
         """Clip by ``mode``, which is bound to the layout."""
         self.layout.separate_gradients()
-        return mode.clip(self.layout)
+        norms = mode.measure(self.layout, self.each)
+        self.decision = mode.clip(self.layout, norms)
+        norms.work = None  # it may hold gradients
+        self.norms = norms
+        return self.decision
 
 
 # For each module that was not boosted the clippers that were made last, by their process groups.

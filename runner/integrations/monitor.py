@@ -13,9 +13,16 @@ from runner.clip import Decision, Norms
 from runner.gradients import transfer
 from runner.gradients.over_ranks import ProcessGroups, process_groups_of
 from runner.gradients.shard import is_dtensor
-from runner.integrations.clipping import plain_clipper, warn_without_gradients
+from runner.integrations.clipping import (
+    PlainClipper,
+    clipper_of,
+    plain_clipper,
+    warn_without_gradients,
+)
 from runner.run_folder import keys
 from runner.run_folder.strict_json import cut
+from runner.telemetry.dominant import Dominant
+from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter
 from runner.telemetry.sinks.destination import To, file_of, sink_of
 from runner.telemetry.step import Numbers, StepMetrics
@@ -36,6 +43,11 @@ class GradientMonitor:
         interval: steps between rows. Means, maxima, ratios and times cover all steps in between.
         flush: steps between transfers to the host; by default 1 on the CPU of a single rank, or 50.
         what_if: thresholds of which the share of steps that they would have clipped is logged.
+        per_layer: also log the norm of each parameter's gradient.
+        top: parameters that make most of ‖G‖², named in the row of each step that was clipped; 0
+            for none. These two cost a further read of the gradients, unless
+            ``apply_gradient_clipping`` was called with the same ``model`` and ``norm_type=2``.
+            After any other call they are known for clipping by the norm alone.
         groups: process groups over which parameters are distinct, for gradients that are measured
             here; see :func:`runner.apply_gradient_clipping`.
 
@@ -56,6 +68,8 @@ class GradientMonitor:
         interval: int = 1,
         flush: int | None = None,
         what_if: Sequence[float] = (),
+        per_layer: bool = False,
+        top: int = 0,
         groups: ProcessGroups | None = None,
     ) -> None:
         self._model = model
@@ -72,6 +86,10 @@ class GradientMonitor:
         self.steps = 0
         self._samples: int | None = None
         self._tokens: int | None = None
+        self._per_layer = per_layer
+        self._top = top
+        if per_layer or top:
+            self._begin_gauges()
         self._before = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -128,6 +146,8 @@ class GradientMonitor:
             keys.TIME_STEP: seconds - self._before,
         }
         metrics = StepMetrics(self.steps, decision, numbers)
+        if self._per_layer or self._top:
+            self._measure(metrics)
         self._before = seconds
         self._meter.push(metrics)
 
@@ -184,6 +204,35 @@ class GradientMonitor:
         norm = Norms.of(layout).total
         warn_without_gradients(self._model, layout, norm, stacklevel=5)
         return Decision.untouched(norm, threshold)
+
+    def _begin_gauges(self) -> Any:
+        """Return what clips the model, and let it measure the share of each gradient."""
+        clipper = clipper_of(self._model, self._process_groups)
+        if isinstance(clipper, PlainClipper):
+            clipper.each = True
+        meter = self._meter
+        measured = meter.layers or meter.dominant
+        if measured is None or measured.layout is not clipper.layout:
+            meter.flush()
+            if self._per_layer:
+                meter.layers = Gauges(clipper.layout, 2.0, per_layer=True, updates=False)
+            if self._top:
+                meter.dominant = Dominant(clipper.layout, 2.0, self._top)
+        return clipper
+
+    def _measure(self, metrics: StepMetrics) -> None:
+        """Add the norm of each parameter's gradient before clipping."""
+        clipper = self._begin_gauges()
+        norms: Norms | None = clipper.norms if clipper.decision is metrics.decision else None
+        if norms is None or norms.shares is None or norms.norm_type != 2.0:
+            norms = Norms.of(clipper.layout, each=True)
+            assert norms.shares is not None
+            scaled = metrics.decision.norm.to(norms.total) / norms.total
+            norms.shares = norms.shares * scaled.nan_to_num(nan=1.0) ** 2
+        if self._meter.layers is not None and self._meter.row_due(metrics.step):
+            metrics.layers = self._meter.layers.begin(norms)()
+        if self._meter.dominant is not None:
+            metrics.powers = self._meter.dominant.of_step(norms)
 
     def _mean(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=transfer.widest(self._device), device=self._device)

@@ -39,6 +39,10 @@ EVAL = "eval/"  # prefix of all metrics of an evaluation
 EVAL_LOSS = f"{EVAL}loss"
 EVAL_ACCURACY = f"{EVAL}accuracy"
 
+# Prefix of the share in ‖G‖^p of a parameter that makes most of it, in a step that was clipped or
+# skipped as a spike; without a name: who led these steps (summary only)
+GRAD_TOP = "grad/top"
+TOP = f"{GRAD_TOP}/"
 LAYER_NORM = f"{GRAD_NORM}/"  # prefix of the gradient norm of one parameter
 LAYER_UPDATE = f"{UPDATE_RATIO}/"  # prefix of the update-to-weight ratio of one parameter
 # Prefix of the share of steps so far that another threshold, which follows, would have clipped

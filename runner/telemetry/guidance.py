@@ -28,10 +28,16 @@ from typing import TYPE_CHECKING, Any
 from runner.config.modes import ModeInfo
 from runner.config.notation import percent, plural, rounded
 from runner.run_folder import keys
+from runner.telemetry.dominant import SPIKE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_LED = {
+    "spikes": f"steps whose ‖G‖ is above {SPIKE:g} times the median",
+    "clipped": "clipped steps",
+}
+"""What steps of :meth:`runner.telemetry.dominant.Leaders.facts` are called, by their kind."""
 FEWEST = 50  # steps below which there is no advice on a threshold
 MOSTLY = 0.5  # share clipped above which a threshold does more than cut outliers
 NEGLIGIBLE = 0.1  # share of the gradient below which a constant in its divisor does not matter
@@ -166,6 +172,9 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         text += "(clip.skip), and changed no weights. If they are many, raise clip.skip.k, or "
         text += "lower the learning rate."
         listed.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
+    cause = _cause(summary)
+    if cause is not None:
+        listed.append(cause)
     peak = summary[keys.CLIP_PEAK]
     lost = not math.isfinite(summary.get("final", {}).get(keys.TRAIN_LOSS, 0.0))
     if setting.threshold is None or not peak or lost:
@@ -173,6 +182,22 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     taken = steps - nonfinite - spikes
     remark = _on_threshold(summary, setting, taken)
     return listed if remark is None else [*listed, remark]
+
+
+def _cause(summary: Mapping[str, Any]) -> Remark | None:
+    """Return a remark on the parameter that makes most of ‖G‖ in the spikes, or clipped steps."""
+    leaders = summary.get(keys.GRAD_TOP, {})
+    for kind, steps in _LED.items():
+        leader = leaders.get(kind)
+        if leader is None or leader["share"] < MOSTLY or leader["leads"] <= leader["steps"] / 2:
+            continue
+        if kind == "clipped" and leader["steps"] < FEWEST:
+            continue
+        power = "²" if leaders["norm_type"] == 2 else f"^{leaders['norm_type']:g}"
+        text = f"{leader['name']} makes {percent(leader['share'])} of ‖G‖{power} in "
+        text += f"{leader['leads']} of {leader['steps']} {steps}."
+        return Remark("cause", text)
+    return None
 
 
 def _on_threshold(summary: Mapping[str, Any], setting: Setting, taken: int) -> Remark | None:
@@ -191,7 +216,9 @@ def _on_threshold(summary: Mapping[str, Any], setting: Setting, taken: int) -> R
     if ratio == 0:
         return _never(peak, setting)
     share = ratio if setting.mode.parts is None else summary[keys.CLIP_FRACTION]
-    return _mostly(share, peak, setting) if share > MOSTLY else None
+    if share > MOSTLY:
+        return _mostly(share, peak, setting)
+    return _outliers(share, peak, setting) if setting.mode.limits_norm else None
 
 
 def sentences(found: Iterable[Mapping[str, Any]], swept: Collection[str] = ()) -> list[str]:
@@ -206,8 +233,19 @@ def _never(peak: Mapping[str, float], setting: Setting) -> Remark:
         text += "its gradients."
     else:
         text += f"the largest {setting.stat} was {rounded(peak['max'])}. "
+        text += "clip=none takes the same steps. "
         text += setting.remedy(peak, "To clip the largest tenth of the steps, set") + "."
     return Remark("never", text, ("clip.threshold",))
+
+
+def _outliers(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:
+    assert setting.threshold is not None
+    text = (
+        f"The threshold {setting.threshold:g} clipped {percent(share)} of the steps; the largest "
+    )
+    text += f"{setting.stat} was {rounded(peak['max'] / setting.threshold)} times as large. It "
+    text += "limits outliers, and leaves the other steps as they are."
+    return Remark("outliers", text, ("clip.threshold",))
 
 
 def _mostly(share: float, peak: Mapping[str, float], setting: Setting) -> Remark:

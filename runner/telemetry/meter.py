@@ -21,6 +21,7 @@ from runner.config.notation import higher_is_better
 from runner.run_folder import keys
 from runner.run_folder.divergence import diverged_from
 from runner.run_folder.strict_json import Row
+from runner.telemetry.dominant import Dominant, Leaders
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.sinks import Sink
 from runner.telemetry.step import StepMetrics, on_host
@@ -37,6 +38,7 @@ class Meter:
     mean_over_data: Callable[[list[float]], list[float]] | None = None
     what_if: Sequence[float] = ()
     layers: Gauges | None = None
+    dominant: Dominant | None = None
     follow: Callable[[Sequence[Row]], None] | None = None  # takes the numbers of each step
     skips: bool = False  # whether a rule skips spikes, which rows then count
     noise: deque[list[float]] | None = None  # :func:`noise_estimates` of the last rows
@@ -49,6 +51,7 @@ class Meter:
     norms: array[float] = field(default_factory=lambda: array("d"))
     max_stats: array[float] = field(default_factory=lambda: array("d"))
     losses: array[float] = field(default_factory=lambda: array("d"))  # of every step
+    leaders: Leaders = field(default_factory=Leaders)
     _above: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,7 +75,10 @@ class Meter:
             return
         steps = self._on_host(pending, together)
         self._add_means(steps, together)
+        tops = self._tops(pending, together)
         self._pending = []  # not before: a rank that loses its peers here flushes again alone
+        for numbers, top in zip(steps, tops, strict=True):
+            self._note_top(numbers, top)
         for numbers in steps:
             self._count(numbers)
             further = last if numbers is steps[-1] else None
@@ -100,6 +106,26 @@ class Meter:
         if not together and self.layers.layout.group is not None:
             return None
         return self.layers.over_ranks(shares)
+
+    def _tops(self, pending: Sequence[StepMetrics], together: bool) -> list[dict[str, float]]:
+        """Return the largest shares in ‖G‖^p of each step by name, where they are known."""
+        parts = [step.powers for step in pending if step.powers is not None]
+        alone = (
+            not together and self.dominant is not None and self.dominant.layout.group is not None
+        )
+        if self.dominant is None or not parts or alone:
+            return [{} for _ in pending]
+        known = iter(self.dominant.over_ranks(parts))
+        return [{} if step.powers is None else next(known) for step in pending]
+
+    def _note_top(self, numbers: Row, top: Mapping[str, float]) -> None:
+        """Note who leads a step; its row says so if the step was clipped, or skipped as a spike."""
+        if self.dominant is None:
+            return
+        clipped = bool(numbers[keys.CLIP_CLIPPED]) or bool(numbers.get(keys.CLIP_SPIKE))
+        self.leaders.add(top, clipped)
+        if clipped:
+            numbers |= {f"{keys.TOP}{name}": share for name, share in top.items()}
 
     def _add_means(self, steps: Sequence[Row], together: bool) -> None:
         """Add the loss, and the estimates of the noise, as means over data-parallel ranks.
@@ -131,6 +157,7 @@ class Meter:
             keys.CLIP_RATIO_TOTAL: total.clipped / steps,
             keys.CLIP_FRACTION: total.fraction / steps,
             **self._so_far(),
+            **self._leaders(),
             keys.DIVERGED: self._diverged(),
             "steps": total.steps,
             "samples": self.last.get(keys.TRAIN_SAMPLES, 0),
@@ -147,6 +174,7 @@ class Meter:
             "max_stats": torch.from_numpy(np.array(self.max_stats)),
             "losses": torch.from_numpy(np.array(self.losses)),
             "noise": list(self.noise or ()),
+            "leaders": self.leaders.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -159,10 +187,19 @@ class Meter:
         self.max_stats = array("d", state["max_stats"].tolist())
         losses = state.get("losses")  # checkpoints of earlier versions have none
         self.losses = array("d", () if losses is None else losses.tolist())
+        if "leaders" in state:
+            self.leaders.load_state_dict(state["leaders"])
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
         if self.noise is not None:
             self.noise.clear()
             self.noise.extend(state.get("noise", ()))
+
+    def _leaders(self) -> dict[str, Any]:
+        """Return who led the clipped steps and the spikes, where that was measured."""
+        if self.dominant is None:
+            return {}
+        facts = self.leaders.facts(self.norms)
+        return {keys.GRAD_TOP: {"norm_type": self.dominant.norm_type, **facts}}
 
     def _diverged(self) -> int | None:
         """Return the step from which the training loss was lost until the end, or None."""

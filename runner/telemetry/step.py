@@ -29,12 +29,14 @@ class StepMetrics:
         numbers: all else, by the key that its row has: 0-dimensional tensors where they were
             computed, numbers of the host, None for one that is not known.
         layers: what :class:`runner.telemetry.gauges.Gauges` measured, [values].
+        powers: what :class:`runner.telemetry.dominant.Dominant` knows, [parameters].
     """
 
     step: int
     decision: Decision
     numbers: Numbers
     layers: Tensor | None = None
+    powers: Tensor | None = None
 
     @property
     def local_loss(self) -> Tensor | float | None:

@@ -342,6 +342,7 @@ def make_trainer(
             config.log.flush,
             config.clip.what_if,
             telemetry.per_layer,
+            telemetry.top,
             Measurements(telemetry.update_ratio, telemetry.noise_scale),
             bar=False,
             profile=profile,

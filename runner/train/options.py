@@ -70,6 +70,8 @@ class Log:
         flush: steps between transfers of metrics to the host.
         what_if: thresholds of which the share of steps that they would have clipped is logged.
         per_layer: also log each parameter's gradient norm.
+        top: parameters that make most of ‖G‖^p, named in the row of each step that was clipped or
+            skipped as a spike; 0 for none.
         measurements: what else is measured, see :class:`runner.Measurements`.
         bar: whether :meth:`Trainer.fit` shows a bar on standard error, or lines if that is no
             terminal.
@@ -81,6 +83,7 @@ class Log:
     flush: int = 50
     what_if: Sequence[float] = ()
     per_layer: bool = False
+    top: int = 3
     measurements: Measurements = field(default_factory=Measurements)
     bar: bool = True
     profile: Profile | None = None
@@ -122,7 +125,7 @@ def bind(
         return mode
     if algorithm.step and log.measurements.update_ratio:
         raise ValueError(f"update_ratio {NO_UPDATE_RATIO}")
-    optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer)
+    optimizer.clip_in_backward(mode, step=algorithm.step, each=log.per_layer or log.top > 0)
     return mode
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from runner.config.accumulation import AccumulationSteps
 from runner.config.notation import Duration
 from runner.gradients import Layout, transfer
 from runner.run_folder.strict_json import cut
+from runner.telemetry.dominant import Dominant
 from runner.telemetry.gauges import Gauges
 from runner.telemetry.meter import Meter
 from runner.telemetry.sinks import Sink
@@ -57,6 +59,8 @@ def make_meter(
         meter.noise = deque(maxlen=_NOISE_ROWS)
     if log.per_layer or measurements.update_ratio:
         meter.layers = Gauges(layout, mode.norm_type, log.per_layer, measurements.update_ratio)
+    if log.top and math.isfinite(mode.norm_type):
+        meter.dominant = Dominant(layout, mode.norm_type, log.top)
     return meter
 
 

@@ -249,7 +249,10 @@ class Trainer:
         state.step_schedulers()
         has_row = evaluates or state.meter.row_due(progress.step)
         gauges = state.meter.layers if has_row else None
-        decision = self._clip(window, accumulated, each=gauges is not None and gauges.per_layer)
+        per_layer = gauges is not None and gauges.per_layer
+        dominant = state.meter.dominant
+        decision = self._clip(window, accumulated, each=per_layer or dominant is not None)
+        powers = None if dominant is None else dominant.of_step(optimizer.norms)
         self.skipped_steps.note(decision, before, window)  # for the report of a skipped step
 
         numbers: Numbers = {
@@ -270,7 +273,7 @@ class Trainer:
         state.progress = progress
         decision = optimizer.decision or decision  # the step completes a limit of updates
         numbers[keys.TIME_STEP] = time.perf_counter() - self._started
-        metrics = StepMetrics(progress.step, decision, numbers, layers)
+        metrics = StepMetrics(progress.step, decision, numbers, layers, powers)
         with self._region("record"):
             self._record(metrics, evaluates)
         self._save_or_stop(requests, before)

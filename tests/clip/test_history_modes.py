@@ -20,7 +20,7 @@ LINES = {"warmup": "linear", "decay": "linear", "steps": 90}
 COSINE = {"decay": "cosine", "steps": 400, "end_factor": 0.25}
 CASES = [
     *(("percentile", {"threshold": 10.0, "min_steps": 1}), ("percentile", {"threshold": 90.0})),
-    ("percentile", {"threshold": 50.0, "window": 37}),
+    ("percentile", {"threshold": 50.0, "window": 37, "factor": 1.5}),
     ("percentile", {"threshold": 75.0, "history": "clipped", "window": 100, "min_steps": 100}),
     ("percentile", {"threshold": 100.0, "window": 1, "min_steps": 1}),
     *(("zscore", {"threshold": 2.5}), ("zscore", {"threshold": 1.0, "rule": "mean"})),
@@ -76,7 +76,7 @@ def clipped(mode, norms, on_device=False):
     return [tuple(map(float, step)) for step in found]
 
 
-def percentile(norms, threshold, window=None, history="raw", min_steps=10):
+def percentile(norms, threshold, window=None, history="raw", min_steps=10, factor=1.0):
     """The norm after clipping and λ of each step, NaN where there is none."""
     past = []
     for norm in norms:
@@ -84,7 +84,7 @@ def percentile(norms, threshold, window=None, history="raw", min_steps=10):
             yield NAN, NAN
             continue
         known = [*past, norm][-window if window else 0 :]
-        limit = float(np.percentile(known, threshold))
+        limit = factor * float(np.percentile(known, threshold))
         if len(known) < min_steps or limit == 0:
             limit = NAN
         after = min(norm, limit) if limit == limit else norm

@@ -30,12 +30,12 @@ def by_hand(values, rule, k=None, window=None, decay=None, min_steps=None, accep
         if not math.isfinite(value):
             found.append(False)
             continue
-        limit = math.inf
+        limit = k if rule == "constant" else math.inf
         if rule == "sigma" and len(kept) >= min_steps:
             mean = math.fsum(kept) / len(kept)
             squares = math.fsum((one - mean) ** 2 for one in kept)
             limit = mean + k * math.sqrt(squares / (len(kept) - 1))
-        elif len(kept) >= min_steps:
+        elif rule == "ema" and len(kept) >= min_steps:
             past = [value * decay**age for age, value in enumerate(reversed(kept))]
             limit = k * sum(past) / sum(decay**age for age in range(len(kept)))
         found.append(value > limit)
@@ -56,6 +56,7 @@ OPTIONS = [
     {"rule": "ema", "k": 20.0, "decay": 0.9, "accept_after": 5},
     {"rule": "ema", "k": 3.0, "decay": 0.99, "min_steps": 4, "accept_after": None},
     {"rule": "ema", "k": 2.0, "decay": 0.5, "min_steps": 1, "accept_after": 1},
+    {"rule": "constant", "k": 30.0},
 ]
 
 
@@ -123,7 +124,9 @@ def test_equal_values_are_no_spikes():
 def test_options_that_cannot_be_are_refused():
     for options, words in (
         ({"rule": "sigam"}, "did you mean sigma"),
-        ({"rule": None}, "sigma or ema"),
+        ({"rule": None}, "sigma, ema or constant"),
+        ({"rule": "constant"}, "largest norm that is no spike"),
+        ({"rule": "constant", "k": 1.0, "accept_after": 5}, "no option of the rule constant"),
         ({"k": 0.0}, "greater than 0"),
         ({"decay": 0.9}, "no option of the rule sigma"),
         ({"rule": "ema", "window": 9}, "no option of the rule ema"),

@@ -96,6 +96,19 @@ def test_a_setting_has_one_colour_in_all_charts(charts):
     assert all(len(shades) == 1 for shades in colors.values())
 
 
+def test_a_single_run_shows_which_parameters_make_the_norm(tmp_path):
+    lines = rows("norm", 0.5, 4)
+    for line, shares in zip(
+        lines, ({"a": 0.75, "b": 0.25}, {}, {"b": 1.0}, {"b": 0.5}), strict=True
+    ):
+        line |= {f"grad/top/{name}": share for name, share in shares.items()}
+    write_run(tmp_path / "run", lines, config(clip__mode="norm", clip__threshold=0.5))
+    [shown] = figures(tmp_path / "run")["heat-top"].data
+    assert (*shown.x,) == ("1", "3", "4")
+    assert (*shown.y,) == ("b", "a")
+    assert shown.z.tolist() == [[0.25, 1.0, 0.5], [0.75, 0.0, 0.0]]
+
+
 def test_choices_have_at_most_eight_hues(mixed):
     colors = [*colors_of(find(read(mixed))).values()]
     assert sorted({*colors} - {NEUTRAL}) == sorted(HUES)

@@ -60,6 +60,14 @@ def noise(firsts, items, samples, norm):
     return [math.fsum(values) / len(estimates) for values in zip(*estimates, strict=True)]
 
 
+def largest_shares(gradient, number=3):
+    """Return the parameters that make most of ‖G‖², each with its share, the largest first."""
+    shares = {
+        k: float(g.double().square().sum()) / square_of(gradient) for k, g in gradient.items()
+    }
+    return sorted(shares.items(), key=lambda pair: -pair[1])[:number]
+
+
 def train(model, steps, clip, rate):
     """Train a copy of a float64 model by SGD; return the measurements of each step.
 
@@ -73,6 +81,7 @@ def train(model, steps, clip, rate):
         items, before = mean([*itertools.chain.from_iterable(cells)])
         after = clip(before)
         row = {"norm": math.sqrt(square_of(before))}
+        row |= {f"grad/top/{name}": share for name, share in largest_shares(before)}
         samples = sum(len(inputs) for batches in ranks for inputs, _ in batches)
         if len(cells[0]) > 1:
             noises.append(

@@ -24,12 +24,26 @@ LOWER = f"{SPIKES} of ‖G‖, and lower optimizer.lr"
 NO_MATRICES = "‖G‖ without Muon's matrices"
 
 
+LED = {"name": "head.weight", "share": 0.94, "leads": 41, "steps": 44}
+OFTEN = LED | {"leads": 80, "steps": 99}
+SELDOM = LED | {"leads": 20}
+
+
 def case(
-    topic=None, *texts, ratio=0.2, nonfinite=0, fraction=None, steps=300, loss=0.5, **settings
+    topic=None,
+    *texts,
+    top=(),
+    ratio=0.2,
+    nonfinite=0,
+    fraction=None,
+    steps=300,
+    loss=0.5,
+    **settings,
 ):
     """A situation, and the topic and parts of what is remarked, if anything is."""
     summary = {"steps": steps, "grad/nonfinite": nonfinite, "clip/ratio_total": ratio}
     summary |= {"clip/fraction": ratio if fraction is None else fraction}
+    summary |= {"grad/top": {"norm_type": 2.0, **dict(top)}}
     summary |= {"clip/peak": settings.pop("peak", PEAK), "final": {"train/loss": loss}}
     settings |= {"nonfinite": "ignore"} if settings.pop("taken", False) else {}
     return summary, Setting(**{"mode": NORM, "threshold": 0.1} | settings), topic, texts
@@ -42,10 +56,10 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
 @pytest.mark.parametrize(
     ("summary", "how", "topic", "texts"),
     [
-        case(),
+        case("outliers", "20 % of the steps", "‖G‖ was 32 times"),
         case(mode=UNITS, ratio=1.0, fraction=0.03),
         case(mode=VALUE, ratio=0.9, fraction=0.03),
-        case(steps=50),
+        case("outliers", steps=50),
         # The threshold clipped nothing.
         case("never", "gradient element was 3.2", "calibrate", mode=VALUE, ratio=0.0),
         case("never", "of a unit was 3.2", "of the units", mode=UNITS, ratio=0.0),
@@ -65,7 +79,16 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
         case("nonfinite", "300 of 300", nonfinite=300, peak={}),
         case("nonfinite", "were taken all the same", nonfinite=3, threshold=None, taken=True),
         case("nonfinite", "3 of 300", nonfinite=3, ratio=0.9, loss=float("nan")),
-        case(nonfinite=3, searches=3),
+        case(nonfinite=3, searches=3, mode=UNITS),
+        # A parameter makes most of the norm.
+        case(
+            "cause",
+            "head.weight makes 94 % of ‖G‖² in 41 of 44 steps",
+            top={"spikes": LED},
+            mode=UNITS,
+        ),
+        case("cause", "in 80 of 99 clipped", top={"clipped": OFTEN}, mode=UNITS),
+        case(mode=UNITS, top={"spikes": SELDOM, "clipped": LED | {"share": 0.4}}),
     ],
 )
 def test_each_situation_gets_its_remark(summary, how, topic, texts):
@@ -136,6 +159,7 @@ def test_what_is_said_of_an_optimizer_is_what_it_does(name, options, kind):
 def test_the_metrics_of_a_real_run_are_read():
     model, loader = parts()
     summary = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)]).fit()
-    [said] = remarks(summary, Setting(NORM, 1e-3))
-    assert "100 % of the steps" in said.text
+    said = {remark.topic: remark.text for remark in remarks(summary, Setting(NORM, 1e-3))}
+    assert "100 % of the steps" in said["limits"]
+    assert "of ‖G‖² in 50 of 50 clipped steps" in said["cause"]
     assert remarks(Trainer(model, []).state.meter.summary(), Setting(NORM, 0.1)) == []

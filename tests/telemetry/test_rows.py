@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from runner import GradientMonitor, Loss, Measurements
+from runner import GradientMonitor, Loss, Measurements, apply_gradient_clipping
 from runner.clip import Decision, build
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
@@ -255,6 +255,37 @@ def test_a_loop_that_does_not_clip_is_measured():
     assert not unknown & rows[0].keys()
     with pytest.raises(ValueError, match="give the threshold too"):
         GradientMonitor(model).step(1.0)
+
+
+def ours_by_value(model):
+    return apply_gradient_clipping(model, "value", 0.2), None
+
+
+def torchs_by_norm(model):
+    return clip_grad_norm_(model.parameters(), 1.0), 1.0
+
+
+@pytest.mark.parametrize("clip", [ours_by_value, torchs_by_norm])
+def test_a_loop_of_ones_own_records_each_parameter_before_clipping(clip):
+    model = make_model()
+    expected = []
+
+    def step_of_loop(monitor, loss, rows):
+        norms = {name: float(p.grad.double().norm()) for name, p in model.named_parameters()}
+        total = math.hypot(*norms.values())
+        largest = sorted(norms, key=norms.get)[-2:]
+        row = {f"grad/norm/{name}": norm for name, norm in norms.items()}
+        decision, threshold = clip(model)
+        if total > 1.0 or threshold is None:
+            row |= {f"grad/top/{name}": (norms[name] / total) ** 2 for name in largest}
+        monitor.step(decision, threshold=threshold)
+        expected.append(row)
+
+    rows, summary = loop(model, step_of_loop, per_layer=True, top=2)
+    for row, numbers in zip(rows, expected, strict=True):
+        of_parameters = {key: row[key] for key in row if key.startswith(("grad/norm/", "grad/top"))}
+        assert of_parameters == pytest.approx(numbers, rel=1e-5)
+    assert summary["grad/top"]["clipped"]["steps"] == sum(values(rows, "clip/clipped"))
 
 
 def test_a_loop_that_goes_on_after_it_broke_off_writes_each_step_once(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.report.charts import curves, what_if
+from runner.report.charts import curves, shares, what_if
 from runner.report.charts.curves import Curve
 from runner.report.figure import Chart, Entry
 from runner.report.look import percent
@@ -26,9 +26,21 @@ def clipping_charts(tables: Tables) -> list[Chart]:
         _coefficient_chart(tables, clipping),
         _threshold_chart(tables, clipping),
         distribution_chart(tables),
+        _cause_chart(tables),
         *_what_if_charts(tables, clipping),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+def _cause_chart(tables: Tables) -> Chart | None:
+    """Return which parameters made the norm in the clipped steps of a single run."""
+    runs = tables.findings.sweep.runs
+    if len(runs) != 1:
+        return None
+    [run] = runs
+    named = run.by_suffix(keys.TOP)
+    [setting] = tables.findings.settings
+    return shares.draw(tables.entry(setting), run.number, named) if named else None
 
 
 def _share_chart(tables: Tables, clipping: Sequence[Setting]) -> Chart | None:

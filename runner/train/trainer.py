@@ -262,7 +262,7 @@ class Trainer:
         state.progress = progress
         decision = optimizer.decision or decision  # the step completes a limit of updates
         numbers[keys.TIME_STEP] = time.perf_counter() - self._started
-        metrics = StepMetrics(progress.step, decision, numbers, layers)
+        metrics = StepMetrics(progress.step, decision, numbers, layers, accumulated.weight)
         with self._region("record"):
             self._record(metrics, evaluates)
         self._save_or_stop(requests, before)
@@ -291,7 +291,7 @@ class Trainer:
                 decision: Decision = self.optimizer.clip(state.mode, fold=True, each=each)
         except NonFiniteGradient as error:
             self.loss.raise_refusal()
-            loss = float(accumulated.loss)
+            loss = float(accumulated.loss) * accumulated.weight
             raise self.skipped_steps.described(error, state.progress, window, loss) from None
         return decision
 

@@ -30,6 +30,7 @@ class StepMetrics:
             computed, numbers of the host, None for one that is not known.
         layers: what :class:`runner.telemetry.gauges.Gauges` measured, [values].
         powers: what :class:`runner.telemetry.dominant.Dominant` knows, [parameters].
+        loss_weight: what the loss in ``numbers`` is multiplied by, on the host.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepMetrics:
     numbers: Numbers
     layers: Tensor | None = None
     powers: Tensor | None = None
+    loss_weight: float = 1.0
 
     @property
     def local_loss(self) -> Tensor | float | None:
@@ -45,7 +47,10 @@ class StepMetrics:
         The mean of it over data-parallel ranks, of which one for each pipeline has it, is the loss
         of the step. In one process it is the loss.
         """
-        return self.numbers[keys.LOCAL_LOSS]
+        loss = self.numbers[keys.LOCAL_LOSS]
+        if isinstance(loss, Tensor):
+            loss = loss.to(transfer.widest(loss.device))
+        return None if loss is None else loss * self.loss_weight
 
 
 def noise_estimates(first: Tensor, share: float, samples: int, norm: Tensor) -> Numbers:
@@ -88,6 +93,10 @@ def on_host(
     gauges = [] if gauged is None else _rows(read.pop(), gauged.shape[1])
     if tensors:
         _replace_tensors(rows, read.pop())
+    for metrics, row in zip(steps, rows, strict=True):
+        loss = row[keys.LOCAL_LOSS]
+        if loss is not None:
+            row[keys.LOCAL_LOSS] = float(loss) * metrics.loss_weight
     numbers = []
     for metrics, row, of_decision in zip(steps, rows, zip(*read, strict=True), strict=True):
         numbers.append(_numbers_of(metrics, row, of_decision))

@@ -99,7 +99,9 @@ class Accumulated(NamedTuple):
     """What the passes of a window leave besides gradients."""
 
     loss: Tensor
-    """This rank's share of the loss of the window, a 0-dimensional tensor."""
+    """The loss of the window on this rank, summed over its items, a 0-dimensional tensor."""
+    weight: float
+    """What this sum is multiplied by to be this rank's part of the mean."""
     first_square: Tensor | None
     """‖G‖² of the first of several microbatches, if it was measured."""
 
@@ -181,9 +183,7 @@ class Passes:
                 after_each(number, len(batches))
             total = loss if total is None else total + loss
         assert total is not None
-        # In the widest type by one operation: both numbers are 0-dimensional.
-        wide = torch.scalar_tensor(weight(), dtype=transfer.widest(total.device))
-        return Accumulated(total * wide, first_square)
+        return Accumulated(total, weight(), first_square)
 
     def settle(self, batches: Sequence[Any]) -> None:
         """Find what the mean of the loss divides by, once and where it matters; a collective."""

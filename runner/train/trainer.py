@@ -273,7 +273,14 @@ class Trainer:
         state.progress = progress
         decision = optimizer.decision or decision  # the step completes a limit of updates
         numbers[keys.TIME_STEP] = time.perf_counter() - self._started
-        metrics = StepMetrics(progress.step, decision, numbers, layers, powers)
+        metrics = StepMetrics(
+            step=progress.step,
+            decision=decision,
+            numbers=numbers,
+            layers=layers,
+            powers=powers,
+            loss_weight=accumulated.weight,
+        )
         with self._region("record"):
             self._record(metrics, evaluates)
         self._save_or_stop(requests, before)
@@ -302,7 +309,7 @@ class Trainer:
                 decision: Decision = self.optimizer.clip(state.mode, fold=True, each=each)
         except NonFiniteGradient as error:
             self.loss.raise_refusal()
-            loss = float(accumulated.loss)
+            loss = float(accumulated.loss) * accumulated.weight
             raise self.skipped_steps.described(error, state.progress, window, loss) from None
         return decision
 

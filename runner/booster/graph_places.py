@@ -12,6 +12,8 @@ from torch import Tensor
 
 from runner.booster.terms import Term, TorchLoss
 
+_MOST_SHAPES = 5_000
+
 
 class GraphError(ValueError):
     """The graph does not show what a loss divides by."""
@@ -192,6 +194,23 @@ def factor_of(node: Any) -> Tensor | None:
 def number_of(node: Any) -> float | None:
     factor = factor_of(node)
     return None if factor is None or factor.numel() != 1 else float(factor)
+
+
+def shapes_in(loss: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors that a loss was computed of, in a fixed order."""
+    shapes: list[tuple[int, ...]] = []
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    visited = set(nodes)
+    while nodes and len(shapes) < _MOST_SHAPES:
+        node = nodes.pop()
+        takes_diagonal = _operation(node.name()).startswith("Diagonal")
+        for previous, output in node.next_functions:
+            if previous is None or takes_diagonal or previous in visited:
+                continue
+            visited.add(previous)
+            nodes.append(previous)
+            shapes.append(shape_of(previous, output))
+    return shapes
 
 
 def shape_of(node: Any, output: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from runner.booster.batch import batch_size, mapped
 from runner.booster.broadcast import BroadcastError
 from runner.booster.candidates import is_silent, of_samples_in
-from runner.booster.graph_places import GraphError, Recorded
+from runner.booster.graph_places import GraphError, Recorded, shapes_in
 from runner.booster.loss import DivisorError, WindowLoss
 from runner.booster.loss_graph import terms_of
 from runner.booster.outputs import (
@@ -48,7 +48,8 @@ class Shown(NamedTuple):
 
     ``numbers`` are those that the samples of a part have in the batch. ``vectors`` are constant
     vectors of numbers that the loss has taken, which may be weights of classes. ``divides_masks``
-    is true if masks that are divided by their mean count as divisors.
+    is true if masks that are divided by their mean count as divisors. ``shapes`` are those of the
+    tensors that the loss was computed of.
     """
 
     batch: Any
@@ -58,6 +59,7 @@ class Shown(NamedTuple):
     numbers: Sequence[int] = ()
     vectors: Sequence[Tensor] = ()
     divides_masks: bool = False
+    shapes: Sequence[tuple[int, ...]] = ()
 
     def with_masks(self) -> Shown:
         """Return the same with masks for weights that are 0 or another number, which divides."""
@@ -308,4 +310,5 @@ def shown_by(batch: Any, loss_of: LossOf, numbers: Sequence[int] | None = None) 
     except GraphError as error:
         return Shown(batch, loss.detach(), error=error, numbers=numbers or ())
     vectors = list(computed.vectors.values())
-    return Shown(batch, loss.detach(), terms, numbers=numbers or (), vectors=vectors)
+    shapes = shapes_in(loss)
+    return Shown(batch, loss.detach(), terms, None, numbers or (), vectors, shapes=shapes)

@@ -167,7 +167,8 @@ def _by_sums(
     if adding_up:
         all_zero = not any(shown.value for shown in (whole, *parts))
         remaining = replace(candidates, candidates=adding_up)
-        return Finding(remaining, retry=all_zero and not candidates.known)
+        reason = OF_THE_BATCH if _pairs_samples(whole, parts) else ""
+        return Finding(remaining, reason=reason, retry=all_zero and not candidates.known)
     if is_sum and not losses_of(whole, parts).is_between():
         return Finding(problem=_NO_MEAN.format(loss.name, OF_THE_BATCH))
     if is_sum:
@@ -402,6 +403,21 @@ def _ranks_samples(whole: Shown, parts: Sequence[Shown]) -> bool:
     for part in parts:
         ranked = [term.ranked for term in part.terms]
         if len(part.terms) == len(whole.terms) and ranked != [term.ranked for term in whole.terms]:
+            return True
+    return False
+
+
+def _pairs_samples(whole: Shown, parts: Sequence[Shown]) -> bool:
+    """Return whether a tensor has an element for each pair of samples, as in contrastive losses."""
+    several = [whole, *parts]
+    if not parts or len({len(shown.shapes) for shown in several}) > 1:
+        return False
+    samples = [batch_size(shown.batch) for shown in several]
+    for shapes in zip(*(shown.shapes for shown in several), strict=True):
+        if len({len(shape) for shape in shapes}) > 1:
+            continue
+        sizes_by_dimension = list(zip(*shapes, strict=True))
+        if sizes_by_dimension.count(tuple(samples)) > 1:
             return True
     return False
 

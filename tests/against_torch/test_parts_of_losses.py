@@ -115,6 +115,18 @@ def test_a_number_of_the_batch_that_is_added_to_each_element_is_warned_of(caplog
     assert BY_BATCH in caplog.text
 
 
+def test_pairs_of_samples_are_warned_of_before_any_pair_counts(caplog):
+    def loss(net, outputs, batch):
+        same = batch["targets"][:, None] == batch["targets"]
+        distances = (outputs[:, None] - outputs).square().sum(-1)
+        return F.cross_entropy(outputs, batch["targets"]) + (distances * same).sum(1).mean()
+
+    taken = batches((4, 6))
+    taken[0]["targets"] = torch.arange(4)
+    trained(loss, taken)
+    assert BY_BATCH in caplog.text
+
+
 def test_a_small_part_that_is_a_mean_over_samples_is_not_warned_of(caplog):
     def loss(net, outputs, batch):
         return F.cross_entropy(outputs, batch["targets"]) + 1e-5 * outputs.square().mean()

@@ -22,6 +22,15 @@ COMMAND = [
     *["checkpoint.keep_best=false", "log.flush=1"],
 ]
 DDP, FSDP = (["plugin=" + name, "plugin.nproc=2"] for name in ("ddp", "fsdp"))
+ALL = [
+    *["plugin=fsdp", "plugin.nproc=2", "compile=blocks", "compile.backend=aot_eager"],
+    *[
+        "activation_checkpointing=blocks",
+        "precision=bf16",
+        "optimizer.no_decay=auto",
+        "telemetry.per_layer=true",
+    ],
+]
 PIPELINE = ["plugin=pipeline", "plugin.pp_size=2", "plugin.nproc=2"]
 
 
@@ -43,7 +52,7 @@ def killed(run, command, environment, moment):
         ([], 3, 29),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (([], 20, 1), (DDP, 10, 2), (FSDP, 10, 3), (PIPELINE, 10, 4))
+            for case in (([], 20, 1), (DDP, 10, 2), (FSDP, 10, 3), (PIPELINE, 10, 4), (ALL, 3, 5))
         ),
     ],
 )

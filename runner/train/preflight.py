@@ -134,6 +134,10 @@ def _notes(
             f"a step has all {plural(samples, 'sample', ',')} of the data, not "
             f"{samples_of_step:,}: lower data.batch_size"
         )
+    end = config.train.max_duration
+    for start in config.accumulation.phases.starts:
+        if start.unit == end.unit and start.value >= end.value:
+            yield f"the run ends at {end}, before the phase of accumulation.steps from {start}"
     if here and started_rank() is None and config.plugin.may_grow and ranks == 1:
         yield (
             f"plugin={config.plugin.name} runs on one rank: plugin.nproc is not given, and "
@@ -229,6 +233,8 @@ def _durations(config: RunConfig, data: Data, data_parts: int) -> Iterator[Probl
             "train.max_duration": config.train.max_duration,
             "eval.interval": config.eval.interval,
         }
+        for start in config.accumulation.phases.starts[:1]:
+            ends["accumulation.steps"] = start
         for key, duration in ends.items():
             if duration.unit == "tok":
                 message = f"{config.data.target} has no tokens; give it in ep, ba or sp"

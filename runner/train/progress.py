@@ -72,7 +72,7 @@ def length(
     """
     marks = [duration, *accumulation.starts]
     units = {mark.unit for mark in marks}
-    if (epoch is None and "ep" in units) or (tokens is None and "tok" in units):
+    if (epoch is None and "ep" in units) or (tokens is None and "tok" in units) or epoch == 0:
         return None
     walk = _Walk(epoch, microbatch, tokens or 0)
     while not walk.progress.reached(duration):

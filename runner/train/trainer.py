@@ -226,7 +226,11 @@ class Trainer:
 
     def _microbatches(self) -> int:
         """Return the microbatches of the step that begins."""
-        return self._accumulation.at(self.state.progress.of)
+        progress = self.state.progress
+        units = {start.unit for start in self._accumulation.starts}
+        if progress.step and not progress.tokens and "tok" in units:
+            raise ValueError("this data has no tokens, so accumulation_steps would never change")
+        return self._accumulation.at(progress.of)
 
     def _step(self, window: Window) -> None:
         """Take one optimizer step, and move ``state.progress`` past it."""

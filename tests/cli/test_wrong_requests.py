@@ -267,6 +267,10 @@ FIRST_HOUR = [
     ("accumulation=auto device=cpu", ["steps=auto  nothing tells on a CPU that memory is short"]),
     ("accumulation.steps={1ba:2}", ["the first phase must begin at 0, not at 1ba"]),
     ("accumulation.steps={0:1,9ba:2,20sp:4}", ["phases must rise in one unit, and 20sp follows 9"]),
+    (
+        "accumulation.steps={0:1,9tok:2} scheduler=constant",
+        ["steps=9tok  runner.data.digits.digits has no tokens"],
+    ),
     ("scheduler=plateau scheduler.by=samples", ["follows evaluations, not samples"]),
     ("clip.threshold=abc", ["clip.threshold=abc", "number"]),
     ("precision=amp", ["did you mean fp16?"]),

@@ -12,6 +12,12 @@ SHORT = ["tracker=none", "device=cpu", "eval.interval=1000ba", "data.batch_size=
 SHORT += ["accumulation.steps={0:1,6ba:2,14ba:4}", "scheduler.by=samples"]
 WAYS = {
     "workers": ["data.num_workers=2"],
+    "plateau": [
+        "scheduler=plateau",
+        "scheduler.patience=1",
+        "scheduler.by=steps",
+        "eval.interval=2ba",
+    ],
     "fsdp": ["plugin=fsdp", "plugin.nproc=2", "data.batch_size=8"],
 }
 

@@ -4,6 +4,7 @@ import pytest
 
 from runner.cli.main import main
 from tests.launch.ends import rows_of
+from tests.process import overriding
 
 MODEL = ["model=gpt", "model.layers=4", "model.width=32", "model.heads=2", "model.dropout=0"]
 DATA = ["data=text", "data.sequence_length=16", "data.batch_size=4", "device=cpu"]
@@ -28,7 +29,8 @@ SWITCHES = {
 
 
 def steps_of(home, words):
-    assert main([*MODEL, *DATA, *SHORT, f"hydra.run.dir={home}", *words]) == 0
+    defaults = [*MODEL, *DATA, *SHORT, f"hydra.run.dir={home}"]
+    assert main(overriding(defaults, words)) == 0
     return [[row.get(key) for key in COMPARED] for row in rows_of(home)]
 
 

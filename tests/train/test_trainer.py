@@ -86,6 +86,11 @@ def test_the_length_of_a_training_in_phases_agrees_with_counting(end, starts, co
     assert length(duration, 77, 8, 10, accumulation) == counted
 
 
+def test_phases_in_tokens_of_data_without_any_are_refused():
+    trainer = Trainer(*parts(), "3ba", accumulation_steps={0: 1, "10tok": 2})
+    refused(ValueError, "this data has no tokens", trainer.fit)
+
+
 @pytest.mark.parametrize(("duration", "steps"), [("1ep", 5), ("7ba", 7), ("17sp", 3), ("48sp", 6)])
 def test_a_training_lasts_as_long_as_asked(duration, steps):
     assert Trainer(*parts(), duration).fit()["steps"] == steps

@@ -3,6 +3,7 @@
 import json
 import sys
 from datetime import timedelta
+from functools import cache
 
 import pytest
 import torch
@@ -22,19 +23,37 @@ from tests.ranks import run_ranks
 FEW = ("DDP", "experts of each rank", "sequence")
 
 
+def of_a_call_that_hangs():
+    """The row of a tool that leaves out a collective on one rank."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+
+    def clip(limit, groups):
+        if dist.get_rank() != 1:
+            dist.all_reduce(torch.zeros(1), group=group)
+
+    cells_module.clips_of = lambda tool, model: {"norm": clip}
+    return cell(Place("DDP", "norm", "torch"))
+
+
 def measured():
-    """A few cells, and those of ours by a reference that is wrong by 1 %."""
+    """A few cells, those of ours by a reference that is wrong by 1 %, and a call that hangs."""
     right = cells(FEW, ["torch", "clip-runner"], ["norm"])
     root = reference.root
     cells_module.reference.root = lambda total, p: 1.01 * root(total, p)
     try:
-        return right, cells(FEW, ["clip-runner"], ["norm"])
+        wrong = cells(FEW, ["clip-runner"], ["norm"])
     finally:
         cells_module.reference.root = root
+    return right, wrong, of_a_call_that_hangs()
+
+
+@cache
+def reports():
+    return run_ranks(measured, 4)[0]
 
 
 def test_a_tool_is_right_or_off_and_a_broken_reference_is_seen():
-    rows, by_a_wrong_reference = run_ranks(measured, 4)[0]
+    rows, by_a_wrong_reference, _ = reports()
     verdicts = {(row["layout"], row["tool"]): row for row in rows}
     assert verdicts["DDP", "torch"]["verdict"] == "right"
     experts = verdicts["experts of each rank", "torch"]
@@ -45,6 +64,16 @@ def test_a_tool_is_right_or_off_and_a_broken_reference_is_seen():
     for layout in FEW:
         assert verdicts[layout, "clip-runner"]["verdict"] == "right", layout
     assert {row["verdict"] for row in by_a_wrong_reference} == {"off"}
+
+
+def test_a_call_that_hangs_is_named_with_the_ranks_that_wait():
+    _, _, row = reports()
+    assert row["verdict"] == "hangs"
+    assert row["detail"] == "ranks 0, 2, 3 wait in a collective, rank 1 has left"
+    others = [{**row, "tool": tool, "verdict": "not run here"} for tool in OTHERS]
+    assert "**hangs** (ranks 0, 2, 3 wait" in markdown([row, *others], "2026-11-29T00:00:00")
+    assert "<td class=raises>hangs<br>" in page([row, *others], "2026-11-29T00:00:00")
+    assert tuple(OTHERS) == WITH
 
 
 @pytest.mark.slow
@@ -63,28 +92,6 @@ def test_ours_is_right_in_every_cell_and_every_cell_is_measured(tmp_path):
     assert (folder / "parity.html").read_text().count("<td") == table.count("right") + sum(
         row["verdict"] in ("off", "raises") for row in rows
     )
-
-
-def of_a_call_that_hangs():
-    """The row of a tool that leaves out a collective on one rank."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
-
-    def clip(limit, groups):
-        if dist.get_rank() != 1:
-            dist.all_reduce(torch.zeros(1), group=group)
-
-    cells_module.clips_of = lambda tool, model: {"norm": clip}
-    return cell(Place("DDP", "norm", "torch"))
-
-
-def test_a_call_that_hangs_is_named_with_the_ranks_that_wait():
-    row = run_ranks(of_a_call_that_hangs, 4)[0]
-    assert row["verdict"] == "hangs"
-    assert row["detail"] == "ranks 0, 2, 3 wait in a collective, rank 1 has left"
-    others = [{**row, "tool": tool, "verdict": "not run here"} for tool in OTHERS]
-    assert "**hangs** (ranks 0, 2, 3 wait" in markdown([row, *others], "2026-11-29T00:00:00")
-    assert "<td class=raises>hangs<br>" in page([row, *others], "2026-11-29T00:00:00")
-    assert tuple(OTHERS) == WITH
 
 
 @pytest.mark.slow

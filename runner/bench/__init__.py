@@ -15,5 +15,16 @@ TABLES = {
 ON_GPU = ("clip", "gpu")
 """Tables that measure on a GPU; the last one needs it."""
 
-DOCUMENTS = {"parity": "runner.bench.parity:markdown"}
-"""Tables whose rows have a text of their own, each with what makes a document of the rows."""
+DOCUMENTS = {"parity": {"md": "runner.bench.parity:markdown", "html": "runner.bench.parity:page"}}
+"""Tables whose rows have a text of their own, each with what makes documents of the rows."""
+
+WITH = (
+    "torchtitan",
+    "megatron-core",
+    "deepspeed",
+    "colossalai",
+    "mosaicml",
+    "ai2-olmo-core",
+    "nemo-automodel",
+)
+"""Packages that ``--with`` installs, each in an environment of its own, for the table parity."""

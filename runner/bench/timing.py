@@ -49,6 +49,7 @@ class Setting:
     peers: bool = False
     device: str = "cpu"
     rounds: int | None = None
+    others: tuple[str, ...] = ()  # tools that get an environment of their own
 
     def pairs(self, usual: int = 15) -> int:
         """Return the number of rounds of a row that has ``usual`` ones."""
@@ -187,9 +188,9 @@ def record(tables: Sequence[str], setting: Setting, folder: Path, command: str) 
         measured["tables"][name] = {"title": title, "rows": rows}
         write_object(folder / FILE, measured)
         write_text(folder / TEXT, "\n".join(lines) + "\n")
-        if name in DOCUMENTS:
-            document: Any = resolve_name(DOCUMENTS[name])
-            write_text(folder / f"{name}.md", document(rows, began))
+        for ending, maker in DOCUMENTS.get(name, {}).items():
+            document: Any = resolve_name(maker)
+            write_text(folder / f"{name}.{ending}", document(rows, began))
     return measured
 
 

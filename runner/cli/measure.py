@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.bench import ON_GPU, TABLES
+from runner.bench import ON_GPU, TABLES, WITH
 from runner.cli import (
     checkpoint_parser,
     choose_checkpoint,
@@ -211,12 +211,16 @@ def bench(argv: Sequence[str]) -> Answer:
       parity     which tools clip right, in which layout (four ranks): right, off by what, or raises
       gpu        times, bandwidth and waits of clipping on a GPU, a captured step, an epoch
 
+    ``--with torchtitan,deepspeed`` makes an environment for each of these tools, which takes
+    minutes and gigabytes, and parity measures them too. The names are those of packages.
+
     With ``--device cuda`` the tables are clip and gpu. Without a GPU there is no table gpu.
     """
     parser = command_parser(bench)
     add = parser.add_argument
     add("tables", nargs="*", metavar="TABLE", help="tables to measure; all by default")
     add("--peers", action="store_true", help="measure timm, Fabric and Accelerate too")
+    add("--with", dest="others", metavar="NAME,...", default="", help="more tools for parity")
     add("--quick", action="store_true", help="small sizes, few pairs: shows that everything runs")
     add("--pairs", type=int, metavar="N", help="interleaved pairs of each row (usually 15)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of clip and gpu")
@@ -226,6 +230,11 @@ def bench(argv: Sequence[str]) -> Answer:
     if unknown:
         text = f"is no table: use {', '.join(TABLES)}"
         raise RequestError(Problem("TABLE", name, text) for name in unknown)
+    others = tuple(name for name in arguments.others.split(",") if name)
+    unknown = [name for name in others if name not in WITH]
+    if unknown:
+        text = f"is no tool that parity knows: use {', '.join(WITH)}"
+        raise RequestError(Problem("--with", name, text) for name in unknown)
     folder = new_folder("benchmark", "bench.json", "--output", arguments.output)
     announce("clip-runner: importing torch")
     with importing_torch():
@@ -248,6 +257,7 @@ def bench(argv: Sequence[str]) -> Answer:
             peers=arguments.peers,
             device=device,
             rounds=arguments.pairs,
+            others=others,
         )
         command = shlex.join(["python", "-m", "runner", "bench", *argv])
         result = attempt(lambda: record(tables, setting, folder, command))

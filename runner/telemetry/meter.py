@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,9 +169,9 @@ class Meter:
             "best": dict(self.best),
             "window": asdict(self._window),
             "total": asdict(self._total),
-            "norms": torch.from_numpy(np.array(self.norms)),
-            "max_stats": torch.from_numpy(np.array(self.max_stats)),
-            "losses": torch.from_numpy(np.array(self.losses)),
+            "norms": torch.tensor(self.norms.tolist(), dtype=torch.float64),
+            "max_stats": torch.tensor(self.max_stats.tolist(), dtype=torch.float64),
+            "losses": torch.tensor(self.losses.tolist(), dtype=torch.float64),
             "noise": list(self.noise or ()),
             "leaders": self.leaders.state_dict(),
         }

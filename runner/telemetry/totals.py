@@ -6,9 +6,8 @@ import math
 from array import array
 from dataclasses import dataclass
 
-import numpy as np
-
 from runner.run_folder import keys
+from runner.run_folder.divergence import quantile
 from runner.run_folder.strict_json import Row
 
 
@@ -38,9 +37,8 @@ class Sums:
 
 def spread(values: array[float]) -> dict[str, float]:
     """Return percentiles, maximum and mean of the finite values."""
-    every = np.asarray(values, dtype=np.float64)
-    finite = every[np.isfinite(every)]
-    if not finite.size:
+    finite = sorted(value for value in values if math.isfinite(value))
+    if not finite:
         return {}
-    spread = {f"p{share}": float(np.percentile(finite, share)) for share in (50, 90, 95, 99)}
-    return spread | {"max": float(finite.max()), "mean": float(finite.mean())}
+    spread = {f"p{share}": quantile(finite, share / 100) for share in (50, 90, 95, 99)}
+    return spread | {"max": finite[-1], "mean": math.fsum(finite) / len(finite)}

@@ -39,6 +39,7 @@ def test_tables_are_recorded_as_they_are_printed(tables, tmp_path):
     ("words", "said"),
     [
         (["clips"], "TABLE=clips  is no table: use clip, parallel"),
+        (["parity", "--with", "deepspeeds"], "--with=deepspeeds  is no tool that parity knows"),
         (["start", "--output", "."], "holds an earlier benchmark"),
         (["clip", "--device", "cuda", "--output", "out"], "no CUDA device"),
         (["gpu", "--output", "out"], "TABLE=gpu  needs a CUDA device"),

@@ -169,7 +169,8 @@ def choose(
     if chosen is not None:
         return chosen, require_whole(chosen)
     if not by_name:
-        raise NoCheckpoint(f"holds no checkpoint ({files.CHECKPOINTS}/)")
+        missing = "" if os.path.isdir(run) else "; there is no such folder"
+        raise NoCheckpoint(f"holds no checkpoint ({files.CHECKPOINTS}/){missing}")
     metric = f" with {objective}" if which == "best" else ""
     why = _why_gone(int(which), checkpoints) if which.isdecimal() else ""
     raise NoCheckpoint(f"has no checkpoint {which}{metric}{why}  (there are: {', '.join(by_name)})")

@@ -26,7 +26,7 @@ from runner.cli.answer import (
 )
 from runner.config.environment import join_slurm_step, joins, started_rank
 from runner.config.notation import in_one_line
-from runner.config.problem import RefusedOnAllRanks, RequestError
+from runner.config.problem import NOTHING, Problem, RefusedOnAllRanks, RequestError, near_name
 from runner.config.reading import DamagedFile
 from runner.launch import signals
 from runner.launch.failure import Failure
@@ -166,6 +166,11 @@ def _is_first_of_machine() -> bool:
 
 def _command(argv: list[str]) -> Answer:
     """Import the module of a command, and return the answer of the command."""
+    if argv and argv[0].isalpha() and argv[0] not in COMMANDS:
+        suggestion = near_name(argv[0], COMMANDS)
+        if suggestion:
+            message = f"is no command; did you mean {suggestion}?"
+            raise RequestError([Problem(argv[0], NOTHING, message, suggestion)])
     command = argv.pop(0) if argv and argv[0] in COMMANDS else "run"
     module = COMMANDS[command]
     if "--version" in argv:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from runner.clip.decision import Change, Decision, limit_in_force
 from runner.config import modes
 from runner.config.modes import MODES, NAMES, Mode, checked
-from runner.config.problem import or_list
+from runner.config.problem import did_you_mean, or_list
 from runner.gradients import transfer
 from runner.gradients.kernels import kernels_of
 from runner.gradients.layout import Layout
@@ -348,12 +348,16 @@ def build(mode: str | type[Mode] | Mode, **options: Any) -> ClipMode:
 
     Raises:
         ValueError: there is no such mode, it has no such option, or an option is out of range.
+        TypeError: ``mode`` is neither a name nor a class or an object of a mode.
     """
     if isinstance(mode, Mode):
         chosen = {declared.name: getattr(mode, declared.name) for declared in _options(mode)}
         return class_of(type(mode))(**{**chosen, **options})
     if isinstance(mode, str) and mode not in NAMES:
-        raise ValueError(f"unknown clipping mode {mode!r}: use {or_list(NAMES)}")
+        text = f"unknown clipping mode {mode!r}: use {or_list(NAMES)}"
+        raise ValueError(text + did_you_mean(mode, NAMES))
+    if not isinstance(mode, str | type):
+        raise TypeError(f"the clipping mode must be a name, such as 'norm', not {mode!r}")
     kind = MODES[mode] if isinstance(mode, str) else mode
     names = [declared.name for declared in _options(kind)]
     for name in options:

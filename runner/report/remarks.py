@@ -12,6 +12,8 @@ from runner.report.look import plural
 from runner.report.run import Run
 from runner.report.settings import RATE, THRESHOLD
 
+_LONGER = 1.2  # times the steps of another run, from which on they are told to differ
+
 
 def remarks(findings: Findings) -> list[str]:
     """Return what the sweep shows beside its answer, the remarks of its runs, and lost runs."""
@@ -43,13 +45,19 @@ def _recorded_remarks(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def states(findings: Findings) -> Iterator[str]:
-    """Yield remarks on a baseline that does not exist, and on runs that ended early."""
+    """Yield remarks on a baseline that does not exist, and on runs that took fewer steps."""
     if findings.unknown is not None:
         labels = first_few([setting.label for setting in findings.settings], 8)
         yield f"report.baseline={findings.unknown} names no setting; there are {labels}."
     runs = findings.sweep.runs
     for run in [run for run in runs if run.error or run.state in ("failed", "killed")][:5]:
         yield _failed(run)
+    lengths = [run.steps for run in runs if run.state == "unknown"]  # of somebody's own loop
+    if lengths and max(lengths) > _LONGER * min(lengths):
+        yield (
+            f"These runs have from {min(lengths):,} to {max(lengths):,} steps: one that looks "
+            "worse may only have trained for less."
+        )
     unfinished = Counter(run.state for run in runs if run.state not in ("finished", "unknown"))
     if unfinished and len(runs) > 1:
         counts = ", ".join(f"{count} {state}" for state, count in unfinished.items())

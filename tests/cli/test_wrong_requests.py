@@ -235,9 +235,10 @@ FOLDERS = [
     (f"hydra.run.dir={'n' * 300}", ["hydra.run.dir=", "File name too long"]),
     (f"-cd={'n' * 300}", ["--config-dir/-cd", "a folder that exists"]),
     (f"resume={'n' * 300}", ["resume=nnn", "there is no run at"]),
-    (f"resume={'n' * 300}@5", ["resume=nnn", "holds no checkpoint"]),
+    (f"resume={'n' * 300}@5", ["resume=nnn", "holds no checkpoint", "no such folder"]),
 ]
 COMMANDS = [
+    ("raport runs", ["raport  is no command; did you mean report?"]),
     ("new my-model", ["such as my_model"]),
     ("new größe", ["must be a Python identifier in ASCII"]),
     ("new torch", ["is a module that Python finds"]),

@@ -252,6 +252,8 @@ def test_a_negative_threshold_of_a_class_is_refused():
 
 def test_an_unknown_mode_is_refused_with_the_names_of_all_modes():
     refused(ValueError, "unknown clipping mode|" + NAMES[0], build, "agc")
+    refused(ValueError, "did you mean percentile", build, "percentle")
+    refused(TypeError, "must be a name, such as 'norm', not 0.25", build, 0.25)
 
 
 def test_options_at_the_edge_of_their_range_are_taken():

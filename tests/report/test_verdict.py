@@ -129,6 +129,20 @@ def test_the_best_value_at_an_end_of_those_tried(losses, said, tmp_path):
     assert [text for text in edges if text] == said
 
 
+def test_loops_of_ones_own_that_took_fewer_steps_are_told_apart(tmp_path):
+    for name, steps in (("short", 3), ("long", 100)):
+        lines = [
+            {"train/step": step, "train/loss": 1.0, "grad/norm": 1.0}
+            for step in range(1, steps + 1)
+        ]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+    texts = remarks(find(read(tmp_path)))
+    assert any("from 3 to 100 steps" in text for text in texts), texts
+
+
 @pytest.fixture
 def texts_of_short_runs(tmp_path):
     """The remarks on three runs whose summaries all say that they had too few steps."""

@@ -310,6 +310,21 @@ def test_a_loop_that_goes_on_after_it_broke_off_writes_each_step_once(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == file.read_text()
 
 
+def test_a_loop_that_begins_anew_leaves_the_rows_of_the_earlier_one_aside(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    with GradientMonitor(make_model(), file) as monitor:
+        for _ in range(3):
+            monitor.step(2.0, threshold=1.0)
+    warned = pytest.warns(UserWarning, match=r"up to step 3 of an earlier run, .*rows\.1\.jsonl")
+    with warned, GradientMonitor(make_model(), file) as monitor:
+        monitor.step(5.0, threshold=1.0)
+    steps = {}
+    for name in ("rows.jsonl", "rows.1.jsonl"):
+        rows = map(json.loads, (tmp_path / name).read_text().splitlines())
+        steps[name] = values(rows, "train/step")
+    assert steps == {"rows.jsonl": [1], "rows.1.jsonl": [1, 2, 3]}
+
+
 class Halved:
     """A callback that adds a number to rows."""
 

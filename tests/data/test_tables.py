@@ -340,13 +340,23 @@ def test_a_factory_may_return_a_plain_data_set():
     train("data=tests.data.test_tables.made data.samples=20")
 
 
-def test_a_broken_image_is_named(tmp_path, outputs, capsys):
+@pytest.fixture
+def broken_image(tmp_path, outputs, capsys):
+    """What a run prints that finds a broken image, and its log."""
     images(tmp_path / "images", "3.png")
     words = [*SHORT, "data=image_folder", f"data.root={tmp_path / 'images'}", "data.size=8"]
     assert main([*words, "data.num_workers=0", "model=resnet18", "model.num_classes=2"]) == 1
-    printed = capsys.readouterr().err
     [log] = outputs.glob("runs/*/runner.log")
+    return capsys.readouterr().err, log
+
+
+def test_a_broken_image_is_named(broken_image):
+    printed, _ = broken_image
     assert "dog/3.png" in printed
+
+
+def test_the_traceback_of_a_failed_run_is_in_its_log_alone(broken_image):
+    printed, log = broken_image
     assert f"traceback in {log}" in printed
     assert "Traceback" not in printed
     assert "Traceback (most recent call last)" in log.read_text()

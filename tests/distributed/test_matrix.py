@@ -117,10 +117,11 @@ def assert_agree(requests: dict[str, Sequence[Case]], world: int) -> None:
 
 GROUPS = [
     *(("ddp", "tensor", "moe"), ("1f1b", "zero_bubble", "sequence"), ("fsdp", "zero1", "zero2")),
-    *(("hybrid_fsdp_tp", "moe_zero3"), ("hybrid", "hybrid_ep_pp")),
+    ("hybrid", "hybrid_ep_pp", "moe_zero3"),
 ]
-SLOW_GROUPS = [("hsdp", "hybrid_zero1", "pipeline_dp")]
-"""``DAILY``, a start of ranks each. Ways of the last are those of others, one along each axis."""
+SLOW_GROUPS = [("hsdp", "hybrid_zero1", "pipeline_dp", "hybrid_fsdp_tp")]
+"""``DAILY``, a start of ranks each. The last group has the ways of others, one along each axis;
+``hybrid_fsdp_tp`` is ``tensor_zero3`` of ``test_same_step``."""
 
 
 @pytest.mark.parametrize(

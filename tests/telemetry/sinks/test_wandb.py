@@ -183,8 +183,8 @@ def test_a_flood_of_rows_holds_nothing_up(start_server, warnings, tmp_path):
     """Behind some ten megabytes for a server that hangs, wandb forgets its own time limits."""
     start_server("hang", only="file_stream")
     begun = time.monotonic()
-    waited, stderr = program(tmp_path, 120.0, 10.0, 500)
-    assert 9.9 < waited[0] < 120
+    waited, stderr = program(tmp_path, 120.0, 5.0, 500)
+    assert 4.9 < waited[0] < 120
     assert time.monotonic() - begun < 120  # nothing waits for the client when the program exits
     assert stderr.count("tracker.timeout") == 2
     assert stderr.count("To send it later") == 2

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,36 +85,39 @@ class Leaders:
 
     def facts(self, norms: Sequence[float]) -> dict[str, Any]:
         """Return who led the clipped steps, and who led the spikes, given ‖G‖ of all steps."""
-        last = len(self.first)
-        of_steps = np.asarray(norms, dtype=np.float64)[-last:] if last else np.empty(0)
-        finite = of_steps[np.isfinite(of_steps)]
-        median = float(np.median(finite)) if finite.size else math.inf
+        of_steps = norms[len(norms) - len(self.first) :]
+        finite = [norm for norm in of_steps if math.isfinite(norm)]
+        if not finite:
+            return {}
+        bound = SPIKE * median(finite)
         facts = {
-            "clipped": self._leader(np.asarray(self.clipped) == 1),
-            "spikes": self._leader(of_steps > SPIKE * median),
+            "clipped": self._leader(self.clipped),
+            "spikes": self._leader([norm > bound for norm in of_steps]),
         }
         return {kind: leader for kind, leader in facts.items() if leader is not None}
 
-    def _leader(self, chosen: np.ndarray[Any, Any]) -> dict[str, Any] | None:
+    def _leader(self, chosen: Sequence[int]) -> dict[str, Any] | None:
         """Return the parameter that led most of the chosen steps, and its mean share in these."""
-        led = chosen & (np.asarray(self.first) != _NONE)
-        if not led.any():
+        shares: dict[int, list[float]] = {}
+        for is_chosen, position, share in zip(chosen, self.first, self.shares, strict=True):
+            if is_chosen and position != _NONE:
+                shares.setdefault(position, []).append(share)
+        if not shares:
             return None
-        [(position, steps)] = Counter(np.asarray(self.first)[led].tolist()).most_common(1)
-        shares = np.asarray(self.shares)[led & (np.asarray(self.first) == position)]
+        most = max(shares, key=lambda position: len(shares[position]))
         return {
-            "name": self.names[position],
-            "share": float(shares.mean()),
-            "leads": steps,
-            "steps": int(chosen.sum()),
+            "name": self.names[most],
+            "share": math.fsum(shares[most]) / len(shares[most]),
+            "leads": len(shares[most]),
+            "steps": sum([1 for is_chosen in chosen if is_chosen]),
         }
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "names": list(self.names),
-            "first": torch.from_numpy(np.array(self.first)),
-            "shares": torch.from_numpy(np.array(self.shares)),
-            "clipped": torch.from_numpy(np.array(self.clipped)),
+            "first": torch.tensor(self.first.tolist(), dtype=torch.int64),
+            "shares": torch.tensor(self.shares.tolist(), dtype=torch.float64),
+            "clipped": torch.tensor(self.clipped.tolist(), dtype=torch.int8),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

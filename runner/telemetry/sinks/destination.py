@@ -40,7 +40,7 @@ class RowsFile:
         """Close the file."""
         self._file.close(summary, exit_code)
 
-    def _move_earlier(self, first_step: int) -> None:
+    def _move_earlier(self, first_step: float) -> None:
         path = self._path
         steps = [number(row.get(keys.TRAIN_STEP)) or 0 for row in read_rows(path)]
         if max(steps, default=0) < first_step:

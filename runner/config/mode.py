@@ -153,7 +153,7 @@ def validated(kind: type[AnyMode], options: Mapping[str, Any]) -> AnyMode:
     if (mode.threshold is None) == takes_threshold:
         message = "this mode takes none: leave it out, or choose clip=norm"
         if takes_threshold:
-            message = "this mode needs a finite number greater than 0"
+            message = "must be a finite number greater than 0 for this mode"
         raise refusal([("threshold", message)])
     conflicts = list(mode.conflicts())
     if conflicts:

@@ -330,7 +330,10 @@ def earlier_run(folder: Path) -> str | None:
     existing = [name for name in names if (folder / name).exists()]
     if not existing or is_unfinished(folder):  # this is continued, or refused later
         return None
-    return f"holds the record of an earlier run ({existing[0]}); choose another or remove it"
+    return (
+        f"holds the record of an earlier run ({existing[0]}); choose another or remove it, or "
+        "go on for longer by resume=RUN train.max_duration=..."
+    )
 
 
 def earlier_sweep(folder: Path, identity: str, hashes: Sequence[str]) -> str | None:

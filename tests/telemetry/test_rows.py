@@ -318,6 +318,8 @@ def test_a_loop_that_begins_anew_leaves_the_rows_of_the_earlier_one_aside(tmp_pa
     warned = pytest.warns(UserWarning, match=r"up to step 3 of an earlier run, .*rows\.1\.jsonl")
     with warned, GradientMonitor(make_model(), file) as monitor:
         monitor.step(5.0, threshold=1.0)
+    with pytest.raises(ValueError, match=r"rows\.jsonl is closed"):
+        monitor.step(1.0, threshold=1.0)
     steps = {}
     for name in ("rows.jsonl", "rows.1.jsonl"):
         rows = map(json.loads, (tmp_path / name).read_text().splitlines())

@@ -28,9 +28,12 @@ class RowsFile:
         self._path = path
         self._file = JsonlSink(path)
         self._has_begun = False
+        self._is_closed = False
 
     def write(self, row: Row) -> None:
         """Append one row."""
+        if self._is_closed:
+            raise ValueError(f"{self._path} is closed: record steps before close()")
         if not self._has_begun and keys.GRAD_NORM in row:
             self._has_begun = True
             self._move_earlier(row[keys.TRAIN_STEP])
@@ -38,6 +41,7 @@ class RowsFile:
 
     def close(self, summary: dict[str, Any] | None, exit_code: int) -> None:
         """Close the file."""
+        self._is_closed = True
         self._file.close(summary, exit_code)
 
     def _move_earlier(self, first_step: float) -> None:
@@ -65,5 +69,10 @@ def sink_of(to: To) -> Any:
 
 
 def file_of(to: Path | str) -> Path:
-    """Return the file of rows that a path names; in a folder it is ``metrics.jsonl``."""
-    return Path(to) / files.ROWS if Path(to).is_dir() else Path(to)
+    """Return the file of rows that a path names; in a folder it is ``metrics.jsonl``.
+
+    A path without a suffix is a folder, unless it is a file already.
+    """
+    path = Path(to)
+    is_folder = path.is_dir() or not (path.suffix or path.is_file())
+    return path / files.ROWS if is_folder else path

@@ -255,7 +255,6 @@ class Candidates:
             counts.
         factors: whether numbers that the parts are multiplied with depend on the batch, so that
             they count as divisors.
-        relative: whether masks are divided by their mean or sum, so that these count as divisors.
         weighted: whether single elements were multiplied by numbers other than 0 and 1, and the
             parts of a batch multiplied the same samples by the same numbers.
         by_values: whether the losses of a batch and its parts told, as the graph does not.
@@ -268,7 +267,6 @@ class Candidates:
     known: bool = False
     outer: bool = False
     factors: bool = False
-    relative: bool = False
     weighted: bool = False
     by_values: bool = False
     forms: tuple[Form, ...] = ()
@@ -339,8 +337,6 @@ class Candidates:
         self, items: float, is_zero: bool, terms: Sequence[Term], numbers: tuple[float, ...] = ()
     ) -> Observed:
         """Return what the loss of a batch of ``items`` items, which holds ``numbers``, shows."""
-        if self.relative:
-            terms = [term.with_masks() for term in terms]
         of_samples = of_samples_in(terms)
         divisors = tuple(term.divisor for term in of_samples)
         factors = tuple(term.factor for term in of_samples)
@@ -410,7 +406,6 @@ class Candidates:
             candidates=remaining,
             tolerance=tolerance,
             looks=max(self.looks, other.looks),
-            relative=self.relative or other.relative,
             weighted=self.weighted or other.weighted,
             forms=self.forms_with(other.forms),
             rounded=max(self.rounded, other.rounded),
@@ -436,7 +431,6 @@ class Candidates:
             "known",
             "outer",
             "factors",
-            "relative",
             "weighted",
             "by_values",
             "tolerance",

@@ -139,7 +139,6 @@ def measured_again(
             candidates,
             candidates=remaining,
             looks=earlier.looks + 1,
-            relative=candidates.relative or earlier.relative,
             weighted=candidates.weighted or earlier.weighted,
             forms=earlier.forms_with(candidates.forms),
             rounded=max(earlier.rounded - 1, 0),
@@ -189,8 +188,6 @@ def look_inside(model: MeasuredModel, batch: Any, unshown: Unshown) -> bool:
         (finding,) = measured(on_this_rank, batch, trace, loss.candidates)
     if finding.problem:
         raise DivisorError(finding.problem)
-    if finding.candidates is not None and loss.candidates is not None:
-        loss.candidates.relative |= finding.candidates.relative
     if finding.reason and unshown.is_part:
         _warn_of_part(loss, batch, finding.reason)
     return not unshown.weights or are_told_apart(unshown.weights)

@@ -10,6 +10,8 @@ import torch
 
 from runner.booster.shown import Shown
 
+_ROUNDINGS = 100  # by which sums of the same elements in another order may differ
+
 
 @dataclass(frozen=True)
 class Values:
@@ -82,6 +84,20 @@ def terms_in(whole: Shown, parts: Sequence[Shown]) -> list[Values]:
         margin = math.sqrt(precision) * _largest([term.value, *recorded]) + rounding
         several.append(Values(term.value, recorded, margin))
     return several if is_recorded else [*several, losses]
+
+
+def sums_of_alike(whole: Shown, parts: Sequence[Shown]) -> Values | None:
+    """Return the losses, without rounding, if they add up several terms of one kind.
+
+    Terms such as those of chunks of all labels take other samples in a part of the batch.
+    """
+    kinds = {(term.divisor, term.factor, term.form) for term in whole.terms if not term.is_penalty}
+    if len(kinds) != 1 or len(whole.terms) == 1:
+        return None
+    precision: float = torch.finfo(whole.loss.dtype).eps
+    losses = losses_of(whole, parts)
+    margin = _ROUNDINGS * precision * _largest([losses.whole, *losses.parts])
+    return Values(losses.whole, losses.parts, margin)
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -37,6 +37,7 @@ from runner.parallel.collectives import from_all
 from runner.parallel.hooks import held_tensors
 from runner.parallel.pipeline import Pipeline
 
+_LARGEST_VECTOR = 1 << 18  # classes
 WHILE_MEASURED = (
     "raised while it was measured what the loss divides by (loss.items=samples, labels or none "
     "states it)"
@@ -47,9 +48,8 @@ class Shown(NamedTuple):
     """What a forward pass has shown of the loss of a batch, or of a part of it.
 
     ``numbers`` are those that the samples of a part have in the batch. ``vectors`` are constant
-    vectors of numbers that the loss has taken, which may be weights of classes. ``divides_masks``
-    is true if masks that are divided by their mean count as divisors. ``shapes`` are those of the
-    tensors that the loss was computed of.
+    vectors of numbers that the loss has taken, which may be weights of classes. ``shapes`` are
+    those of the tensors that the loss was computed of.
     """
 
     batch: Any
@@ -58,13 +58,7 @@ class Shown(NamedTuple):
     error: GraphError | None = None
     numbers: Sequence[int] = ()
     vectors: Sequence[Tensor] = ()
-    divides_masks: bool = False
     shapes: Sequence[tuple[int, ...]] = ()
-
-    def with_masks(self) -> Shown:
-        """Return the same with masks for weights that are 0 or another number, which divides."""
-        terms = [term.with_masks() for term in self.terms]
-        return self._replace(terms=terms, divides_masks=True)
 
     @property
     def value(self) -> float:
@@ -274,13 +268,11 @@ class _Numbers(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.of_nodes: dict[tuple[Any, int], Tensor] = {}
-        self.vectors: dict[int, Tensor] = {}
+        self.vectors: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.vectors += [argument.clone() for argument in args if _is_vector(argument)]
         returned = func(*args, **(kwargs or {}))
-        for argument in args:
-            if _is_vector(argument):
-                self.vectors[id(argument)] = argument
         for result in returned if type(returned) is tuple else (returned,):
             if type(result) is Tensor and result.numel() == 1 and result.grad_fn is not None:
                 self.of_nodes[result.grad_fn, result.output_nr] = result.detach()
@@ -288,9 +280,11 @@ class _Numbers(TorchFunctionMode):
 
 
 def _is_vector(value: Any) -> bool:
-    if type(value) is not Tensor or value.ndim != 1 or len(value) < 2:
+    """Return whether a value is a constant vector of numbers, whose memory is not freed."""
+    if type(value) is not Tensor or value.ndim != 1 or not 1 < len(value) <= _LARGEST_VECTOR:
         return False
-    return value.is_floating_point() and not value.requires_grad
+    is_there = value.untyped_storage().nbytes() >= value.nbytes
+    return is_there and value.is_floating_point() and not value.requires_grad
 
 
 def shown_by(batch: Any, loss_of: LossOf, numbers: Sequence[int] | None = None) -> Shown | None:
@@ -309,6 +303,5 @@ def shown_by(batch: Any, loss_of: LossOf, numbers: Sequence[int] | None = None) 
         terms = terms_of(loss, Recorded(computed.of_nodes))
     except GraphError as error:
         return Shown(batch, loss.detach(), error=error, numbers=numbers or ())
-    vectors = list(computed.vectors.values())
     shapes = shapes_in(loss)
-    return Shown(batch, loss.detach(), terms, None, numbers or (), vectors, shapes=shapes)
+    return Shown(batch, loss.detach(), terms, None, numbers or (), computed.vectors, shapes=shapes)

@@ -85,27 +85,6 @@ class Term(NamedTuple):
         """Whether numbers that are not 0 differ from one another in a weight of its elements."""
         return any(not _is_mask(weight) and spread_of(weight) > 0 for weight in self.weights)
 
-    @property
-    def masked_numbers(self) -> tuple[float, ...] | None:
-        """The number beside 0 in each weight; None if a weight has several."""
-        numbers = []
-        for weight in self.weights:
-            elements = weight[weight != 0]
-            if not elements.numel() or bool((elements != elements.flatten()[0]).any()):
-                return None
-            numbers.append(float(elements.flatten()[0]))
-        return tuple(numbers)
-
-    def with_masks(self) -> Term:
-        """Return the term with weights of 0 and 1, by whose other number it divides."""
-        numbers = self.masked_numbers
-        if not numbers or set(numbers) == {1.0}:
-            return self
-        weights = tuple((weight != 0).to(weight) for weight in self.weights)
-        divisor = self.divisor / math.prod(numbers)
-        outer = self.outer / math.prod(numbers)
-        return self._replace(divisor=divisor, outer=outer, divides=True, weights=weights)
-
 
 def forms_of(terms: Sequence[Term]) -> list[Form]:
     """Return how the parts that are not multiplied with 0 take samples or parameters.

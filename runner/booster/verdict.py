@@ -21,7 +21,14 @@ from runner.booster.divisor import (
 )
 from runner.booster.graph_places import NotLinear
 from runner.booster.loss import WindowLoss
-from runner.booster.part_losses import first_share, losses_of, terms_in, weighted_mean
+from runner.booster.part_losses import (
+    Values,
+    first_share,
+    losses_of,
+    sums_of_alike,
+    terms_in,
+    weighted_mean,
+)
 from runner.booster.sample_weights import (
     are_over_their_mean,
     are_told_apart,
@@ -112,9 +119,6 @@ def verdict(
     """Compare what a batch shows with the ways to count it, of which only earlier ones count."""
     loss.items(whole.batch)  # raises an error if a guess is known to be wrong
     parts = [_with_penalties_of(whole, part) for part in parts]
-    if _divides_masks(_telling(whole, parts)):
-        whole = whole.with_masks()
-        parts = [part.with_masks() for part in parts]
     if isinstance(whole.error, NotLinear):
         return Finding(problem=_NO_MEAN.format(loss.name, whole.error))
     if whole.tells_nothing or whole.is_without_samples:
@@ -252,7 +256,6 @@ def _candidates(
         [Candidate(divisor) for divisor in possible],
         outer=outer,
         factors=varies,
-        relative=whole.divides_masks,
         weighted=any(term.is_weighted and are_told_apart(term.weights) for term in whole.terms),
         rounded=_MEASURED_ROUNDED if parts and _has_rounded_weights(whole) else 0,
     )
@@ -368,34 +371,25 @@ def _as_a_sum(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> C
 
 def _adds_up(candidates: Candidates, whole: Shown, parts: Sequence[Shown]) -> bool:
     """Return whether each term of the whole is the mean of its parts, weighted by their items."""
-    for values in terms_in(whole, parts):
-        if candidates.divisor.counts == NOTHING:
-            expected = sum(values.parts)
-        elif any(value != value for value in values.parts):
-            counts = [candidates.items(part.batch) for part in parts]
-            expected = weighted_mean(values.parts, counts)
-        else:
-            multipliers = [candidates.multiplier(part.batch) for part in parts]
-            pairs = zip(multipliers, values.parts, strict=True)
-            total = sum(multiplier * value for multiplier, value in pairs)
-            expected = total / candidates.multiplier(whole.batch)
-        if not values.is_near(expected):
-            return False
-    return True
+    batches = [whole.batch, *(part.batch for part in parts)]
+    if all(_is_mean(candidates, values, batches) for values in terms_in(whole, parts)):
+        return True
+    losses = sums_of_alike(whole, parts)
+    return losses is not None and _is_mean(candidates, losses, batches)
 
 
-def _divides_masks(several: Sequence[Shown]) -> bool:
-    """Return whether masks are multiplied with other numbers in parts, as ``mask / mask.mean()``.
-
-    So the loss is a mean over the elements that the mask selects.
-    """
-    if len({len(shown.terms) for shown in several}) > 1:
-        return False
-    for several_terms in zip(*(shown.terms for shown in several), strict=True):
-        numbers = {term.masked_numbers for term in several_terms}
-        if None not in numbers and len(numbers) > 1:
-            return True
-    return False
+def _is_mean(candidates: Candidates, values: Values, batches: Sequence[Any]) -> bool:
+    """Return whether a value is the mean of its parts; the whole batch is the first of batches."""
+    whole, *parts = batches
+    if candidates.divisor.counts == NOTHING:
+        return values.is_near(sum(values.parts))
+    if any(value != value for value in values.parts):
+        counts = [candidates.items(part) for part in parts]
+        return values.is_near(weighted_mean(values.parts, counts))
+    total = 0.0
+    for part, value in zip(parts, values.parts, strict=True):
+        total += candidates.multiplier(part) * value
+    return values.is_near(total / candidates.multiplier(whole))
 
 
 def _ranks_samples(whole: Shown, parts: Sequence[Shown]) -> bool:

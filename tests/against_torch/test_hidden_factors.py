@@ -256,7 +256,9 @@ CASES = {
     "a mean weight": Case(times_mean_weight, ones("of_samples"), refused=ELSE),
     "a number of the batch": Case(times_a_number_of_the_batch, ones("of_samples"), refused=ELSE),
     "share of a mask": Case(over_share_of_mask, ones("mask")),
-    "relative mask": Case(with_relative_mask, ones("mask")),
+    "relative mask": Case(
+        with_relative_mask, ones("mask"), refused=f"{WEIGHTS}.*weights / weights.mean"
+    ),
     "relative lengths": Case(with_relative_lengths, ones("mask"), refused=WEIGHTS),
     "longest sample": Case(over_the_longest, ones("mask"), refused=ELSE),
     "tokens in brackets": Case(times_tokens_in_brackets, unchanged, ignoring(-100)),

@@ -120,6 +120,8 @@ class TrainState:
             clip = state["clip"]
             self.mode.load_state_dict(_without_thresholds(clip) if "threshold" in keep else clip)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            if getattr(scheduler, "by_samples", False):
+                saved = _in_microbatches_of(saved, state["microbatch"], self.windows.samples)
             _load_schedule(scheduler, saved, keeps_rates="lr" in keep)
         self.microbatches_behind = 0
         self.windows.load_state_dict(self._random_of(state))
@@ -189,6 +191,15 @@ def _load_schedule(scheduler: Any, saved: Mapping[str, Any], keeps_rates: bool) 
         _step_up_to(scheduler, saved["last_epoch"])
     else:
         scheduler.load_state_dict(saved)
+
+
+def _in_microbatches_of(
+    saved: Mapping[str, Any], size_before: int | None, size: int | None
+) -> Mapping[str, Any]:
+    """Return the state of a schedule that counts microbatches, which may be of another size now."""
+    if not size_before or not size or size_before == size or "last_epoch" not in saved:
+        return saved
+    return {**saved, "last_epoch": saved["last_epoch"] * size_before // size}
 
 
 def _step_up_to(scheduler: Any, epoch: int) -> None:

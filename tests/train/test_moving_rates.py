@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from runner import Evaluate, Log, Trainer
+from runner.booster import SinglePlugin
 from runner.optim.groups import parameter_groups
-from runner.optim.schedulers import PlateauLR
+from runner.optim.schedulers import LinearWarmupPolynomialLR, PlateauLR
 
 RATE = 2e-7  # at this rate the loss stays the same, which is no improvement
 
@@ -82,6 +84,29 @@ def test_a_plateau_keeps_its_reductions_where_the_schedules_are_made_anew(tmp_pa
     second.load(checkpoint, keep={"lr"})
     second.fit()
     assert rates.seen == [RATE / 2]
+
+
+def by_samples(size, microbatches, total):
+    """A training whose rate falls in a line over samples, in microbatches of a size."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = LinearWarmupPolynomialLR(optimizer, total)
+    schedule.by_samples = True
+    data = TensorDataset(torch.randn(48, 3), torch.arange(48) % 2)
+    loader = SinglePlugin().prepare_dataloader(data, size)
+    options = {"optimizers": optimizer, "schedulers": schedule, "log": Log(bar=False)}
+    return Trainer(model, loader, "2ba", accumulation_steps=microbatches, **options)
+
+
+def test_a_rate_by_samples_goes_on_in_microbatches_of_another_size(tmp_path):
+    first = by_samples(4, 2, total=12)
+    first.fit()
+    checkpoint = first.save(tmp_path)
+    second = by_samples(8, 1, total=6)
+    second.load(checkpoint, keep={"lr"})
+    rates = [trainer.optimizer.param_groups[0]["lr"] for trainer in (first, second)]
+    assert rates == pytest.approx([1 - 16 / 48] * 2)
 
 
 def test_a_plateau_without_held_out_data_is_refused():

@@ -131,7 +131,7 @@ class Run:
         if keys.DIVERGED in self.summary:
             return recorded if type(recorded) is int else None
         loss = self.of(keys.TRAIN_LOSS)
-        position = diverged_from(loss.values)
+        position = diverged_from(loss.values.tolist())
         if position is None and self.state == "failed" and len(loss):
             # What ended a run that failed may be its last loss alone.
             lost = ~np.isfinite(loss.values)

@@ -18,6 +18,7 @@ from runner.bench.cells import ABSENT, HANGS, Place, Row, finished
 
 SECONDS = 30.0  # that a collective of a tool may take
 _MOST = 300.0  # seconds without a row until ranks that no collective ends are stopped
+_START = 900.0  # seconds until the first row: imports of large libraries count
 _WORDS = 16  # of what pip says
 
 
@@ -99,9 +100,12 @@ def _rows_of_ranks(places: Sequence[Place], python: Path, folder: Path) -> Itera
                 seen = len(lines)
                 if ended:
                     return
-                if time.monotonic() - last > _MOST:
-                    place = places[seen]._asdict()
-                    yield finished({**place, "version": ""}, HANGS, "no rank came to an end")
+                if time.monotonic() - last > (_MOST if seen else _START):
+                    row = {**places[seen]._asdict(), "version": ""}
+                    if seen:
+                        yield finished(row, HANGS, "no rank came to an end")
+                    else:
+                        yield finished(row, ABSENT, f"no answer within {_START:g} s")
                     return
                 time.sleep(0.1)
         finally:

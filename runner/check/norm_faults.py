@@ -11,7 +11,7 @@ from runner.check.clipped import Clipped
 from runner.check.mistakes import Explainer
 from runner.check.parts import Part
 from runner.check.ranks import Ranks
-from runner.check.reference import combined, near, root
+from runner.check.reference import coefficients, combined, near, root
 
 _SUSPECT = 0.03  # errors up to which torch's own rounding is computed: it may explain them
 _LOGGED = 1e-3  # logs round
@@ -84,15 +84,19 @@ def of_returned(clipped: Clipped, right: Sequence[float], explainer: Explainer) 
     for rank, norm in enumerate(clipped.returned):
         if norm is not None and not _near_any(norm, right, tolerance):
             reason = explainer.mistake_behind(clipped.returned, tolerance)
-            reason = reason or _reason_of_returned(clipped.returned)
+            reason = reason or _reason_of_returned(clipped)
             return _off(clipped, norm, f"rank {rank} returned", reason)
     return None
 
 
-def _reason_of_returned(returned: Sequence[float | None]) -> str | None:
+def _reason_of_returned(clipped: Clipped) -> str | None:
     """Return what norms that no known mistake predicts have in common."""
+    returned = clipped.returned
+    low, high = coefficients(clipped.norm, clipped.max_norm)
+    if all(norm is None or low * 0.999 <= norm <= high * 1.001 for norm in returned):
+        return "this is the coefficient that gradients are multiplied by, not the norm"
     if _in_bfloat16(returned):
-        return "it was computed in bfloat16"
+        return "it has the few digits of bfloat16, so it was computed in it, or is another number"
     values: dict[int, float] = {}
     for rank, norm in enumerate(returned):
         if norm is not None:

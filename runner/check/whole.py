@@ -91,14 +91,29 @@ class Whole:
                     self.unequal.append(fact.name)
 
     def _join_tied(self) -> None:
-        """Join an embedding and a head on different ranks with equal weights and gradients."""
-        for embedding in [unit for unit in self.units if unit.facts.embeds]:
-            for head in list(self.units):
-                if embedding in self.units and _are_tied(embedding, head):
-                    embedding.tied.append(head.facts.key)
-                    embedding.holders |= head.holders
-                    self.tied.append((embedding.facts.key, head.facts.key))
-                    self.units = [unit for unit in self.units if unit is not head]
+        """Join matrices on different ranks with equal weights and gradients.
+
+        One of them is an embedding, or both are in ``groups``: stages share an embedding and a
+        head, and experts that are copies of one matrix have gradients of their own.
+        """
+        if self.size == 1:
+            return
+        alike: dict[tuple[Any, ...], list[Unit]] = {}
+        for unit in self.units:
+            if len(unit.facts.shape) > 1:
+                key = (unit.facts.shape, unit.facts.position, unit.facts.weight)
+                alike.setdefault(key, []).append(unit)
+        joined: set[int] = set()
+        for copies in alike.values():
+            copies.sort(key=lambda unit: not unit.facts.embeds)
+            first = copies[0]
+            for unit in copies[1:]:
+                if _are_tied(first, unit):
+                    first.tied.append(unit.facts.key)
+                    first.holders |= unit.holders
+                    self.tied.append((first.facts.key, unit.facts.key))
+                    joined.add(id(unit))
+        self.units = [unit for unit in self.units if id(unit) not in joined]
 
     def places(self) -> list[tuple[int, int]]:
         """Return for each unit its first rank, and its position among the parts of this rank."""
@@ -144,17 +159,14 @@ def _same_gradient(first: Facts, second: Facts) -> bool:
     return projections_near(first.gradient, second.gradient, replica_tolerance(first.dtype))
 
 
-def _are_tied(embedding: Unit, head: Unit) -> bool:
-    """Return whether two parts on different ranks are one parameter, to the bit of its weights."""
-    first = embedding.facts
-    second = head.facts
-    if head is embedding or set(embedding.holders) & set(head.holders):
+def _are_tied(first: Unit, second: Unit) -> bool:
+    """Return whether two parts of equal weights on different ranks are one parameter."""
+    if set(first.holders) & set(second.holders):
         return False
-    if first.shape != second.shape or first.position != second.position:
+    in_groups = first.facts.pattern is not None and second.facts.pattern is not None
+    if not (first.facts.embeds or in_groups) or not any(first.facts.gradient):
         return False
-    if not projections_near(first.weight, second.weight, 1e-12) or not any(first.gradient):
-        return False
-    return _same_gradient(first, second)
+    return _same_gradient(first.facts, second.facts)
 
 
 def projections_near(first: tuple[float, ...], second: tuple[float, ...], tolerance: float) -> bool:

@@ -36,6 +36,7 @@ ProcessGroups = Mapping[str, Any]
 
 _CHUNK = 2**22  # elements that are summed at a time
 _NEAR = 0.05  # share of its norm by which the gradient of a replica may differ
+_SAME = 1e-6  # the same for one gradient that was added up over ranks
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 EXAMPLE = 'groups={"experts.*": process_group}'
 
@@ -49,6 +50,7 @@ class Held(NamedTuple):
     elements: int  # of the whole parameter
     weight: int | None = None  # checksum of the shard; None where it need not be compared
     gradient: tuple[float, ...] | None = None  # see :func:`projections`
+    may_be_tied: bool = False  # a matrix that is distinct on each rank, as users say
 
 
 class Report(NamedTuple):
@@ -98,7 +100,10 @@ def over_ranks(model: nn.Module, world: dist.ProcessGroup, process_groups: Proce
         shard = placed(name, parameter, module, parts)
         shards.append(replace(shard, base=base))
         parameter_here = Held(name, position, base, parameter.numel())
-        if parameter.requires_grad and parts * ranks < world.size():
+        if pattern is not None and parameter.requires_grad and parameter.ndim > 1:
+            parameter_here = parameter_here._replace(may_be_tied=True)
+        is_compared = parts * ranks < world.size() or parameter_here.may_be_tied
+        if parameter.requires_grad and is_compared:
             parameter_here = _with_checksums(parameter_here, parameter)
         held.append(parameter_here)
     report = Report(held, head_weights(model), matched, problem)
@@ -117,6 +122,7 @@ def _layout_of_reports(
     _require_matches(reports)
     _require_on_every_rank(reports)
     require_replicas([of_rank.held for of_rank in reports])
+    _require_untied(reports)
     on_all_ranks = [parameter for of_rank in reports for parameter in of_rank.held]
     holders = Counter((parameter.name, parameter.position) for parameter in on_all_ranks)
     with_replicas = []
@@ -250,6 +256,36 @@ def _require_on_every_rank(reports: Sequence[Report]) -> None:
             f"parameters differ, as in {EXAMPLE}; for pipeline stages of your own that is "
             'groups={"*": process_group_of_stages}'
         )
+
+
+def _require_untied(reports: Sequence[Report]) -> None:
+    """Refuse matrices of a group that are one: equal weights and gradients on several ranks.
+
+    Such is an embedding that the first and the last stage of a pipeline share.
+    """
+    alike: defaultdict[tuple[Any, ...], dict[str, tuple[int, Held]]] = defaultdict(dict)
+    for rank, report in enumerate(reports):
+        for held in report.held:
+            if held.may_be_tied and held.weight is not None and held.gradient is not None:
+                key = (held.elements, held.position, held.weight)
+                alike[key].setdefault(held.name, (rank, held))
+    for parameters in alike.values():
+        (rank, first), *copies = parameters.values()
+        for other_rank, copy in copies:
+            if _equal(first.gradient, copy.gradient):
+                raise LayoutError(
+                    f"{first.base} on rank {rank} and {copy.base} on rank {other_rank} have equal "
+                    "weights and gradients: a parameter that stages share counts once, so give it "
+                    "one name on all ranks that no pattern of groups matches, as in "
+                    'groups={"stage.*": process_group_of_stages}'
+                )
+
+
+def _equal(first: tuple[float, ...] | None, second: tuple[float, ...] | None) -> bool:
+    """Return whether projections are those of one gradient that is not zero."""
+    if first is None or second is None or not 0 < first[0] < math.inf:
+        return False
+    return all(abs(a - b) <= _SAME * first[0] for a, b in zip(first, second, strict=True))
 
 
 def process_groups_of(groups: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -389,6 +389,15 @@ def of_gradients_that_were_not_unscaled():
     return report(model, clip), "not unscaled"
 
 
+def the_coefficient_is_returned():
+    model = ddp()
+
+    def clip():
+        return LIMIT / clip_grad_norm_(model.parameters(), LIMIT)
+
+    return report(model, clip), "this is the coefficient that gradients are multiplied by"
+
+
 def frozen_parameters_counted():
     model = net()
     backward(model)

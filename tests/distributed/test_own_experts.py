@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from runner import GradientMonitor, apply_gradient_clipping
+from runner import GradientMonitor, apply_gradient_clipping, check_clipping
 from runner.gradients.shard import LayoutError, local
 from tests.clip.reference import refused
 from tests.ranks import run_ranks
@@ -287,6 +287,18 @@ def stages():
         decision = apply_gradient_clipping(model, "norm", 1.0, groups={"*": meshes["stages"]})
         squares = [float(parameter.grad.square().sum()) for parameter in layer.parameters()]
         results.append((float(decision.norm), sum(squares)))
+    name = "head" if stage else "embed"
+    tied = nn.ModuleDict({name: nn.Linear(3, 3, bias=False), f"layer{stage}": nn.Linear(3, 3)})
+    tied[name].weight.detach().fill_(1.0)
+    for parameter in tied.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + stage)
+    tied[name].weight.grad.fill_(3.0)  # added up over both stages
+    words = "embed.weight on rank 0 and head.weight on rank 1|counts once|one name on all ranks"
+    stages_of_rank = {"*": meshes["stages"]}
+    refused(LayoutError, words, apply_gradient_clipping, tied, "norm", 1.0, groups=stages_of_rank)
+    with check_clipping(tied, math.inf, groups=stages_of_rank) as check:
+        pass
+    assert check.norm == pytest.approx(math.sqrt(9 * 9 + 12 * 1 + 12 * 4), rel=1e-12)
     return results
 
 

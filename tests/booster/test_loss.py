@@ -152,6 +152,13 @@ def test_losses_of_items_are_refused_before_the_first_step():
     refused(ValueError, "has shape [4]: reduce it", settle, loss, nn.Identity(), [batch])
 
 
+def test_a_mean_over_each_sample_counts_samples_of_any_length():
+    loss = WindowLoss(nn.Identity(), lambda o, t: (o - t).square().mean(1).mean())
+    batches = [(torch.randn(4, 5), torch.randn(4, 5)), (torch.randn(2, 3), torch.randn(2, 3))]
+    settle(loss, nn.Identity(), batches)
+    assert loss.items(batches[0]).items == 2 * loss.items(batches[1]).items
+
+
 def test_a_criterion_keeps_its_reduction():
     criterion = nn.CrossEntropyLoss()
     WindowLoss(nn.Identity(), criterion)

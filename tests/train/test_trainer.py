@@ -202,6 +202,14 @@ def test_the_probe_prints_weights_that_move_on_the_last_microbatch():
     assert "step 2 microbatch 1/1" in lines[4]
 
 
+def test_batch_norm_of_one_sample_names_what_leaves_a_short_microbatch_out():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    batches = [(torch.randn(1, 3), torch.randint(4, (1,)))]
+    with pytest.raises(ValueError, match="more than 1 value") as raised:
+        Trainer(model, batches, "1ba").fit()
+    assert "data.drop_last=true" in " ".join(raised.value.__notes__)
+
+
 def test_batch_norm_under_accumulation_is_warned_of(caplog):
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The library on two ranks, in an environment of torch and pydantic: ``python library_alone.py``.
+"""The library on two ranks, beside torch, pydantic and NumPy: ``python library_alone.py``.
 
 ``tests/test_old_torch.py`` runs it with the lines of README as its arguments.
 """

@@ -120,9 +120,11 @@ class AdaptiveClip(Adaptive, ChangeMode):
         outside = ~((power > VANISHES) & (power < OVERFLOWS))
         shards: Sequence[ParamShard] = ()
         shares: Tensor | None = None
-        if each or any(kernels.may_hold(outside.view(1))):
+        is_outside = any(kernels.may_hold(outside.view(1)))
+        if each or is_outside:
             shards, gradients = layout.gradients()
-            power, shares = powers_of(layout, shards, gradients, 2.0, each=True)
+            whole, shares = powers_of(layout, shards, gradients, 2.0)
+            power = whole if is_outside else power
         norm = norm_of_ranks(layout, power, 2.0)
         return Norms(norm, is_finite(norm), 2.0, shards, shares, units)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from runner.clip.decision import Decision, Inner
 from runner.clip.mode import ClipMode, build
 from runner.gradients import Layout, ParamShard
-from runner.gradients.norms import Norms, combine_norms, is_finite, powers_of, root
+from runner.gradients.norms import FALSE, Norms, combine_norms, is_finite, powers_of, root
 
 
 class Group(NamedTuple):
@@ -45,7 +45,7 @@ class Groups:
         """Measure each group; ``work`` has what was measured, in the order of the groups."""
         modes = [group.mode for group in self.groups]
         if len(modes) > 1 and all(mode.reads == "norm" for mode in modes):
-            measured = self._measure_norms(each)
+            measured = self._measure_norms()
         else:
             measured = [group.mode.measure(group.layout, each) for group in self.groups]
         p = self._norm_type
@@ -53,18 +53,19 @@ class Groups:
         total = combine_norms(totals, p) if len(totals) > 1 else totals[0]
         shards: list[ParamShard] = []
         shares: Tensor | None = None
-        if each or any(norms.shares is not None for norms in measured):
+        finite = is_finite(total)
+        if each or finite is FALSE or all(norms.shares is not None for norms in measured):
             shards, shares = self._shares(measured)
-        return Norms(total, is_finite(total), p, shards, shares, measured)
+        return Norms(total, finite, p, shards, shares, measured)
 
-    def _measure_norms(self, each: bool) -> list[Norms]:
+    def _measure_norms(self) -> list[Norms]:
         """Measure the norms of all groups, with one collective for all of them."""
         p = self._norm_type
         powers = []
         measured = []
         for group in self.groups:
             shards, gradients = group.layout.gradients()
-            power, shares = powers_of(group.layout, shards, gradients, p, each)
+            power, shares = powers_of(group.layout, shards, gradients, p)
             powers.append(power)
             measured.append((shards, shares))
         sums_or_maxima = {"maxima": powers} if math.isinf(p) else {"sums": powers}
@@ -87,9 +88,7 @@ class Groups:
             of_group, shares_of_group = norms.shards, norms.shares
             if shares_of_group is None:
                 of_group, gradients = group.layout.gradients()
-                _, shares_of_group = powers_of(
-                    group.layout, of_group, gradients, self._norm_type, each=True
-                )
+                _, shares_of_group = powers_of(group.layout, of_group, gradients, self._norm_type)
             assert shares_of_group is not None
             shards += of_group
             shares.append(shares_of_group)

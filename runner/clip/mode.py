@@ -126,9 +126,10 @@ class ClipMode(Mode, ABC):
         """Measure the final gradients of ``layout``; the host does not wait for an accelerator.
 
         A mode may measure what it decides by in the same read, and leave it in ``work``. With
-        ``each`` the share of each gradient in the norm is measured too.
+        ``each`` the share of each gradient in the norm is measured too, also where the mode itself
+        does not need it.
         """
-        return Norms.of(layout, self.norm_type, each)
+        return Norms.of(layout, self.norm_type)
 
     @property
     def scales_whole(self) -> bool:

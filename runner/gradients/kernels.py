@@ -25,8 +25,7 @@ class Kernels(Protocol):
         shards: Sequence[ParamShard],
         gradients: Sequence[Tensor],
         norm_type: float,
-        each: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor]: ...
 
     def multiply(self, gradients: list[Tensor], coef: Tensor) -> None: ...
 

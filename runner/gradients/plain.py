@@ -40,12 +40,10 @@ def powers(
     shards: Sequence[ParamShard],
     gradients: Sequence[Tensor],
     norm_type: float,
-    each: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Return Σ|g|^p (max|g| for p = inf) of all gradients, and of each gradient, [shards].
 
-    A gradient is divided by the ranks that hold it. Without ``each`` a kernel may leave out the
-    second value of gradients that are finite.
+    A gradient is divided by the ranks that hold it.
     """
     values = torch.stack(
         torch._foreach_norm(list(gradients), norm_type, dtype=widest(gradients[0].device))
@@ -91,8 +89,8 @@ def compare_elements(layout: Layout, limit: float) -> Elements:
     largest = layout.number(0.0)
     power = layout.number(0.0)
     if gradients:
-        largest, _ = powers(layout, shards, gradients, math.inf, each=False)
-        power, _ = powers(layout, shards, gradients, 2.0, each=False)
+        largest, _ = powers(layout, shards, gradients, math.inf)
+        power, _ = powers(layout, shards, gradients, 2.0)
     for shard, gradient in zip(shards, gradients, strict=True):
         # In the widest type: a count that is divided in float32 is wrong beyond 2^24.
         count = (gradient.abs() > limit).sum(dtype=above.dtype)

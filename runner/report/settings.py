@@ -90,10 +90,16 @@ def _chosen_options(runs: Sequence[Run], every: Iterable[str], typed: set[str]) 
 
 
 def _differs(key: str, runs: Sequence[Run]) -> bool:
-    """Return whether the runs have several values of a key that decides what a run computes."""
+    """Return whether the runs have several values of a key that decides what a run computes.
+
+    Of a run that has not begun the values are known that were typed.
+    """
     if key.startswith(_ASIDE):
         return False
-    return len({_json(run.config.get(key)) for run in runs if run.config}) > 1
+    if len({_json(run.config.get(key)) for run in runs if run.config}) > 1:
+        return True
+    some_wait = any(not run.config for run in runs)
+    return some_wait and len({run.typed[key] for run in runs if key in run.typed}) > 1
 
 
 def choice(run: Run, key: str) -> str:
@@ -145,7 +151,7 @@ def swept_keys(runs: Sequence[Run], columns: Sequence[str]) -> list[str]:
 
 def label(run: Run, swept: Sequence[str]) -> str:
     """Return the name of a setting: the values of the keys that were swept."""
-    if not run.config and not run.mode:
+    if not run.config and not run.mode and not set(swept) & set(run.typed):
         return _brief(_words(run)) or "?"
     single = len([key for key in swept if key != "seed"]) == 1
     parts = _name_of_clipping(run, swept)

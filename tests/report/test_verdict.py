@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from scipy import stats
 
 from runner.report import read, write
@@ -16,6 +17,7 @@ from runner.report.remarks import remarks
 from runner.report.statistics import Difference, compare, limit, tail
 from runner.report.verdict import verdict
 from runner.request.request import request
+from runner.run_folder.status import Entry, SweepRecord
 from tests.report.examples import NORM, config, rows, sweep, trained, write_run
 
 NAN = math.nan
@@ -127,6 +129,21 @@ def test_the_best_value_at_an_end_of_those_tried(losses, said, tmp_path):
     findings = findings_of(tmp_path, losses)
     edges = [edge(findings, key) for key in ("clip.threshold", "optimizer.lr")]
     assert [text for text in edges if text] == said
+
+
+def test_a_run_that_has_not_begun_is_named_by_what_was_typed(tmp_path):
+    folder = sweep(tmp_path / "s", NORM[:1], steps=5)
+    record = SweepRecord.read(folder)
+    record.entries[0].words = record.entries[0].overrides = ["model.width=8"]
+    waiting = ["model.width=16"]
+    record.entries.append(Entry(1, "1", waiting, waiting, "4567cdef"))
+    record.write(folder)
+    overrides = folder / "0" / ".hydra" / "overrides.yaml"
+    overrides.write_text("[model.width=8]")
+    begun = config(clip__mode="norm", clip__threshold=0.1, model__width=8)
+    (folder / "0" / "config.yaml").write_text(yaml.safe_dump(begun))
+    findings = find(read(folder))
+    assert [setting.label for setting in findings.settings] == ["8", "16"]
 
 
 def test_loops_of_ones_own_that_took_fewer_steps_are_told_apart(tmp_path):

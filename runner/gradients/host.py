@@ -63,16 +63,30 @@ def powers_of_each(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if sum(sizes) <= EXACT:
         return _sums_of_powers(gathered(gradients), sizes, norm_type)
     powers = torch.empty(len(gradients), dtype=torch.float64)
-    small = [number for number, size in enumerate(sizes) if size <= SMALL]
-    few = EXACT // SMALL  # so that the copy in float64 stays in a cache
-    for first in range(0, len(small), few):
-        numbers = small[first : first + few]
+    for numbers in _small_together(sizes):
         copy = gathered([gradients[number] for number in numbers])
         powers[numbers] = _sums_of_powers(copy, [sizes[n] for n in numbers], norm_type)
     large = [number for number, size in enumerate(sizes) if size > SMALL]
     if large:
         powers[large] = _powers_by_rows([gradients[number] for number in large], norm_type)
     return powers
+
+
+def _small_together(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the positions of small gradients, as many at once as stay in a cache in float64."""
+    together: list[int] = []
+    elements = 0
+    for number, size in enumerate(sizes):
+        if size > SMALL:
+            continue
+        if elements + size > EXACT:
+            yield together
+            together = []
+            elements = 0
+        together.append(number)
+        elements += size
+    if together:
+        yield together
 
 
 def _powers_by_rows(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -123,7 +123,7 @@ class AdaptiveClip(Adaptive, ChangeMode):
         is_outside = any(kernels.may_hold(outside.view(1)))
         if each or is_outside:
             shards, gradients = layout.gradients()
-            whole, shares = powers_of(layout, shards, gradients, 2.0)
+            whole, shares = powers_of(layout, shards, gradients, 2.0, each=True)
             power = whole if is_outside else power
         norm = norm_of_ranks(layout, power, 2.0)
         return Norms(norm, is_finite(norm), 2.0, shards, shares, units)

@@ -45,7 +45,7 @@ class Groups:
         """Measure each group; ``work`` has what was measured, in the order of the groups."""
         modes = [group.mode for group in self.groups]
         if len(modes) > 1 and all(mode.reads == "norm" for mode in modes):
-            measured = self._measure_norms()
+            measured = self._measure_norms(each)
         else:
             measured = [group.mode.measure(group.layout, each) for group in self.groups]
         p = self._norm_type
@@ -58,14 +58,14 @@ class Groups:
             shards, shares = self._shares(measured)
         return Norms(total, finite, p, shards, shares, measured)
 
-    def _measure_norms(self) -> list[Norms]:
+    def _measure_norms(self, each: bool) -> list[Norms]:
         """Measure the norms of all groups, with one collective for all of them."""
         p = self._norm_type
         powers = []
         measured = []
         for group in self.groups:
             shards, gradients = group.layout.gradients()
-            power, shares = powers_of(group.layout, shards, gradients, p)
+            power, shares = powers_of(group.layout, shards, gradients, p, each)
             powers.append(power)
             measured.append((shards, shares))
         sums_or_maxima = {"maxima": powers} if math.isinf(p) else {"sums": powers}
@@ -88,7 +88,9 @@ class Groups:
             of_group, shares_of_group = norms.shards, norms.shares
             if shares_of_group is None:
                 of_group, gradients = group.layout.gradients()
-                _, shares_of_group = powers_of(group.layout, of_group, gradients, self._norm_type)
+                _, shares_of_group = powers_of(
+                    group.layout, of_group, gradients, self._norm_type, each=True
+                )
             assert shares_of_group is not None
             shards += of_group
             shares.append(shares_of_group)

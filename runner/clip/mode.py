@@ -126,10 +126,9 @@ class ClipMode(Mode, ABC):
         """Measure the final gradients of ``layout``; the host does not wait for an accelerator.
 
         A mode may measure what it decides by in the same read, and leave it in ``work``. With
-        ``each`` the share of each gradient in the norm is measured too, also where the mode itself
-        does not need it.
+        ``each`` the share of each gradient in the norm is measured too.
         """
-        return Norms.of(layout, self.norm_type)
+        return Norms.of(layout, self.norm_type, each)
 
     @property
     def scales_whole(self) -> bool:

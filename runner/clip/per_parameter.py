@@ -45,7 +45,7 @@ class TensorMode(FactorMode):
     def measure(self, layout: Layout, each: bool = False) -> Norms:
         p = self.norm_type
         shards, gradients = layout.gradients()
-        _, shares = powers_of(layout, shards, gradients, p)
+        _, shares = powers_of(layout, shards, gradients, p, each=True)
         assert shares is not None
         of_parameters = by_parameter(layout, shards, shares, p)
         presence = by_parameter(layout, shards, torch.ones_like(shares), p)

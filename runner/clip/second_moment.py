@@ -253,7 +253,7 @@ class UpdateClip(Update, OptimizerMode):
         """
         self.require_bound()
         shards, gradients = layout.gradients()
-        power, shares = powers_of(layout, shards, gradients, self.norm_type)
+        power, shares = powers_of(layout, shards, gradients, self.norm_type, each)
         device = layout.device
         sums = torch.zeros(2, len(layout.names), dtype=transfer.widest(device), device=device)
         stepped = []

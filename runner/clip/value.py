@@ -32,7 +32,7 @@ class ValueClip(Value, ChangeMode):
         norms = Norms.measured(norm, elements)
         if each or norms.finite is not TRUE:
             norms.shards, gradients = layout.gradients()
-            _, norms.shares = powers_of(layout, norms.shards, gradients, 2.0)
+            _, norms.shares = powers_of(layout, norms.shards, gradients, 2.0, each=True)
         return norms
 
     def change(self, layout: Layout, norms: Norms) -> Change:

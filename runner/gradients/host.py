@@ -46,13 +46,26 @@ def powers(
     shards: Sequence[ParamShard],
     gradients: Sequence[Tensor],
     norm_type: float,
-) -> tuple[Tensor, Tensor]:
-    """Return Σ|g|^p of all gradients, and of each."""
+    each: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return Σ|g|^p of all gradients; and of each, if that costs nothing or ``each`` asks for it.
+
+    The first value is the same to the bit with and without ``each``.
+    """
     if math.isinf(norm_type):
         values = torch.tensor([largest(gradient) for gradient in gradients], dtype=torch.float64)
         return values.amax(), values
+    replicas = layout.common_replicas(shards)
+    sizes = [gradient.numel() for gradient in gradients]
+    if norm_type == 2.0 and replicas is not None and sum(sizes) <= EXACT:
+        wide = gathered(gradients).double()
+        power = torch.dot(wide, wide)
+        shares = None
+        if each or not power.isfinite():
+            shares = _sums_of_powers(wide, sizes, norm_type) / replicas
+        return power / replicas, shares
     values = powers_of_each(gradients, norm_type)
-    if layout.common_replicas(shards) != 1:
+    if replicas != 1:
         values = values / layout.replicas_of(shards)
     return values.sum(), values
 

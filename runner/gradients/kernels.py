@@ -25,7 +25,8 @@ class Kernels(Protocol):
         shards: Sequence[ParamShard],
         gradients: Sequence[Tensor],
         norm_type: float,
-    ) -> tuple[Tensor, Tensor]: ...
+        each: bool,
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def multiply(self, gradients: list[Tensor], coef: Tensor) -> None: ...
 

@@ -51,10 +51,13 @@ class Norms:
     work: Any = None
 
     @classmethod
-    def of(cls, layout: Layout, norm_type: float = 2.0) -> Norms:
-        """Measure the gradients of ``layout``: one small collective if it spans ranks."""
+    def of(cls, layout: Layout, norm_type: float = 2.0, each: bool = False) -> Norms:
+        """Measure the gradients of ``layout``: one small collective if it spans ranks.
+
+        With ``each`` there are ``shares``; as on an accelerator, and where ‖G‖ is not finite.
+        """
         shards, gradients = layout.gradients()
-        power, shares = powers_of(layout, shards, gradients, norm_type)
+        power, shares = powers_of(layout, shards, gradients, norm_type, each)
         total = norm_of_ranks(layout, power, norm_type)
         return cls(total, is_finite(total), norm_type, shards, shares)
 
@@ -144,10 +147,14 @@ def powers_of(
     shards: Sequence[ParamShard],
     gradients: Sequence[Tensor],
     norm_type: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the share in ‖G‖^p (largest |g| for p = inf) of this rank, and of each shard."""
+    each: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the share in ‖G‖^p (largest |g| for p = inf) of this rank, and of each shard.
+
+    On a CPU the shares of finite gradients are None unless ``each`` asks for them.
+    """
     if not gradients:
         nothing = layout.number(0.0)
-        return nothing, nothing.new_empty(0)
+        return nothing, nothing.new_empty(0) if each else None
     kernels = kernels_of(gradients[0].device)
-    return kernels.powers(layout, shards, gradients, norm_type)
+    return kernels.powers(layout, shards, gradients, norm_type, each)

@@ -40,10 +40,12 @@ def powers(
     shards: Sequence[ParamShard],
     gradients: Sequence[Tensor],
     norm_type: float,
-) -> tuple[Tensor, Tensor]:
+    each: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Return Σ|g|^p (max|g| for p = inf) of all gradients, and of each gradient, [shards].
 
-    A gradient is divided by the ranks that hold it.
+    A gradient is divided by the ranks that hold it. Without ``each`` a kernel may leave out the
+    second value of gradients that are finite.
     """
     values = torch.stack(
         torch._foreach_norm(list(gradients), norm_type, dtype=widest(gradients[0].device))
@@ -89,8 +91,8 @@ def compare_elements(layout: Layout, limit: float) -> Elements:
     largest = layout.number(0.0)
     power = layout.number(0.0)
     if gradients:
-        largest, _ = powers(layout, shards, gradients, math.inf)
-        power, _ = powers(layout, shards, gradients, 2.0)
+        largest, _ = powers(layout, shards, gradients, math.inf, each=False)
+        power, _ = powers(layout, shards, gradients, 2.0, each=False)
     for shard, gradient in zip(shards, gradients, strict=True):
         # In the widest type: a count that is divided in float32 is wrong beyond 2^24.
         count = (gradient.abs() > limit).sum(dtype=above.dtype)

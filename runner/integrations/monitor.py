@@ -225,7 +225,7 @@ class GradientMonitor:
         clipper = self._begin_gauges()
         norms: Norms | None = clipper.norms if clipper.decision is metrics.decision else None
         if norms is None or norms.shares is None or norms.norm_type != 2.0:
-            norms = Norms.of(clipper.layout)
+            norms = Norms.of(clipper.layout, each=True)
             assert norms.shares is not None
             scaled = metrics.decision.norm.to(norms.total) / norms.total
             norms.shares = norms.shares * scaled.nan_to_num(nan=1.0) ** 2

@@ -87,6 +87,6 @@ class Gauges:
         return row
 
     def _squares(self, shards: Sequence[ParamShard], tensors: Sequence[Tensor]) -> Tensor:
-        _, squares = powers_of(self.layout, shards, tensors, 2.0)
+        _, squares = powers_of(self.layout, shards, tensors, 2.0, each=True)
         assert squares is not None
         return by_parameter(self.layout, shards, squares, 2.0)

@@ -71,7 +71,7 @@ class Log:
         what_if: thresholds of which the share of steps that they would have clipped is logged.
         per_layer: also log each parameter's gradient norm.
         top: parameters that make most of ‖G‖^p, named in the row of each step that was clipped or
-            skipped as a spike; 0 for none.
+            skipped as a spike; 0 for none. A run of the command names three.
         measurements: what else is measured, see :class:`runner.Measurements`.
         bar: whether :meth:`Trainer.fit` shows a bar on standard error, or lines if that is no
             terminal.
@@ -83,7 +83,7 @@ class Log:
     flush: int = 50
     what_if: Sequence[float] = ()
     per_layer: bool = False
-    top: int = 3
+    top: int = 0
     measurements: Measurements = field(default_factory=Measurements)
     bar: bool = True
     profile: Profile | None = None

@@ -26,7 +26,13 @@ def trained(plugin: str | None, case: Case, options: Measurements) -> dict[str, 
     """Rows, summary, number of collectives, and the microbatches of each step on this rank."""
     rows = Rows()
     read = []
-    settings = {"per_layer": True, "measurements": options, "sinks": [rows], "log_flush": 4}
+    settings = {
+        "per_layer": True,
+        "top": 3,
+        "measurements": options,
+        "sinks": [rows],
+        "log_flush": 4,
+    }
     training = trainer(case, plugin, **settings)
     accumulate = training.passes.accumulate
 

@@ -26,10 +26,25 @@ def gradients_of(layout):
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 def test_powers_are_those_of_the_twin(norm_type):
     layout = layout_of()
-    expected, each = plain.powers(layout, *layout.gradients(), norm_type)
-    whole, shares = host.powers(layout, *layout.gradients(), norm_type)
+    expected, each = plain.powers(layout, *layout.gradients(), norm_type, each=True)
+    whole, shares = host.powers(layout, *layout.gradients(), norm_type, each=True)
+    alone, _ = host.powers(layout, *layout.gradients(), norm_type, each=False)
     torch.testing.assert_close(whole, expected, rtol=1e-6, atol=0)
+    assert torch.equal(alone, whole)
     torch.testing.assert_close(shares, each, rtol=1e-6, atol=0)
+
+
+def test_the_power_is_the_same_to_the_bit_with_the_shares_of_small_gradients():
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (7, 300, 4_000)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    layout = Layout.of_parameters(parameters)
+    whole, shares = host.powers(layout, *layout.gradients(), 2.0, each=True)
+    alone, _ = host.powers(layout, *layout.gradients(), 2.0, each=False)
+    assert torch.equal(alone, whole)
+    squares = [parameter.grad.double().square().sum() for parameter in parameters]
+    torch.testing.assert_close(shares, torch.stack(squares), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("limit", [0.5, 1.5, 100.0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner import GradientClipping, Trainer
+from runner import GradientClipping, Log, Trainer
 from runner.config.modes import info_of
 from runner.telemetry.guidance import Effect, Setting, effect_of, remarks
 from tests.train.test_trainer import parts
@@ -158,7 +158,8 @@ def test_what_is_said_of_an_optimizer_is_what_it_does(name, options, kind):
 
 def test_the_metrics_of_a_real_run_are_read():
     model, loader = parts()
-    summary = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)]).fit()
+    log = Log(top=3)
+    summary = Trainer(model, loader, "10ep", [GradientClipping("norm", 1e-3)], log=log).fit()
     said = {remark.topic: remark.text for remark in remarks(summary, Setting(NORM, 1e-3))}
     assert "100 % of the steps" in said["limits"]
     assert "of ‖G‖² in 50 of 50 clipped steps" in said["cause"]

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +31,9 @@ SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a terminal or a cluster sends to all processes of a run. The training process
 decides what to do, and needs its workers until then."""
 
-_CHECK_SECONDS = 1.0  # between two looks of a worker at whether its training process still lives
-
+_CHECK_SECONDS = 1.0
+"""Between two looks of a worker at whether its training process still lives, and the longest wait
+for the end of a worker."""
 
 _SENT = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 """Types that a worker can send, whatever their values."""
@@ -176,11 +178,23 @@ def arrived(reads: Iterator[Any], dataset: Any, timeout: float) -> Iterator[Any]
                 raise DataError(f"{place_of(dataset)}: {text}") from None
             raise
         except (EOFError, OSError) as error:
-            ended = "a worker ended before its batch had arrived, as C code or the system does"
-            raise DataError(f"{place_of(dataset)}: {ended}") from error
+            raise DataError(f"{place_of(dataset)}: {_end_of_worker()}") from error
         if isinstance(batch, Unread):
             raise DataError(batch.message)
         yield batch
+
+
+def _end_of_worker() -> str:
+    """Return how a worker ended whose batch was cut off.
+
+    The batch is cut off before the process is gone. Then torch's handler of SIGCHLD raises how it
+    ended: here, where that is told, and not while torch ends the other workers.
+    """
+    try:
+        time.sleep(_CHECK_SECONDS)
+    except RuntimeError as error:
+        return str(error)
+    return "a worker ended before its batch had arrived, as C code or the system does"
 
 
 def unread(place: str, error: BaseException) -> Unread:

@@ -22,7 +22,7 @@ from runner.booster import SinglePlugin
 from runner.config.notation import in_one_line
 from runner.data import TensorPairs
 from runner.data.dataset import own
-from runner.data.workers import DataError
+from runner.data.workers import DataError, arrived
 from tests.distributed.training import Rows
 from tests.process import wait_for
 from tests.ranks import PRELOAD
@@ -214,6 +214,9 @@ class Bad(Dataset):
                     raise SystemExit(3)
                 case "die":
                     os._exit(3)
+                case "die late":
+                    time.sleep(0.3)
+                    os._exit(3)
                 case "none":
                     return None
                 case "function":
@@ -293,3 +296,17 @@ def test_a_worker_that_hangs_ends_the_training_by_the_time_out_for_data():
 
 def test_a_worker_that_ends_at_once_is_no_mystery():
     assert error_of(Bad("die")).startswith("data set Bad: ")
+
+
+def cut_off():
+    """Fail as a loader does whose worker closes its sockets, and is not gone yet."""
+    raise EOFError
+    yield
+
+
+def test_a_worker_that_ends_after_its_batch_was_cut_off_is_told_by_its_exit_code():
+    data = Bad("die late")
+    workers = iter(SinglePlugin().prepare_dataloader(data, BATCH, num_workers=1))
+    next(workers)
+    with pytest.raises(DataError, match="exited unexpectedly with exit code 3"):
+        next(arrived(cut_off(), data, timeout=0))

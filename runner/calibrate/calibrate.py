@@ -219,13 +219,13 @@ def describe(
 def _thresholds_to_list(
     config: RunConfig, info: ModeInfo, suggested: Mapping[str, float] | None
 ) -> list[float]:
-    """Return published, configured and suggested thresholds, rising."""
+    """Return published and configured thresholds, and those of the next commands, rising."""
     thresholds = {value for value, _ in info.published}
     thresholds |= {*info.grid, *config.clip.what_if}
     if config.clip.threshold is not None:
         thresholds.add(config.clip.threshold)
     if suggested is not None:
-        thresholds |= {*suggested.values()}
+        thresholds |= {*_grid(suggested)}
     return sorted(thresholds)
 
 

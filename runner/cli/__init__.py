@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from runner.config.folders import Refusal, outputs, read_yaml
 from runner.config.notation import higher_is_better
 from runner.config.ordinary import show_path
-from runner.config.problem import NOTHING, Problem, RequestError
+from runner.config.problem import NOTHING, Problem, RequestError, did_you_mean
 from runner.run_folder import files
 from runner.run_folder.strict_json import obstacle
 
@@ -26,6 +26,9 @@ class Parser(argparse.ArgumentParser):
             names = message.partition(": ")[2].split(", ")
             required = [name for name in names if name != "KEY=VALUE"]  # which may be left out
             message = f"{', '.join(required)}: must be given"
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.partition(": ")[2].split()[0]
+            message = f"{unknown}: unknown{did_you_mean(unknown, self._option_string_actions)}"
         name, _, text = message.removeprefix("argument ").partition(": ")
         raise RequestError([Problem(name, NOTHING, text)])
 

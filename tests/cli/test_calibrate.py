@@ -27,6 +27,8 @@ def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs
     assert (calibration["steps"], calibration["mode"], calibration["warmup_steps"]) == (12, mode, 1)
     for part in ("Next", "‖G‖", "only 11 steps measured after the warm-up"):
         assert part in said
+    sweep = calibration["next"]["sweep"].rpartition("clip.threshold=")[2].split(",")
+    assert {float(swept) for swept in sweep} <= {*map(float, calibration["would_clip"])}
     assert not (outputs / "runs").exists()
     # An unclipped run: a threshold that never binds keeps the units of the mode.
     thresholds = list(calibration["would_clip"])

@@ -75,6 +75,7 @@ OTHER_WORDS = [
     ),
     ("precision=16-mixed", ["did you mean fp16?"]),
     ("--help clip.treshold", ["did you mean clip.threshold?"]),
+    ("report runs --cvs", ["--cvs  unknown; did you mean --csv?"]),
     ("clip.threshold 0.5", ["clip.threshold=VALUE", "is one word"]),
     ("--clip.threshold=0.5", ["a key has no dashes: clip.threshold=0.5"]),
     (

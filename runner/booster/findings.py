@@ -71,15 +71,15 @@ def measured(
         in_parts = model.from_ranks(in_parts[0])
     parts: list[Shown] = []
     reason = ""
-    several: Sequence[Sequence[int]] = ()
+    halves: Sequence[Sequence[int]] = ()
     if all(in_parts):
-        several = in_two(samples) if whole is None else in_two_by_weight(whole, samples)
-    for numbers in several:
-        part = samples_at(batch, numbers, samples)
+        halves = in_two(samples) if whole is None else in_two_by_weight(whole, samples)
+    for half in halves:
+        part = samples_at(batch, half, samples)
         trace.remove()
         try:
             with warnings.catch_warnings(action="ignore"):  # of a variance of one sample
-                shown_of_part = shown_by(part, loss_of, numbers)
+                shown_of_part = shown_by(part, loss_of, half)
             if shown_of_part is None:
                 raise ValueError("a part of a batch has no loss")
             parts.append(shown_of_part)

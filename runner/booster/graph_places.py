@@ -52,8 +52,8 @@ class Path(NamedTuple):
         """Return the path of what divides by a tensor of ``dtype`` too."""
         if not dtype.is_floating_point:
             return self
-        several = [dtype] if self.dtype is None else [dtype, self.dtype]
-        return self._replace(dtype=max(several, key=lambda floating: torch.finfo(floating).eps))
+        dtypes = [dtype] if self.dtype is None else [dtype, self.dtype]
+        return self._replace(dtype=max(dtypes, key=lambda floating: torch.finfo(floating).eps))
 
     def term(
         self,

@@ -71,7 +71,7 @@ def terms_in(whole: Shown, parts: Sequence[Shown]) -> list[Values]:
         return [losses]
     precision: float = torch.finfo(whole.loss.dtype).eps
     rounding = precision * _largest([losses.whole, *losses.parts])
-    several = []
+    of_terms = []
     is_recorded = True
     for number, term in enumerate(whole.terms):
         if term.is_penalty:
@@ -82,8 +82,8 @@ def terms_in(whole: Shown, parts: Sequence[Shown]) -> list[Values]:
             is_recorded = False
             continue
         margin = math.sqrt(precision) * _largest([term.value, *recorded]) + rounding
-        several.append(Values(term.value, recorded, margin))
-    return several if is_recorded else [*several, losses]
+        of_terms.append(Values(term.value, recorded, margin))
+    return of_terms if is_recorded else [*of_terms, losses]
 
 
 def sums_of_alike(whole: Shown, parts: Sequence[Shown]) -> Values | None:

@@ -403,11 +403,11 @@ def _ranks_samples(whole: Shown, parts: Sequence[Shown]) -> bool:
 
 def _pairs_samples(whole: Shown, parts: Sequence[Shown]) -> bool:
     """Return whether a tensor has an element for each pair of samples, as in contrastive losses."""
-    several = [whole, *parts]
-    if not parts or len({len(shown.shapes) for shown in several}) > 1:
+    evaluations = [whole, *parts]
+    if not parts or len({len(shown.shapes) for shown in evaluations}) > 1:
         return False
-    samples = [batch_size(shown.batch) for shown in several]
-    for shapes in zip(*(shown.shapes for shown in several), strict=True):
+    samples = [batch_size(shown.batch) for shown in evaluations]
+    for shapes in zip(*(shown.shapes for shown in evaluations), strict=True):
         if len({len(shape) for shape in shapes}) > 1:
             continue
         sizes_by_dimension = list(zip(*shapes, strict=True))
@@ -452,12 +452,12 @@ def _has_sum(whole: Shown, parts: Sequence[Shown]) -> bool:
     telling = _telling(whole, parts)
     if len({len(shown.terms) for shown in telling}) > 1:
         return False
-    for several in zip(*(shown.terms for shown in telling), strict=True):
-        divisors = {term.divisor for term in several}
-        if len(divisors) > 1 or not several[0].factor:
+    for terms in zip(*(shown.terms for shown in telling), strict=True):
+        divisors = {term.divisor for term in terms}
+        if len(divisors) > 1 or not terms[0].factor:
             continue
-        elements = {term.summed for term in several}
-        selected = {_summed(term) for term in several} - {0}
+        elements = {term.summed for term in terms}
+        selected = {_summed(term) for term in terms} - {0}
         if len(elements) > 1 and len(selected) > 1:
             return True
     return False
@@ -530,9 +530,9 @@ def _refused(loss: WindowLoss, whole: Shown, parts: Sequence[Shown]) -> Finding:
     divides = f"divides by {whole.divisors} for a batch of {samples} samples"
     if parts:
         divides += f" and by {parts[0].divisors} and {parts[1].divisors} for its parts"
-    several = _means_over(whole, parts)
-    if several:
-        over = " and ".join(f"over {divisor.described()}" for divisor in several)
+    divisors = _means_over(whole, parts)
+    if divisors:
+        over = " and ".join(f"over {divisor.described()}" for divisor in divisors)
         problem = _SEVERAL_MEANS.format(loss.name, divides, over)
         return Finding(problem=problem)
     unexplained = "which is no number of items that the batch holds"

@@ -178,15 +178,15 @@ def apply_gradient_clipping(
         if clipping_type != "groups":
             require_process_groups(groups)
         options["groups"] = groups
-    given = _module_or_list(parameters)
-    clipper = clipper_of(given, process_groups_of(process_groups))
+    subject = _module_or_list(parameters)
+    clipper = clipper_of(subject, process_groups_of(process_groups))
     mode = clipper.calls.mode(clipping_type, options, clipper.layout)
-    if isinstance(given, list) and isinstance(clipper, ListClipper) and not clipper.has_memory:
-        _require_no_memory(given, clipping_type, mode)
+    if isinstance(subject, list) and isinstance(clipper, ListClipper) and not clipper.has_memory:
+        _require_no_memory(subject, clipping_type, mode)
     decision: Decision = clipper.clip(mode)
     if isinstance(clipper, ListClipper) and not clipper.has_memory and clipper.calls.state_dict():
         clipper.keep()
-    warn_without_gradients(given, clipper.layout, decision.norm, stacklevel=4)
+    warn_without_gradients(subject, clipper.layout, decision.norm, stacklevel=4)
     return decision
 
 
@@ -205,10 +205,10 @@ def load_clipping_state_dict(
     parameters: nn.Module | Iterable[Tensor] | Tensor, state: Mapping[str, Any]
 ) -> None:
     """Load what :func:`clipping_state_dict` returned; ``{}`` begins all histories anew."""
-    given = _module_or_list(parameters)
-    _calls_of(given).load_state_dict(state)
-    if isinstance(given, list) and owner_of(given) is None:
-        _list_clipper(given).keep()
+    subject = _module_or_list(parameters)
+    _calls_of(subject).load_state_dict(state)
+    if isinstance(subject, list) and owner_of(subject) is None:
+        _list_clipper(subject).keep()
 
 
 def warn_without_gradients(
@@ -236,10 +236,10 @@ def _module_or_list(
     parameters: nn.Module | Iterable[Tensor] | Tensor,
 ) -> nn.Module | list[Tensor]:
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
-    given = listed if isinstance(listed, nn.Module) else list(listed)
-    if given == []:
+    subject = listed if isinstance(listed, nn.Module) else list(listed)
+    if subject == []:
         raise ValueError("no parameters to clip: give a module, or parameters")
-    return given
+    return subject
 
 
 def clipper_of(given: nn.Module | list[Tensor], process_groups: ProcessGroups | None = None) -> Any:

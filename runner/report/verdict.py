@@ -131,8 +131,8 @@ def _answer(findings: Findings, best: Setting) -> str:
 
 def _without_pairs(findings: Findings) -> str:
     """Return why settings are not compared: one run each, or several without common seeds."""
-    most = max(len(findings.scores.seeds(setting)) for setting in findings.ranked)
-    if most > 1:
+    most_seeds = max(len(findings.scores.seeds(setting)) for setting in findings.ranked)
+    if most_seeds > 1:
         return "but settings have fewer than two seeds in common"
     return f"in one {_noun(findings)}"
 
@@ -247,17 +247,18 @@ def _how_sure(findings: Findings) -> Iterator[str]:
         REVERSED: "better on the common seeds",
     }
     if SINGLE in by_worth:
-        most = max(len(findings.scores.seeds(setting)) for setting in findings.ranked)
-        each = f"One {_noun(findings)} each" if most == 1 else "Seeds differ between settings"
-        yield f"{each}: small differences may be chance."
+        most_seeds = max(len(findings.scores.seeds(setting)) for setting in findings.ranked)
+        one_each = f"One {_noun(findings)} each"
+        seeds = one_each if most_seeds == 1 else "Seeds differ between settings"
+        yield f"{seeds}: small differences may be chance."
         if any(run.branch for run in findings.sweep.runs):
             yield "The same branches of a run with another seed would tell more."
-    most = 4 if len(findings.swept) == 1 else 2
+    named = 4 if len(findings.swept) == 1 else 2
     groups = []
     for worth, text in texts.items():
         if worth in by_worth:
             labels = [setting.label for setting in by_worth[worth]]
-            groups.append(f"{joined(labels, most)} – {text}")
+            groups.append(f"{joined(labels, named)} – {text}")
     if groups and findings.best is not None:
         yield f"Beside {findings.best.label}: {'; '.join(groups)}."
 

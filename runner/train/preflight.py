@@ -381,8 +381,8 @@ def _invalid_argument(message: str, arguments: Mapping[str, Any]) -> str | None:
         return None
     value = message.rpartition(" ")[2]
     names = []
-    for name, given in arguments.items():
-        values = given if isinstance(given, list | tuple) else [given]
+    for name, argument in arguments.items():
+        values = argument if isinstance(argument, list | tuple) else [argument]
         if value in map(str, values):
             names.append(name)
     if len(names) > 1:

@@ -134,7 +134,7 @@ def _saver(config: RunConfig, folder: Path, recorded: dict[str, Any] | None) -> 
     section = config.checkpoint
     status = read_object(folder / files.STATUS)
     microbatches = status.get(keys.ACCUMULATION_STEPS)
-    found = {} if microbatches is None else {keys.ACCUMULATION_STEPS: microbatches}
+    about_steps = {} if microbatches is None else {keys.ACCUMULATION_STEPS: microbatches}
     return CheckpointSaver(
         folder / files.CHECKPOINTS,
         section.interval,
@@ -148,7 +148,7 @@ def _saver(config: RunConfig, folder: Path, recorded: dict[str, Any] | None) -> 
             "plugin": config.plugin.name,
             "config_hash": status.get("config_hash"),
             "wandb_run_id": status.get("wandb_run_id"),
-            **found,
+            **about_steps,
         },
     )
 

@@ -154,7 +154,7 @@ class Measure:
                 off.append(_square_off(before, after, coefficient, self._buffer).reshape(1))
             else:
                 difference = after.sub_(before, alpha=coefficient)
-                off.append(difference.mul_(difference).sum(1))
+                off.append(torch.linalg.vector_norm(difference, dim=1).double().square())
             if self.p == 2:
                 squares.append(pack.powers[start:stop])
             else:

@@ -6,14 +6,22 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from runner.check.measures import Change
-from runner.check.reference import near
-from runner.check.whole import Whole
+from runner.check.reference import combined, near, root
+from runner.check.whole import Unit, Whole
 from runner.config.notation import first_few
 
 Mode = Literal["norm", "value", "adaptive"]
+
+
+class ScaledGroup(NamedTuple):
+    """Parameters that were scaled by one coefficient."""
+
+    names: str
+    coefficient: float
+    norm: float  # of their gradients before the clipping
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,26 @@ class Clipped:
     def all_changes(self) -> list[Change]:
         """The changes of all ranks."""
         return [change for row in self.changes for change in row]
+
+    @cached_property
+    def groups(self) -> list[ScaledGroup]:
+        """Parameters by their coefficient; empty where some have none."""
+        coefficients: dict[tuple[str, tuple[int, ...]], float] = {}
+        for change in self.all_changes:
+            coefficients[change.key, change.position] = change.coefficient
+        units_by_coefficient: dict[float, list[Unit]] = {}
+        for unit in self.whole.units:
+            coefficient = coefficients.get((unit.facts.key, unit.facts.position), math.nan)
+            if math.isnan(coefficient):
+                return []
+            same = [c for c in units_by_coefficient if near(c, coefficient, self.tolerance)]
+            units_by_coefficient.setdefault(same[0] if same else coefficient, []).append(unit)
+        groups = []
+        for coefficient, units in units_by_coefficient.items():
+            norm = root(combined([unit.power for unit in units], self.p), self.p)
+            names = first_few([unit.name for unit in units])
+            groups.append(ScaledGroup(names, coefficient, norm))
+        return groups
 
     @property
     def tolerance(self) -> float:

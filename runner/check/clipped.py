@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from runner.check.measures import Change
 from runner.check.reference import combined, near, root
-from runner.check.whole import Unit, Whole
+from runner.check.whole import Whole
 from runner.config.notation import first_few
 
 Mode = Literal["norm", "value", "adaptive"]
@@ -64,22 +64,27 @@ class Clipped:
     @cached_property
     def groups(self) -> list[ScaledGroup]:
         """Parameters by their coefficient; empty where some have none."""
-        coefficients: dict[tuple[str, tuple[int, ...]], float] = {}
+        by_place: dict[tuple[str, tuple[int, ...]], float] = {}
         for change in self.all_changes:
-            coefficients[change.key, change.position] = change.coefficient
-        units_by_coefficient: dict[float, list[Unit]] = {}
-        for unit in self.whole.units:
-            coefficient = coefficients.get((unit.facts.key, unit.facts.position), math.nan)
+            by_place[change.key, change.position] = change.coefficient
+        scaled: list[tuple[float, int]] = []
+        for number, unit in enumerate(self.whole.units):
+            coefficient = by_place.get((unit.facts.key, unit.facts.position), math.nan)
             if math.isnan(coefficient):
                 return []
-            same = [c for c in units_by_coefficient if near(c, coefficient, self.tolerance)]
-            units_by_coefficient.setdefault(same[0] if same else coefficient, []).append(unit)
-        groups = []
-        for coefficient, units in units_by_coefficient.items():
-            norm = root(combined([unit.power for unit in units], self.p), self.p)
-            names = first_few([unit.name for unit in units])
-            groups.append(ScaledGroup(names, coefficient, norm))
-        return groups
+            scaled.append((coefficient, number))
+        groups: list[list[tuple[float, int]]] = []
+        for coefficient, number in sorted(scaled):
+            if not groups or not near(groups[-1][0][0], coefficient, self.tolerance):
+                groups.append([])
+            groups[-1].append((coefficient, number))
+        return [self._scaled_group(group) for group in groups]
+
+    def _scaled_group(self, group: list[tuple[float, int]]) -> ScaledGroup:
+        units = [self.whole.units[number] for number in sorted(number for _, number in group)]
+        norm = root(combined([unit.power for unit in units], self.p), self.p)
+        names = first_few([unit.name for unit in units])
+        return ScaledGroup(names, coefficient=group[0][0], norm=norm)
 
     @property
     def tolerance(self) -> float:

@@ -322,7 +322,7 @@ def each_group_by_its_own_norm():
         clip_grad_norm_(first, LIMIT)
         return clip_grad_norm_(second, LIMIT)
 
-    words = "the norm of these alone: 2.weight|clipped in 2 groups, each by its own norm: 0.weight"
+    words = "the norm of these alone: 2.weight|clipped in 2 groups, each by its own norm: "
     return report(model, clip), words
 
 

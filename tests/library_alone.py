@@ -1,4 +1,4 @@
-"""The library on two ranks, beside torch, pydantic and NumPy: ``python library_alone.py``.
+"""The library on two ranks, beside torch and pydantic: ``python library_alone.py``.
 
 ``tests/test_old_torch.py`` runs it with the lines of README as its arguments.
 """
@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import runner
+
 
 def gradients_of(wrap):
     torch.manual_seed(0)
@@ -23,6 +25,13 @@ def gradients_of(wrap):
     loss = cross_entropy(model(inputs), torch.tensor([0, 1, 2, 3, 0]))
     loss.backward()
     return model, loss
+
+
+def experts_of_each_rank():
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(6, 4)
+    model(torch.randn(5, 6)).square().sum().backward()
+    return model
 
 
 def rank(number, store, monitoring, checking):
@@ -38,7 +47,12 @@ def rank(number, store, monitoring, checking):
         model, loss = gradients_of(wrap)
         names |= {"model": model, "loss": loss}
         exec(checking, names)
-    extra = {"hydra", "omegaconf", "wandb", "sklearn", "scipy"} & set(sys.modules)
+    model = experts_of_each_rank()
+    groups = {"*": dist.group.WORLD}
+    with runner.check_clipping(model, max_norm=0.5, groups=groups) as check:
+        decision = runner.apply_gradient_clipping(model, "norm", 0.5, groups=groups)
+    print(check.report(decision.norm))
+    extra = {"hydra", "omegaconf", "wandb", "numpy", "sklearn", "scipy"} & set(sys.modules)
     assert not extra, extra
     dist.destroy_process_group()
 

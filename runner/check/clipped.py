@@ -6,14 +6,22 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from runner.check.measures import Change
-from runner.check.reference import near
+from runner.check.reference import combined, near, root
 from runner.check.whole import Whole
 from runner.config.notation import first_few
 
 Mode = Literal["norm", "value", "adaptive"]
+
+
+class ScaledGroup(NamedTuple):
+    """Parameters that were scaled by one coefficient."""
+
+    names: str
+    coefficient: float
+    norm: float  # of their gradients before the clipping
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,31 @@ class Clipped:
     def all_changes(self) -> list[Change]:
         """The changes of all ranks."""
         return [change for row in self.changes for change in row]
+
+    @cached_property
+    def groups(self) -> list[ScaledGroup]:
+        """Parameters by their coefficient; empty where some have none."""
+        by_place: dict[tuple[str, tuple[int, ...]], float] = {}
+        for change in self.all_changes:
+            by_place[change.key, change.position] = change.coefficient
+        scaled: list[tuple[float, int]] = []
+        for number, unit in enumerate(self.whole.units):
+            coefficient = by_place.get((unit.facts.key, unit.facts.position), math.nan)
+            if math.isnan(coefficient):
+                return []
+            scaled.append((coefficient, number))
+        groups: list[list[tuple[float, int]]] = []
+        for coefficient, number in sorted(scaled):
+            if not groups or not near(groups[-1][0][0], coefficient, self.tolerance):
+                groups.append([])
+            groups[-1].append((coefficient, number))
+        return [self._scaled_group(group) for group in groups]
+
+    def _scaled_group(self, group: list[tuple[float, int]]) -> ScaledGroup:
+        units = [self.whole.units[number] for number in sorted(number for _, number in group)]
+        norm = root(combined([unit.power for unit in units], self.p), self.p)
+        names = first_few([unit.name for unit in units])
+        return ScaledGroup(names, coefficient=group[0][0], norm=norm)
 
     @property
     def tolerance(self) -> float:

@@ -38,6 +38,7 @@ class Change(NamedTuple):
         finite: whether the gradient is finite after the clipping.
         least: the largest change that rounding explains, for ``residual`` and ``error``.
         largest: max|G'|.
+        also: what the elements show of how else they were changed; else empty.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Change(NamedTuple):
     finite: bool = True
     least: float = 0.0
     largest: float = 0.0
+    also: str = ""
 
 
 class Uniform(NamedTuple):
@@ -154,7 +156,7 @@ class Measure:
                 off.append(_square_off(before, after, coefficient, self._buffer).reshape(1))
             else:
                 difference = after.sub_(before, alpha=coefficient)
-                off.append(difference.mul_(difference).sum(1))
+                off.append(torch.linalg.vector_norm(difference, dim=1).double().square())
             if self.p == 2:
                 squares.append(pack.powers[start:stop])
             else:
@@ -294,7 +296,18 @@ def _by_elements(before: Tensor, after: Tensor, near: float, unknown: Change) ->
         finite=math.isfinite(largest),
         least=rounding(after.dtype, before.dtype),
         largest=largest,
+        also=_also(before, after, largest) if residual else "",
     )
+
+
+def _also(before: Tensor, after: Tensor, largest: float) -> str:
+    """Return how else than by a coefficient a gradient was changed, if its elements show it."""
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        if after.dtype.itemsize > 2 and torch.equal(after.to(dtype).to(after.dtype), after):
+            return f"rounded to {name}"
+    at_limit = before[after.abs() == largest].abs()
+    is_clamped = at_limit.numel() > 1 and bool(at_limit.amin() < at_limit.amax())
+    return "clipped by value" if is_clamped else ""
 
 
 def _near_coefficients(pairs: list[tuple[Tensor, Tensor] | None]) -> list[float]:

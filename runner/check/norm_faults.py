@@ -15,6 +15,8 @@ from runner.check.reference import coefficients, combined, near, root
 
 _SUSPECT = 0.03  # errors up to which torch's own rounding is computed: it may explain them
 _LOGGED = 1e-3  # logs round
+_COEFFICIENT = "this is the coefficient that gradients are multiplied by, not the norm"
+_NOTHING_ADDED = "no gradient was added up, as of an iterator that is used up, or an empty list"
 _NOTEWORTHY = 1e-4  # rounding of a norm that a note mentions
 
 
@@ -83,8 +85,10 @@ def of_returned(clipped: Clipped, right: Sequence[float], explainer: Explainer) 
     tolerance = clipped.tolerance
     for rank, norm in enumerate(clipped.returned):
         if norm is not None and not _near_any(norm, right, tolerance):
-            reason = explainer.mistake_behind(clipped.returned, tolerance)
-            reason = reason or _reason_of_returned(clipped)
+            reason: str | None = _NOTHING_ADDED
+            if any(clipped.returned):
+                reason = explainer.mistake_behind(clipped.returned, tolerance)
+                reason = reason or _reason_of_returned(clipped)
             return _off(clipped, norm, f"rank {rank} returned", reason)
     return None
 
@@ -92,11 +96,14 @@ def of_returned(clipped: Clipped, right: Sequence[float], explainer: Explainer) 
 def _reason_of_returned(clipped: Clipped) -> str | None:
     """Return what norms that no known mistake predicts have in common."""
     returned = clipped.returned
-    low, high = coefficients(clipped.norm, clipped.max_norm)
-    if all(norm is None or low * 0.999 <= norm <= high * 1.001 for norm in returned):
-        return "this is the coefficient that gradients are multiplied by, not the norm"
-    if _in_bfloat16(returned):
-        return "it has the few digits of bfloat16, so it was computed in it, or is another number"
+    if all(norm is None or _is_coefficient(norm, clipped) for norm in returned):
+        return _COEFFICIENT
+    for group in clipped.groups:
+        if all(norm is None or near(norm, group.norm, clipped.tolerance) for norm in returned):
+            return f"the norm of these alone: {group.names}"
+    digits = _reason_of_digits(clipped)
+    if digits:
+        return digits
     values: dict[int, float] = {}
     for rank, norm in enumerate(returned):
         if norm is not None:
@@ -107,13 +114,27 @@ def _reason_of_returned(clipped: Clipped) -> str | None:
     return f"ranks returned different norms: {', '.join(texts)}"
 
 
+def _reason_of_digits(clipped: Clipped) -> str | None:
+    """Return what the digits of the norms that were returned show."""
+    norms = [norm for norm in clipped.returned if norm is not None]
+    if not any(map(math.isfinite, norms)):
+        return "a sum that overflowed, or that has more than these gradients, which are finite"
+    for digits in range(5):
+        if all(norm == round(clipped.norm, digits) for norm in norms):
+            return f"the norm is rounded to {digits} decimal places"
+    if _in_bfloat16(norms):
+        return "it has the few digits of bfloat16, so it was computed in it, or is another number"
+    return None
+
+
 def of_logged(
     clipped: Clipped, right: Sequence[float], explainer: Explainer, norm_is_wrong: bool
 ) -> Iterator[str]:
     """Yield what is wrong with logged values; a wrong norm that was returned is named already."""
     tolerance = max(clipped.tolerance, _LOGGED)
+    named: list[float] = []
     for rank, norm in enumerate(clipped.logged):
-        if norm is None or _near_any(norm, right, tolerance):
+        if norm is None or _near_any(norm, [*right, *named], tolerance):
             continue
         returned = clipped.returned[rank]
         if norm_is_wrong and returned is not None and near(norm, returned, tolerance):
@@ -121,7 +142,15 @@ def of_logged(
         norms: list[float | None] = [None] * clipped.whole.size
         norms[rank] = norm
         reason = explainer.mistake_behind(norms, tolerance)
+        if reason is None and _is_coefficient(norm, clipped):
+            reason = _COEFFICIENT
+        named.append(norm)
         yield "the logged value is " + _off(clipped, norm, f"rank {rank} logs", reason)
+
+
+def _is_coefficient(value: float, clipped: Clipped) -> bool:
+    low, high = coefficients(clipped.norm, clipped.max_norm)
+    return low * 0.999 <= value <= high * 1.001
 
 
 def _off(clipped: Clipped, norm: float, who: str, reason: str | None) -> str:

@@ -24,7 +24,7 @@ _WRAPPERS = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Part:
     """What lies of one parameter on this rank."""
 
@@ -52,19 +52,20 @@ class Facts(NamedTuple):
     key: str
     position: tuple[int, ...]
     pattern: str | None
-    sharded: bool
     trained: bool
     shape: tuple[int, ...]
     elements: int  # of the local shard
-    largest: int
     dtype: str  # of the gradient
     has_gradient: bool
     partial: str  # placements of a gradient whose ranks have not added it up
     embeds: bool
     power: float
-    finite: bool
     weight: tuple[float, ...]
     gradient: tuple[float, ...]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.power)
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -145,17 +146,14 @@ def _facts_of(
         key=part.key,
         position=part.position,
         pattern=part.pattern,
-        sharded=bool(part.position),
         trained=parameter.requires_grad,
         shape=tuple(parameter.shape),
         elements=local(parameter).numel(),
-        largest=0 if before is None else before.numel(),
         dtype=_name_of_type(parameter.dtype if before is None else before.dtype),
         has_gradient=before is not None,
         partial=_partial_placements(parameter.grad),
         embeds=embeds,
         power=part.power,
-        finite=math.isfinite(part.power),
         weight=weight,
         gradient=gradient,
     )

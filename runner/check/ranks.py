@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runner.config.notation import ranks_as_text
+from runner.gradients.objects import gather_objects
 
 # The default group, and two groups that were made for it: for checks, and for their watches.
 _groups: list[Any] = []
@@ -68,9 +69,7 @@ def gathered(value: Any, group: Any, seconds: float) -> list[Any]:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise MissingRanksError(f"not all ranks came within {seconds:.3g} s") from error
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return gather_objects(value, group)
 
 
 class Watch:

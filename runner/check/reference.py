@@ -101,13 +101,8 @@ def powers_of_rows(rows: Tensor, p: float, buffer: Buffer) -> Tensor:
     if not rows.numel():
         return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     exact = buffer.like(rows, torch.float64).view(rows.shape).copy_(rows)
-    if p == 2:
-        return exact.mul_(exact).sum(1)
-    if math.isinf(p):
-        return exact.abs_().amax(1)
-    if p == 0:
-        return (exact != 0).sum(1).double()
-    return exact.abs_().pow_(p).sum(1)
+    norms: Tensor = torch.linalg.vector_norm(exact, p, dim=1)
+    return norms if p == 0 or math.isinf(p) else norms.pow(p)
 
 
 def _added(sums: list[Tensor], p: float, tensor: Tensor) -> Tensor:

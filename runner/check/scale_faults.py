@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from runner.check.clipped import Clipped, became_nan, names_of
+from runner.check.clipped import Clipped, ScaledGroup, became_nan, names_of
 from runner.check.measures import Change
 from runner.check.mistakes import Explainer
 from runner.check.reference import TORCH_EPS, coefficients, combined, near, root
@@ -42,7 +42,8 @@ def of_coefficients(
         return
     if norm_is_wrong:
         wrong = [change for change in scaled if not _follows_returned(change, clipped)]
-        if not wrong and len({round(change.coefficient, 9) for change in scaled}) == 1:
+        values = [change.coefficient for change in scaled]
+        if not wrong and near(min(values), max(values), clipped.tolerance):
             yield _so_scaled(scaled[0], clipped)
             return
     yield _wrong_coefficients(clipped, scaled, wrong, explainer, norm_is_wrong)
@@ -70,6 +71,9 @@ def _without_coefficient(clipped: Clipped) -> str | None:
     names = names_of(crooked)
     if all(near(change.largest, clipped.max_norm, 1e-4) for change in crooked):
         return f"clipped by value at {clipped.max_norm:g}, not by the norm: {names}"
+    also = {change.also for change in crooked if change.also}
+    if len(also) == 1:
+        return f"not only scaled, but {also.pop()} too: {names}"
     return f"not scaled by one coefficient, but changed in another way: {names}"
 
 
@@ -120,8 +124,17 @@ def _clipped_in_parts(
     for level in ("parameter", "layer"):
         if _by_own_norm(clipped, scaled, level):
             return f"each {level} was clipped by its own norm, not by the norm of all"
+    groups = clipped.groups
+    if len(groups) > 1 and all(_is_of_own_norm(group, clipped) for group in groups):
+        names = "; ".join(group.names for group in groups)
+        return f"clipped in {len(groups)} groups, each by its own norm: {names}"
     first = _clipped_before(clipped, scaled) if norm_is_wrong else []
     return f"clipped before the rest, and again with it: {names_of(first)}" if first else None
+
+
+def _is_of_own_norm(group: ScaledGroup, clipped: Clipped) -> bool:
+    low, high = coefficients(group.norm, clipped.max_norm)
+    return _between(group.coefficient, low, high, clipped.tolerance + 1e-6)
 
 
 def _some_wrong(scaled: Sequence[Change], wrong: Sequence[Change], right: float) -> str:
@@ -207,6 +220,8 @@ def _uniform(clipped: Clipped, value: float, explainer: Explainer) -> str:
     if value > 1 + tolerance:
         if near(value, clipped.max_norm / norm, tolerance):
             return f"{text}: a smaller gradient was scaled up to the threshold"
+        if near(value, norm / clipped.max_norm, tolerance + 1e-6):
+            return f"{text}: by the inverse of the coefficient"
         return f"{text}: scaled up"
     if value < 0:
         return f"{text}: the sign is wrong"
@@ -227,16 +242,20 @@ def _of_another_norm(clipped: Clipped, value: float, text: str, explainer: Expla
     tolerance = clipped.tolerance
     norm = clipped.max_norm / value
     of_norm = f"{text}, that of a norm of {norm:.4g}"
+    of_threshold = f"or of a threshold of {value * clipped.norm:.4g}"
+    _, right = coefficients(clipped.norm, clipped.max_norm)
+    times = right / value
+    if times > 1.5 and near(times, round(times), 1e-4):
+        of_threshold += f", or clipped gradients were divided by {round(times)}"
     if value < 1:
         norms = [norm] * clipped.whole.size
         reason = explainer.mistake_behind(norms, tolerance, factors=False)
         if reason:
-            return f"{of_norm}: {reason}"
-    _, right = coefficients(clipped.norm, clipped.max_norm)
-    power = math.log2(right / value)
+            return f"{of_norm}: {reason}; {of_threshold}"
+    power = math.log2(times)
     if power > 3 and near(power, round(power), 1e-4):
         return f"{text}: divided by 2^{round(power)}, as by unscaling inside of the block"
-    return f"{of_norm}, or of a threshold of {value * clipped.norm:.4g}"
+    return f"{of_norm}, {of_threshold}"
 
 
 def _by_own_norm(clipped: Clipped, scaled: Sequence[Change], level: str) -> bool:

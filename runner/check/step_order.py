@@ -51,6 +51,7 @@ class _Marks:
         return number
 
 
+_SAMPLE = 64  # trained parts that stand for all others: marks of thousands would cost time
 _stepped: WeakKeyDictionary[Optimizer, _Marks] = WeakKeyDictionary()  # at the last step
 _clipped = WeakIdKeyDictionary()  # for the first parameter of a model, when clipped
 _hooks: list[Any] = []
@@ -69,13 +70,14 @@ def entered(parts: list[Part]) -> list[str]:
     if not parts:
         return []
     first = parts[0].parameter
+    sample = _sample(parts)
     problems = []
-    if _hold_for_all(_was_stepped, parts):
+    if _hold_for_all(_was_stepped, sample):
         problems.append(
             "clipped after the step: these gradients were already stepped by the optimizer"
         )
     marks: _Marks | None = _clipped.get(first)  # type: ignore[no-untyped-call]
-    if marks is not None and _hold_for_all(marks.added_to, parts):
+    if marks is not None and _hold_for_all(marks.added_to, sample):
         problems.append(
             "clipped per microbatch: more gradients were added to clipped ones, without a step "
             "between; clip once, after the last backward() of a step"
@@ -83,11 +85,17 @@ def entered(parts: list[Part]) -> list[str]:
     return problems
 
 
+def _sample(parts: list[Part]) -> list[Part]:
+    """Return some of the trained parts, the same ones each time."""
+    trained = [part for part in parts if part.parameter.requires_grad]
+    return trained[:: max(1, len(trained) // _SAMPLE)]
+
+
 def _hold_for_all(condition: Callable[[Part], bool], parts: list[Part]) -> bool:
     """Return whether there are gradients, and a condition holds for all of them."""
     count = 0
     for part in parts:
-        if part.parameter.grad is not None and part.parameter.requires_grad:
+        if part.parameter.grad is not None:
             if not condition(part):
                 return False
             count += 1
@@ -111,4 +119,4 @@ def left(parts: list[Part], finite: bool) -> None:
     first = parts[0].parameter
     _clipped.pop(first, None)  # type: ignore[no-untyped-call]
     if finite:
-        _clipped[first] = _Marks([part.parameter for part in parts])
+        _clipped[first] = _Marks([part.parameter for part in _sample(parts)])

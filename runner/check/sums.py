@@ -84,7 +84,7 @@ def classes_of(whole: Whole) -> list[Class]:
 def _kind_of(unit: Unit, whole: Whole) -> str:
     if unit.facts.pattern is not None:
         return "groups"
-    if unit.facts.sharded:
+    if unit.facts.position:
         return "sharded"
     if unit.facts.name in whole.undeclared:
         return "undeclared"

@@ -21,7 +21,7 @@ _TOLERANCE = {
 _PER_ELEMENT = 2e-11  # what a float32 sum loses for each element of a tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Unit:
     """A part of the whole model that counts once, and the ranks that hold it."""
 
@@ -143,7 +143,7 @@ def tolerance_of(facts: Sequence[Facts]) -> float:
     dtypes = {fact.dtype for fact in gradients}
     tolerance = max((_TOLERANCE.get(dtype, 1e-5) for dtype in dtypes), default=1e-5)
     if dtypes != {"torch.float64"}:
-        tolerance += _PER_ELEMENT * max((fact.largest for fact in gradients), default=0)
+        tolerance += _PER_ELEMENT * max((fact.elements for fact in gradients), default=0)
     return tolerance
 
 

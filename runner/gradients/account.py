@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runner.gradients.objects import broadcast_object, device_of_messages, gather_objects
 from runner.gradients.shard import LayoutError, ParamShard, Whole
 
 
@@ -47,7 +48,7 @@ def account(
         LayoutError: an element is missing or counts twice, or a name is unknown. On every rank.
     """
     described = Described(shards)
-    device = _device_of_reductions(group)
+    device = device_of_messages(group)
     names_hash = _hash(whole.items())
     table_hash = _hash(described.table.items())
     hashes = [names_hash, -names_hash, table_hash, -table_hash]
@@ -83,14 +84,14 @@ def described_once(
     parameters: dict[str, Whole] = {}
     device_type = described.device_type
     for rank in sorted({*first.values()} - {group.size()}):
-        sent: list[Any] = [None, None]
+        described_here: dict[str, Whole] = {}
         if rank == this_rank:
-            described_here = [name for name in described.table if first[name] == rank]
-            table = {name: described.table[name] for name in described_here}
-            sent = [described.device_type, table]
-        dist.broadcast_object_list(sent, group=group, group_src=rank)
-        parameters.update(sent[1])
-        device_type = device_type or sent[0]
+            names = [name for name in described.table if first[name] == rank]
+            described_here = {name: described.table[name] for name in names}
+        sent = (described.device_type, described_here)
+        device_type_there, table = broadcast_object(sent, group, rank)
+        parameters.update(table)
+        device_type = device_type or device_type_there
     return parameters, device_type or "cpu"
 
 
@@ -98,9 +99,8 @@ def _compared(
     described: Described, group: dist.ProcessGroup, whole: Mapping[str, int]
 ) -> tuple[dict[str, Whole], str]:
     """Gather the tables of all ranks, of models that differ, to name the parameter that does."""
-    everywhere: list[Any] = [None] * group.size()
     mine = (described.device_type, dict(described.elements), described.table)
-    dist.all_gather_object(everywhere, mine, group=group)
+    everywhere = gather_objects(mine, group)
     accounted: defaultdict[str, float] = defaultdict(float)
     parameters: dict[str, Whole] = {}
     device_types = []
@@ -134,14 +134,3 @@ def _hash(items: Iterable[tuple[str, Any]]) -> int:
     for name, value in items:
         digest.update(repr((name, value)).encode())
     return int.from_bytes(digest.digest(), "big")
-
-
-def _device_of_reductions(group: dist.ProcessGroup) -> torch.device:
-    """Return a device whose tensors every rank of ``group`` can reduce: the host if it can."""
-    backends = str(dist.get_backend_config(group))
-    device_types = [pair.partition(":")[0] for pair in backends.split(",")]
-    if "cpu" in device_types:
-        return torch.device("cpu")
-    current = torch.accelerator.current_accelerator()
-    assert current is not None
-    return torch.device(current.type, torch.accelerator.current_device_index())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from runner.config.notation import first_few
 from runner.gradients.account import account
 from runner.gradients.layout import Layout, OptionError
+from runner.gradients.objects import gather_objects
 from runner.gradients.shard import (
     LayoutError,
     ParamShard,
@@ -107,9 +108,7 @@ def over_ranks(model: nn.Module, world: dist.ProcessGroup, process_groups: Proce
             parameter_here = _with_checksums(parameter_here, parameter)
         held.append(parameter_here)
     report = Report(held, head_weights(model), matched, problem)
-    reports: list[Any] = [None] * world.size()
-    dist.all_gather_object(reports, report, group=world)
-    return _layout_of_reports(shards, report, reports, world)
+    return _layout_of_reports(shards, report, gather_objects(report, world), world)
 
 
 def _layout_of_reports(
@@ -147,9 +146,7 @@ def compare_replicas(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGro
     parameters = []
     for name, parameter in named:
         parameters.append(_with_checksums(Held(name, (), name, parameter.numel()), parameter))
-    everywhere: list[Any] = [None] * group.size()
-    dist.all_gather_object(everywhere, parameters, group=group)
-    require_replicas(everywhere)
+    require_replicas(gather_objects(parameters, group))
 
 
 def require_replicas(everywhere: Sequence[Sequence[Held]]) -> None:
@@ -321,9 +318,7 @@ def without_gradient(model: nn.Module) -> list[Tensor]:
 
 def on_some_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Return whether ``flag`` is true on a rank of ``group``; a collective."""
-    flags: list[Any] = [None] * group.size()
-    dist.all_gather_object(flags, flag, group=group)
-    return any(flags)
+    return any(gather_objects(flag, group))
 
 
 def are_process_groups(groups: Any) -> bool:

@@ -222,6 +222,18 @@ def a_spent_generator():
     return report(model, clip), "right norm, nothing was scaled"
 
 
+def an_iterator_that_is_used_up():
+    model = ddp()
+    parameters = model.parameters()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    assert trained
+    text = report(model, lambda: clip_grad_norm_(parameters, LIMIT))
+    return (
+        text,
+        "0 of the true norm: no gradient was added up, as of an iterator",
+    )
+
+
 def clipped_twice():
     model = ddp()
 
@@ -302,6 +314,71 @@ def each_by_its_own_norm():
     return report(model, clip), "each parameter was clipped by its own norm"
 
 
+def each_group_by_its_own_norm():
+    model = ddp()
+    first, second = [*model.parameters()][:4], [*model.parameters()][4:]
+
+    def clip():
+        clip_grad_norm_(first, LIMIT)
+        return clip_grad_norm_(second, LIMIT)
+
+    words = "the norm of these alone: 2.weight|clipped in 2 groups, each by its own norm: "
+    return report(model, clip), words
+
+
+def a_parameter_given_twice():
+    model = ddp()
+    parameters = [*model.parameters(), model.module[0].weight]
+    words = "counted 2 times: 0.weight|0.weight was scaled by "
+    return report(model, lambda: clip_grad_norm_(parameters, LIMIT)), words
+
+
+def by_the_inverse_of_the_coefficient():
+    model = ddp()
+
+    def clip():
+        norm = squares(model.parameters()).sqrt()
+        for parameter in model.parameters():
+            parameter.grad.mul_(norm / LIMIT)
+        return norm
+
+    return report(model, clip), "by the inverse of the coefficient"
+
+
+def divided_by_microbatches_again():
+    model = ddp()
+
+    def clip():
+        norm = clip_grad_norm_(model.parameters(), LIMIT)
+        for parameter in model.parameters():
+            parameter.grad.div_(4)
+        return norm
+
+    return report(model, clip), "of a threshold of 0.125, or clipped gradients were divided by 4"
+
+
+def by_value_and_by_the_norm():
+    model = ddp()
+
+    def clip():
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.3)
+        return clip_grad_norm_(model.parameters(), LIMIT)
+
+    return report(model, clip), "not only scaled, but clipped by value too: 0.weight"
+
+
+def gradients_rounded_to_bfloat16():
+    model = ddp()
+
+    def clip():
+        norm = clip_grad_norm_(model.parameters(), LIMIT)
+        for parameter in model.parameters():
+            parameter.grad.copy_(parameter.grad.bfloat16())
+        return norm
+
+    return report(model, clip), "not only scaled, but rounded to bfloat16 too: 0.weight"
+
+
 def by_value_instead():
     model = ddp()
 
@@ -338,6 +415,27 @@ def norm_after_clipping_is_logged():
     model = fsdp()
     text = report(model, lambda: clip_grad_norm_(model.parameters(), LIMIT), logged=lambda _: LIMIT)
     return text, "the logged value is |the norm after clipping"
+
+
+def the_coefficient_is_logged():
+    model = ddp()
+    text = report(
+        model,
+        lambda: clip_grad_norm_(model.parameters(), LIMIT),
+        logged=lambda norm: LIMIT / float(norm),
+    )
+    return text, "1 fault|the logged value is |this is the coefficient"
+
+
+def a_norm_of_two_decimal_places():
+    model = ddp()
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.71)
+
+    def clip():
+        return round(float(clip_grad_norm_(model.parameters(), LIMIT)), 2)
+
+    return report(model, clip), "the norm is rounded to 2 decimal places"
 
 
 def the_norm_of_inf_is_one():

@@ -71,17 +71,18 @@ class Ranks:
             least = {dist.ReduceOp.MIN: every.amin, dist.ReduceOp.MAX: every.amax}
             tensor.copy_(least.get(op, every.sum)(0))
 
-        def broadcast_object_list(objects, group, group_src):
-            objects[:] = group.everyone(list(objects))[group_src]
+        def broadcast(tensor, group, group_src):
+            tensor.copy_(group.everyone(tensor.clone())[group_src])
 
-        def all_gather_object(objects, mine, group):
-            objects[:] = group.everyone(mine)
+        def all_gather(tensors, tensor, group):
+            for received, sent in zip(tensors, group.everyone(tensor.clone()), strict=True):
+                received.copy_(sent)
 
         with (
             patch.object(dist, "all_to_all_single", all_to_all_single),
             patch.object(dist, "all_reduce", all_reduce),
-            patch.object(dist, "all_gather_object", all_gather_object),
-            patch.object(dist, "broadcast_object_list", broadcast_object_list),
+            patch.object(dist, "all_gather", all_gather),
+            patch.object(dist, "broadcast", broadcast),
             patch.object(dist, "get_backend_config", lambda group: "cpu:gloo"),
             ThreadPoolExecutor(self.world) as pool,
         ):

@@ -8,6 +8,7 @@ from torch import nn
 
 from runner import GradientClipping, Log, Trainer
 from runner.config.modes import info_of
+from runner.telemetry.dominant import Leaders
 from runner.telemetry.guidance import Effect, Setting, effect_of, remarks
 from tests.train.test_trainer import parts
 
@@ -164,3 +165,14 @@ def test_the_metrics_of_a_real_run_are_read():
     assert "100 % of the steps" in said["limits"]
     assert "of ‖G‖² in 50 of 50 clipped steps" in said["cause"]
     assert remarks(Trainer(model, []).state.meter.summary(), Setting(NORM, 0.1)) == []
+
+
+@pytest.mark.parametrize(("high", "is_spike"), [(10, True), (11, False)])
+def test_norms_above_the_median_are_spikes_only_while_they_are_few(high, is_spike):
+    leaders = Leaders()
+    norms = [10.0] * high + [1.0] * (100 - high)
+    for _ in norms:
+        leaders.add({"head.weight": 0.9}, clipped=True)
+    facts = leaders.facts(norms)
+    assert facts["clipped"]["steps"] == 100
+    assert ("spikes" in facts) == is_spike

@@ -18,6 +18,7 @@ from runner.booster.step_order import (
     Nonfinite,
     NonFiniteGradient,
     StepOrder,
+    StepOrderError,
     StepState,
     finding,
 )
@@ -26,7 +27,7 @@ from runner.clip.call_history import CallHistory
 from runner.clip.groups import ParameterGroups, by_parameter_groups, require_own_clips
 from runner.clip.skip import SkipRule
 from runner.gradients import total_norm, transfer
-from runner.gradients.norms import FALSE, Norms
+from runner.gradients.norms import FALSE, Norms, is_finite
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 
@@ -58,6 +59,8 @@ class OptimizerWrapper(StepOrder):
         self.optimizers = list(optimizers)
         self.nonfinite = nonfinite
         self.skip = skip
+        self._notes_loss = skip is not None and "loss" in skip.compares
+        self._plugin = plugin
         self._max_norm = plugin.max_norm
         self._require_final = require_final
         self.decision: Decision | None = None
@@ -173,13 +176,21 @@ class OptimizerWrapper(StepOrder):
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
+        sum_of_losses = self._start_loss() if self._notes_loss else None
         norms = clipper.measure(self.layout, each)
         self.norms = norms
         self.stage = StepState.CLIPPED
+        loss = None if sum_of_losses is None else sum_of_losses()
+        if loss is not None and self.nonfinite != "ignore":
+            norms.total = torch.where(loss.isfinite(), norms.total, math.nan)
+            norms.finite = is_finite(norms.total)
         norms.finite = self._judge(norms.total, norms.finite)
         spike: Tensor | None = None
         if self.skip is not None:
-            spike = self.skip.is_spike(norms.total)
+            values = {"norm": norms.total}
+            if loss is not None:
+                values["loss"] = loss
+            spike = self.skip.is_spike(*(values[name] for name in self.skip.compares))
             # The host waits where it decides whether the step is taken.
             self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
             norms.finite = norms.finite & ~self._spike
@@ -189,6 +200,27 @@ class OptimizerWrapper(StepOrder):
             decision.spike = spike.to(norms.total.dtype)
         self.decision = decision
         return decision
+
+    def _start_loss(self) -> Callable[[], Tensor]:
+        """Start to sum the loss of the step over all ranks; return a function that waits.
+
+        The sum travels with ‖G‖ where that is of all ranks.
+        """
+        if self._loss is None:
+            raise StepOrderError(
+                "clip.skip.of compares the loss, which is not known: run the backward pass by "
+                "booster.backward(loss, optimizer)"
+            )
+        plugin = self._plugin
+        # Of the ranks that read the same samples one has the loss.
+        part = self._loss / plugin.data_size if plugin.reports_metrics else self._loss * 0.0
+        if plugin.world_size == 1:
+            return lambda: part
+        group = self.layout.group
+        if group is not None and group.size() == plugin.world_size:
+            return self.layout.send_along(part)
+        rows = transfer.start_gather(part.view(1), None)
+        return lambda: rows().sum()
 
     def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
         """Return ``finite``, or False for a spike."""

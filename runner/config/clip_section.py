@@ -27,6 +27,7 @@ from runner.config.section import Conflicts, Section, key, refusal, together
 
 WINDOW = 128  # kept steps that ``sigma`` compares with by default
 SkipRuleName = Literal["sigma", "ema", "constant"]
+Compared = Literal["norm", "loss", "any"]
 _OF_OTHER_RULES: Mapping[SkipRuleName, Sequence[str]] = {
     "sigma": ["decay"],
     "ema": ["window"],
@@ -38,9 +39,10 @@ _SHORT = BeforeValidator(
 
 
 class Skip(Section):
-    """Whole optimizer steps that are left out because their gradient norm is a spike."""
+    """Whole optimizer steps that are left out because their gradient norm, or loss, is a spike."""
 
     rule: SkipRuleName | None = key("skip above mean + k sigma, k averages, or k itself", None)
+    of: Compared = key("compare the norm of the gradient, the loss, or any of both", "norm")
     k: t.Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
@@ -57,8 +59,10 @@ class Skip(Section):
         for name in _OF_OTHER_RULES[self.rule]:
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield name, f"is no option of the rule {self.rule}"
-        if self.rule == "constant" and self.k is None:
-            yield "k", "is the largest norm that is no spike: set it for clip.skip=constant"
+        if self.rule == "constant" and self.of == "any":
+            yield "of", "k is one bound: choose norm or loss for clip.skip=constant"
+        elif self.rule == "constant" and self.k is None:
+            yield "k", f"is the largest {self.of} that is no spike: set it for clip.skip=constant"
         window = self.window or WINDOW
         if self.rule == "sigma" and self.min_steps and not 2 <= self.min_steps <= window:
             yield "min_steps", f"must be from 2 to the window of {window} steps"
@@ -76,7 +80,9 @@ class Clip(Section):
     # With a default, unlike other keys: files of users, and runs recorded earlier, lack them.
     when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
     step_in_backward: bool = key("step each parameter in the backward pass too", False)
-    skip: Annotated[Skip, _SHORT] = key("leave out steps whose gradient norm is a spike", Skip())
+    skip: Annotated[Skip, _SHORT] = key(
+        "leave out steps whose gradient norm or loss is a spike", Skip()
+    )
     what_if: Annotated[list[t.Positive], BeforeValidator(t.listed)] = key(
         "log the share of steps that these thresholds would clip"
     )

@@ -50,6 +50,7 @@ NO_PATH = ("auto", "never")
 """Values of ``resume`` that name no run."""
 
 IMPLIED: dict[str, Any] = {
+    "clip.skip.of": "norm",
     "data.collate._target_": None,
     "loss.items": "auto",
     "model.leave_out": [],

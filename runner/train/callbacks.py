@@ -273,7 +273,7 @@ class SkippedSteps:
             norm = numbers[keys.GRAD_NORM]
             step = self._steps.pop(number, None)
             if numbers.get(keys.CLIP_SPIKE):
-                self._report_spike(number, norm)
+                self._report_spike(number, numbers)
             elif step is None or math.isfinite(norm):
                 self.in_a_row = 0
             elif self._searches(step, numbers[keys.LOCAL_LOSS]):
@@ -297,11 +297,15 @@ class SkippedSteps:
         # All ranks have to agree. The loss of one that does not have it is zero.
         return self._booster.plugin.sum_over_data([float(not math.isfinite(loss))]) == [0.0]
 
-    def _report_spike(self, number: int, norm: float) -> None:
+    def _report_spike(self, number: int, numbers: Row) -> None:
         self.in_a_row += 1
         if self._is_due("spike", skipped=True):
-            description = f"the norm of the gradient is a spike: {rounded(norm)}"
-            self._report(number, norm, description, skipped=True)
+            assert self._optimizer.skip is not None
+            compared = self._optimizer.skip.compares
+            names = " or ".join(_SPIKES[quantity].name for quantity in compared)
+            values = [rounded(numbers[_SPIKES[quantity].key]) for quantity in compared]
+            description = f"{names} is a spike: {' and '.join(values)}"
+            self._report(number, numbers[keys.GRAD_NORM], description, skipped=True)
 
     def _report_gradient(self, step: _Step, norm: float, loss: float) -> None:
         """Report a gradient that is not finite; the step may have been taken all the same."""
@@ -374,6 +378,19 @@ class SkippedSteps:
             for data_rank in sorted(data_ranks):
                 samples += [str(index) for index in indices_of_ranks[data_rank]]
         return samples
+
+
+class _Quantity(NamedTuple):
+    """What a skip rule compares, as a message names it, and the key of its value in a row."""
+
+    name: str
+    key: str
+
+
+_SPIKES = {
+    "norm": _Quantity("the norm of the gradient", keys.GRAD_NORM),
+    "loss": _Quantity("the loss", keys.TRAIN_LOSS),
+}
 
 
 class _Report(NamedTuple):

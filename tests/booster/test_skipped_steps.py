@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from runner import Booster, SkipRule, Trainer
 from runner.booster import LossScale, NonFiniteGradient
+from runner.booster.step_order import StepOrderError
 from runner.clip import build
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.clip.reference import on, refused
@@ -45,8 +46,12 @@ def boosted(kind="adamw", fused=True, dtype=torch.float64, **options):
     return booster, model, optimizer
 
 
-def train(numbers, factors, mode="norm", *, parts=1, kept=False, of=None, **made):
-    """Take steps; return which were taken, weights and moments, decisions, and what has waited."""
+def train(numbers, factors, mode="norm", *, added=None, parts=1, kept=False, of=None, **made):
+    """Take steps; return which were taken, weights and moments, decisions, and what has waited.
+
+    The loss of a step is multiplied by a factor, and a constant without a gradient is added.
+    """
+    added = added or {}
     booster, model, optimizer = of or boosted(**made)
     clipper = mode and build(mode, threshold=MODES[mode])
     if clipper:
@@ -61,6 +66,7 @@ def train(numbers, factors, mode="norm", *, parts=1, kept=False, of=None, **made
                 for part in range(parts):
                     outputs = model(inputs[part::parts].to(model.unwrap()[0].weight))
                     loss = outputs.square().sum() / 10 * factors.get(number, 1.0)
+                    loss = loss + added.get(number, 0.0) / parts
                     with booster.no_sync(model) if part < parts - 1 else torch.enable_grad():
                         booster.backward(loss, optimizer)
                 decisions += [optimizer.clip(clipper)] if clipper else []
@@ -187,3 +193,49 @@ def test_a_loop_of_ones_own_goes_on_from_the_saved_state(at):
     second = train(range(at + 1, 19), spikes, of=again)
     assert first[0] + second[0] == whole[0]
     assert all(map(torch.equal, second[1], whole[1]))
+
+
+# -- spikes of the loss
+
+
+@pytest.mark.parametrize("of", ["loss", "any"])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("mode", ["norm", None])
+def test_a_spike_of_the_loss_changes_neither_weights_nor_moments(of, kept, mode):
+    """The gradients of these steps are ordinary, so that the norm shows nothing."""
+    expected = train(KEPT, {}, mode, parts=3)
+    options = {"added": SPIKES, "parts": 3, "kept": kept}
+    unseen = train(NUMBERS, {}, mode, skip=SkipRule(**LIST), **options)
+    ours = train(NUMBERS, {}, mode, skip=SkipRule(of=of, **LIST), **options)
+    assert unseen[0] == [True] * len(NUMBERS)
+    assert ours[0] == [number not in SPIKES for number in NUMBERS]
+    assert all(map(torch.equal, ours[1], expected[1]))
+    if kept:
+        assert ours[3][1:] == [[]] * 17  # the host waits for no step
+
+
+def test_a_loss_that_is_not_finite_counts_as_a_gradient_that_is_not():
+    rule = SkipRule(of="loss", **LIST)
+    decisions = train(range(1, 9), {}, added={3: math.nan, 6: math.inf}, skip=rule)[2]
+    assert [bool(decision.finite) for decision in decisions] == [
+        n not in (3, 6) for n in range(1, 9)
+    ]
+    assert [float(decision.spike) for decision in decisions] == [0.0] * 8
+    assert math.isnan(float(decisions[2].norm))
+    text = "the gradient is finite, and the loss is not"
+    error = {"skip": rule, "nonfinite": "error"}
+    refused(NonFiniteGradient, text, train, (1, 2), {}, added={2: math.nan}, **error)
+
+
+def test_a_loss_that_is_not_finite_can_be_ignored():
+    rule = SkipRule(of="loss", **LIST)
+    expected = train((1, 2), {})
+    ours = train((1, 2), {}, added={2: math.nan}, skip=rule, nonfinite="ignore")
+    assert ours[0] == [True, True]
+    assert all(map(torch.equal, ours[1], expected[1]))
+
+
+def test_a_loss_that_is_not_known_is_refused():
+    _, model, optimizer = boosted(skip=SkipRule(of="loss"))
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    refused(StepOrderError, "booster.backward(loss, optimizer)", optimizer.step)

@@ -204,7 +204,7 @@ def test_help_of_all_lists_every_key_with_the_values_of_the_command(capsys):
     ("topic", "first", "count"),
     [
         ("clip.threshold", "  clip.threshold=1.0  lower it to clip more", 1),
-        ("clip.skip", "  clip.skip=null ", 6),
+        ("clip.skip", "  clip.skip=null ", 7),
         ("clip.mode", "  clip=  adagc, ", 2),
         ("seed", "  seed=0  change it", 1),
         ("recipe", "  accumulate_4  ", 20),

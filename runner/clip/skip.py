@@ -17,7 +17,7 @@ from runner.gradients import transfer
 class Past(NamedTuple):
     """What a rule remembers, as tensors on one device, which are replaced and never written to.
 
-    A row of ``kept`` and of ``missed`` is of one quantity: the norm, or the loss. With rule
+    A row of ``kept`` and of ``missed`` is of one quantity, such as the norm. With rule
     ``sigma``, ``kept`` holds the values of the last kept steps [quantities, window], the newest
     last, and NaN where there is none. With ``ema`` it holds their moving average, which begins at 0
     [quantities, 1].
@@ -43,9 +43,10 @@ class Past(NamedTuple):
 class SkipRule:
     """Decides which steps are skipped as spikes; section ``clip.skip`` has the same options.
 
-    ``of`` says what is compared: the ``norm`` of the gradient, the ``loss``, or ``any`` of both.
-    The history holds the values of kept steps only. A step whose norm or loss is not finite is no
-    spike: it does not enter the history, and does not end a row of skips.
+    ``of`` says what is compared: the ``norm`` of the gradient, the ``loss``, the norm of the
+    ``update`` that would be taken, or ``any`` of norm and loss. The history holds the values of
+    kept steps only. A step with a value that is not finite is no spike: it does not enter the
+    history, and does not end a row of skips.
 
     ``sigma`` limits a value to the mean of kept ones plus k standard deviations (with Bessel's
     correction, as in OLMo-core), ``ema`` to k times their moving average, corrected for its start

@@ -27,7 +27,8 @@ from runner.config.section import Conflicts, Section, key, refusal, together
 
 WINDOW = 128  # kept steps that ``sigma`` compares with by default
 SkipRuleName = Literal["sigma", "ema", "constant"]
-Compared = Literal["norm", "loss", "any"]
+LIMITS_UPDATES = "clip=update limits updates itself: compare norm, loss or any"
+Compared = Literal["norm", "loss", "update", "any"]
 _OF_OTHER_RULES: Mapping[SkipRuleName, Sequence[str]] = {
     "sigma": ["decay"],
     "ema": ["window"],
@@ -39,10 +40,10 @@ _SHORT = BeforeValidator(
 
 
 class Skip(Section):
-    """Whole optimizer steps that are left out because their gradient norm, or loss, is a spike."""
+    """Whole optimizer steps that are left out because their norm, loss or update is a spike."""
 
     rule: SkipRuleName | None = key("skip above mean + k sigma, k averages, or k itself", None)
-    of: Compared = key("compare the norm of the gradient, the loss, or any of both", "norm")
+    of: Compared = key("compare the norm, the loss, the update, or any of norm and loss", "norm")
     k: t.Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
@@ -60,7 +61,7 @@ class Skip(Section):
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield name, f"is no option of the rule {self.rule}"
         if self.rule == "constant" and self.of == "any":
-            yield "of", "k is one bound: choose norm or loss for clip.skip=constant"
+            yield "of", "k is one bound: choose norm, loss or update for clip.skip=constant"
         elif self.rule == "constant" and self.k is None:
             yield "k", f"is the largest {self.of} that is no spike: set it for clip.skip=constant"
         window = self.window or WINDOW
@@ -125,6 +126,8 @@ class Clip(Section):
         info = type(self._options).info
         if self._options.scales == "all" and info.parts is not None:
             yield "scales", "this mode multiplies no gradients by one coefficient: use auto"
+        if self.skip.of == "update" and info.clips == "updates":
+            yield "skip.of", LIMITS_UPDATES
         if self.what_if and (info.nested or info.follows == "norms"):
             yield "what_if", f"clip={self.mode} has no fixed threshold: leave it empty"
 

@@ -31,6 +31,7 @@ CLIP_RATIO = "clip/ratio"
 CLIP_RATIO_TOTAL = "clip/ratio_total"  # share of all steps so far that clipping changed
 CLIP_PEAK = "clip/peak"  # distribution of the largest value compared with λ (summary only)
 UPDATE_RATIO = "update/ratio"  # norm of what a step added to the weights ÷ norm of the weights
+UPDATE_NORM = "update/norm"  # norm of the update that a step takes, where clip.skip compares it
 NOISE_SCALE = "noise/scale"  # batch size at which noise and gradient are equally large, in samples
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"

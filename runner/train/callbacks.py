@@ -390,6 +390,7 @@ class _Quantity(NamedTuple):
 _SPIKES = {
     "norm": _Quantity("the norm of the gradient", keys.GRAD_NORM),
     "loss": _Quantity("the loss", keys.TRAIN_LOSS),
+    "update": _Quantity("the norm of the update", keys.UPDATE_NORM),
 }
 
 

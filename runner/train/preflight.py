@@ -19,6 +19,7 @@ from runner.booster.criterion import Criterion
 from runner.booster.in_backward import refused_in_backward, why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
+from runner.clip.update_norm import require_known
 from runner.config.accumulation import AUTO
 from runner.config.environment import started_rank
 from runner.config.identity import NO_PATH, digest
@@ -407,6 +408,8 @@ def _require_fit(
                 raise TargetError(reason)
     if clip.info.needs_optimizer and clip.target is None:
         build_mode(clip.options).require_optimizers(optimizers[:1])
+    if clip.skip.of == "update":
+        require_known(optimizers)
 
 
 def _require_metric(config: RunConfig, data: Data, scheduler: ReduceLROnPlateau) -> None:

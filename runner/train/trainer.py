@@ -266,6 +266,8 @@ class Trainer:
             keys.STEP_SAMPLES: total.samples if self._accumulation.moves else None,
             keys.TRAIN_TOKENS: progress.tokens or None,
         }
+        if "update" in optimizer.compared:
+            numbers[keys.UPDATE_NORM] = optimizer.compared["update"]
         numbers |= accumulated.noise(counts, self.plugin.data_size, decision.norm)
 
         # Step

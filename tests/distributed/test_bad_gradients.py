@@ -161,7 +161,12 @@ def state_after(plugin, spikes, of):
         spike = spikes.get(number) if last else None
         factor = 1.0 + 0.02 * math.sin(number)
         added = 0.0
-        if spike is not None and of == "norm":
+        for group in loop.optimizer.param_groups:
+            group["lr"] = 1e-3
+        if of == "update" and spikes.get(number, math.nan) < math.inf:
+            for group in loop.optimizer.param_groups:
+                group["lr"] = 1.0  # the gradient and the loss are ordinary
+        elif spike is not None and of in ("norm", "update"):
             factor *= spike
         elif spike is not None:
             added = spike  # the gradient is ordinary
@@ -197,7 +202,7 @@ def assert_skipped(world, plugins, quantities):
 )
 def test_all_ranks_skip_the_spike_of_one(world, plugins):
     """Weights and moments are those of a run without the spikes, bit for bit on every rank."""
-    assert_skipped(world, plugins, ("norm", "loss"))
+    assert_skipped(world, plugins, ("norm", "loss", "update"))
 
 
 @pytest.mark.slow
@@ -206,4 +211,4 @@ def test_all_ranks_skip_the_spike_of_one_under_every_plugin(world):
     plugins = ON_EIGHT
     if world < 8:
         plugins = [name for name in PLUGINS if fewest(name) == world and name not in ON_EIGHT]
-    assert_skipped(world, plugins, ("norm", "loss", "any"))
+    assert_skipped(world, plugins, ("norm", "loss", "any", "update"))

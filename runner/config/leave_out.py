@@ -34,6 +34,17 @@ def numbers_of(numbers: Iterable[int | str]) -> Iterator[int]:
             yield number
 
 
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Return the text of numbers in a row: ``7,11..13``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("..".join(str(end) for end in part) for part in parts)
+
+
 Ranges = Annotated[list[int | str], PlainValidator(_numbers)]
 
 

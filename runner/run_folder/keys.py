@@ -50,6 +50,8 @@ LAYER_UPDATE = f"{UPDATE_RATIO}/"  # prefix of the update-to-weight ratio of one
 WHAT_IF = "clip/what_if/"
 # Facts about a clipping mode that is not one of this project's own (summary only)
 CLIP_MODE = "clip/mode"
+# The first steps that were skipped, each with its samples, where they have indices (summary only)
+SKIPPED_STEPS = "skipped_steps"
 ENDED_EARLY = "ended_early"  # why a callback ended the training (summary and status only)
 # Step from which the training loss was lost until the end; null if it was not (summary only)
 DIVERGED = "diverged"

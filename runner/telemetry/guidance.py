@@ -25,8 +25,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from runner.config.leave_out import as_ranges
 from runner.config.modes import ModeInfo
-from runner.config.notation import percent, plural, rounded
+from runner.config.notation import first_few, percent, plural, rounded
 from runner.run_folder import keys
 from runner.telemetry.dominant import SPIKE
 
@@ -172,6 +173,8 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         text += "(clip.skip), and changed no weights. If they are many, raise clip.skip.k, or "
         text += "lower the learning rate."
         listed.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
+    if summary.get(keys.SKIPPED_STEPS):
+        listed.append(_without_samples(summary[keys.SKIPPED_STEPS]))
     cause = _cause(summary)
     if cause is not None:
         listed.append(cause)
@@ -182,6 +185,17 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     taken = steps - nonfinite - spikes
     remark = _on_threshold(summary, setting, taken)
     return listed if remark is None else [*listed, remark]
+
+
+def _without_samples(skipped: Sequence[Mapping[str, Any]]) -> Remark:
+    """Name what goes on without the samples of the steps that were skipped."""
+    steps = [step["step"] for step in skipped]
+    samples = dict.fromkeys(str(sample) for step in skipped for sample in step["samples"])
+    text = f"resume=RUN@STEP data.leave_out=[{as_ranges(steps)}] goes on from a checkpoint before "
+    text += (
+        f"step {steps[0]} without the samples of {'these steps' if steps[1:] else 'this step'}: "
+    )
+    return Remark("samples", f"{text}{first_few([*samples], 8)}.")
 
 
 def _cause(summary: Mapping[str, Any]) -> Remark | None:

@@ -227,6 +227,8 @@ class Trainer:
             state.meter.flush()
             self.saver.finish(self, state.progress.step, state.meter.last)
         summary = Summary(state.meter.summary())
+        if self.skipped_steps.steps:
+            summary[keys.SKIPPED_STEPS] = self.skipped_steps.steps
         if callbacks.ended:
             summary[keys.ENDED_EARLY] = callbacks.ended
         callbacks.call("on_end", self, summary)

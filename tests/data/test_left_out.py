@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from runner import Trainer
+from runner import Booster, Log, SkipRule, Trainer
 from runner.booster import SinglePlugin
 from runner.config.accumulation import AccumulationSteps
-from runner.config.leave_out import LeaveOut
+from runner.config.leave_out import LeaveOut, as_ranges
+from runner.config.modes import info_of
 from runner.data import TensorPairs
 from runner.data.order import LeftOut
+from runner.telemetry.guidance import Setting, remarks
 from runner.train.left_out import left_out_from
 from runner.train.progress import Progress
 from runner.train.windows import Windows, has_no_sample
@@ -150,3 +152,43 @@ def test_a_branch_that_is_stopped_goes_on_without_the_samples(tmp_path):
     second, _ = trained(15, middle, asked)
     assert first.steps + second.steps == branch.steps
     assert torch.equal(second.layer.weight, branch.layer.weight)
+
+
+def with_bad_sample(seed, leave_out=None):
+    """A training of four epochs on data of which one sample has a large gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(SAMPLES, 1, generator=generator)
+    inputs[seed % SAMPLES] = 1000.0
+    dataset = TensorPairs(inputs, torch.randn(SAMPLES, 1, generator=generator))
+    torch.manual_seed(seed)
+    model = nn.Linear(1, 1)
+    loader = SinglePlugin().prepare_dataloader(dataset, 8, shuffle=True, seed=seed)
+    booster = Booster(skip=SkipRule("constant", k=100.0))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"booster": booster, "criterion": nn.MSELoss(), "optimizers": sgd}
+    trainer = Trainer(model, loader, "4ep", **options, log=Log(bar=False))
+    trainer.leave_out = leave_out
+    return trainer.fit()
+
+
+def test_leaving_out_a_step_that_was_skipped_ends_the_spikes_of_its_sample():
+    for seed in range(20):
+        summary = with_bad_sample(seed)
+        assert summary["clip/skipped"] == len(summary["skipped_steps"]) == 4
+        first = summary["skipped_steps"][0]
+        assert all(seed in step["samples"] for step in summary["skipped_steps"])
+        [common] = set.intersection(*(set(step["samples"]) for step in summary["skipped_steps"]))
+        assert common == seed
+        [remark] = [
+            r for r in remarks(summary, Setting(info_of("none"), None)) if r.topic == "samples"
+        ]
+        assert f"data.leave_out=[{first['step']}" in remark.text
+        for asked in (LeaveOut(steps=[first["step"]]), LeaveOut(samples=[seed])):
+            assert with_bad_sample(seed, asked)["clip/skipped"] == 0
+
+
+def test_ranges_are_written_as_they_are_read():
+    for numbers in ([5], [3, 4], [1, 2, 3, 9, 11, 12]):
+        text = as_ranges(reversed(numbers))
+        given = [int(part) if part.isdigit() else part for part in text.split(",")]
+        assert sorted(LeaveOut(steps=given).steps_left_out) == numbers

@@ -29,7 +29,7 @@ from runner.config.leave_out import as_ranges
 from runner.config.modes import ModeInfo
 from runner.config.notation import first_few, percent, plural, rounded
 from runner.run_folder import keys
-from runner.telemetry.dominant import SPIKE
+from runner.telemetry.dominant import FEW, SPIKE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -40,6 +40,7 @@ _LED = {
 }
 """What steps of :meth:`runner.telemetry.dominant.Leaders.facts` are called, by their kind."""
 FEWEST = 50  # steps below which there is no advice on a threshold
+A_FEW = 5  # skipped steps that may have a cause in their samples, also in a short run
 MOSTLY = 0.5  # share clipped above which a threshold does more than cut outliers
 NEGLIGIBLE = 0.1  # share of the gradient below which a constant in its divisor does not matter
 _KINDS = {
@@ -173,7 +174,8 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         text += "(clip.skip), and changed no weights. If they are many, raise clip.skip.k, or "
         text += "lower the learning rate."
         listed.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
-    if summary.get(keys.SKIPPED_STEPS):
+    left_out = faults + spikes
+    if summary.get(keys.SKIPPED_STEPS) and left_out <= max(A_FEW, FEW * steps):
         listed.append(_without_samples(summary[keys.SKIPPED_STEPS]))
     cause = _cause(summary)
     if cause is not None:
@@ -257,8 +259,10 @@ def _outliers(share: float, peak: Mapping[str, float], setting: Setting) -> Rema
     text = (
         f"The threshold {setting.threshold:g} clipped {percent(share)} of the steps; the largest "
     )
-    text += f"{setting.stat} was {rounded(peak['max'] / setting.threshold)} times as large. It "
-    text += "limits outliers, and leaves the other steps as they are."
+    largest = peak["max"] / setting.threshold
+    text += f"{setting.stat} was {rounded(largest)} times as large. It limits "
+    text += "spikes" if share <= FEW and largest >= SPIKE else "outliers"
+    text += ", and leaves the other steps as they are."
     return Remark("outliers", text, ("clip.threshold",))
 
 

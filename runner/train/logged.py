@@ -32,7 +32,7 @@ def logged(config: RunConfig, data: Data) -> list[str]:
     meter.push(StepMetrics(1, decision, numbers), {})
     names = [*meter.summary()["final"]]
     if config.telemetry.update_ratio:
-        names.append(keys.UPDATE_RATIO)
+        names += [keys.UPDATE_RATIO, keys.UPDATE_NORM]
     names.append(keys.WALL_SECONDS)
     return [*evaluated(config, data), *names]
 

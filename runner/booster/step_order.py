@@ -137,7 +137,8 @@ class StepOrder:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
         start = torch.full_like(loss, self.begin_backward(weight))
-        self.note_loss(loss, weight)
+        if self._notes_loss:
+            self.note_loss(loss, weight)
         # As Tensor.backward, whose checks take a third of a small pass.
         _engine_run_backward((loss,), (start,), False, False, (), True, accumulate_grad=True)
         self.end_backward()

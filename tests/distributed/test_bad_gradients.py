@@ -16,6 +16,7 @@ from runner.data.dataset import IGNORED
 from runner.gradients.shard import local
 from tests.distributed.by_hand import NORM, Loop, batch_for, make
 from tests.distributed.cases import PLUGINS, Case, fewest, trainer, uneven, unlike
+from tests.distributed.test_collectives import Counting
 from tests.distributed.training import Rows
 from tests.on_device import call_kept_on_device
 from tests.ranks import run_ranks
@@ -212,3 +213,27 @@ def test_all_ranks_skip_the_spike_of_one_under_every_plugin(world):
     if world < 8:
         plugins = [name for name in PLUGINS if fewest(name) == world and name not in ON_EIGHT]
     assert_skipped(world, plugins, ("norm", "loss", "any", "update"))
+
+
+def calls_of_clipping(plugins):
+    """The collectives of a clipping under each plugin, without a rule and by what it compares."""
+    counts = {}
+    for plugin in plugins:
+        for of in (None, "norm", "loss", "any"):
+            skip = None if of is None else SkipRule(of=of)
+            model = model_of(plugin)
+            loop = Loop(plugin, make(model), None, skip=skip)
+            loop.backward(*batch_for(model))
+            with Counting() as counter:
+                loop.clip(NORM)
+            counts[plugin, of] = counter.calls.total()
+    return counts
+
+
+def test_a_loss_travels_with_the_norm_where_ranks_sum_that():
+    [counts, _] = run_ranks(calls_of_clipping, 2, ("fsdp", "tensor", "ddp"))
+    for plugin in ("fsdp", "tensor", "ddp"):
+        more = 1 if plugin == "ddp" else 0  # each rank has the whole gradient
+        assert counts[plugin, "norm"] == counts[plugin, None]
+        for of in ("loss", "any"):
+            assert counts[plugin, of] == counts[plugin, None] + more, (plugin, of)

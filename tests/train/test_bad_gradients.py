@@ -210,7 +210,9 @@ def test_the_first_spike_is_reported(caplog, of, named):
     assert warning.startswith(f"step 7 was skipped: the {named} is a spike")
 
 
-@pytest.mark.parametrize(("step", "of"), [(6, "norm"), (7, "norm"), (11, "loss"), (12, "any")])
+@pytest.mark.parametrize(
+    ("step", "of"), [(6, "norm"), (7, "norm"), (11, "loss"), (12, "any"), (11, "update")]
+)
 def test_a_resume_at_a_spike_changes_nothing(step, of, tmp_path):
     rule = {**RULE, "of": of}
     whole = fitted(spiky(20, rule=rule))

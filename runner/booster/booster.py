@@ -45,9 +45,9 @@ class Booster(CheckpointIO):
         loss_scale: fp16 scale to use instead of the default one.
         nonfinite: what the optimizer does if a gradient is not finite: ``skip`` the step, raise an
             ``error``, or ``ignore`` it.
-        skip: rule that skips steps whose gradient norm is a spike; None for no rule. Each
-            boosted optimizer has a copy of its own, ``optimizer.skip``. See
-            :class:`runner.SkipRule`.
+        skip: rule that skips steps whose gradient norm, or loss, is a spike; None for no rule. Each
+            boosted optimizer has a copy of its own, ``optimizer.skip``. The loss is the mean over
+            ranks of what :meth:`backward` was given. See :class:`runner.SkipRule`.
 
     Raises:
         ValueError: an unknown precision.
@@ -269,5 +269,6 @@ class Booster(CheckpointIO):
             return loss.sum(outputs, part, items) * factor
 
         total = model.pipeline.train(inputs, summed, kept) / factor
+        optimizer.note_loss(total, weight)
         optimizer.end_backward()
         return total

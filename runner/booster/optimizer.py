@@ -18,6 +18,7 @@ from runner.booster.step_order import (
     Nonfinite,
     NonFiniteGradient,
     StepOrder,
+    StepOrderError,
     StepState,
     finding,
 )
@@ -25,8 +26,10 @@ from runner.clip import ClipMode, Decision, FactorMode, build
 from runner.clip.call_history import CallHistory
 from runner.clip.groups import ParameterGroups, by_parameter_groups, require_own_clips
 from runner.clip.skip import SkipRule
+from runner.clip.update_norm import UpdateNorm
+from runner.config.clip_section import LIMITS_UPDATES
 from runner.gradients import total_norm, transfer
-from runner.gradients.norms import FALSE, Norms
+from runner.gradients.norms import FALSE, Norms, is_finite
 from runner.parallel.distribution import ParallelModel
 from runner.parallel.gradient_sync import nothing
 
@@ -58,6 +61,10 @@ class OptimizerWrapper(StepOrder):
         self.optimizers = list(optimizers)
         self.nonfinite = nonfinite
         self.skip = skip
+        self._notes_loss = skip is not None and "loss" in skip.compares
+        self._update: UpdateNorm | None = None  # where a rule compares it
+        self.compared: dict[str, Tensor] = {}  # what the rule has compared in the last step
+        self._plugin = plugin
         self._max_norm = plugin.max_norm
         self._require_final = require_final
         self.decision: Decision | None = None
@@ -68,6 +75,8 @@ class OptimizerWrapper(StepOrder):
         self._taken: bool | Callable[[], float] = False
         self._groups = BoostedGroups(self.optimizers, made.layout, made.steps)
         self._fused = self._all_fused()
+        if skip is not None and "update" in skip.compares:
+            self._update = UpdateNorm(self.optimizers, made.layout)
 
     def _all_fused(self) -> bool:
         # Ranks may step different parameters by different kernels; all of them decide alike.
@@ -173,22 +182,83 @@ class OptimizerWrapper(StepOrder):
             return self.decision
         if mode.info.needs_optimizer:
             mode.bind_optimizers(self.optimizers, self.layout)
+        sum_of_losses = self._start_loss() if self._notes_loss else None
         norms = clipper.measure(self.layout, each)
         self.norms = norms
         self.stage = StepState.CLIPPED
+        loss = None if sum_of_losses is None else sum_of_losses()
+        if loss is not None and self.nonfinite != "ignore":
+            norms.total = torch.where(loss.isfinite(), norms.total, math.nan)
+            norms.finite = is_finite(norms.total)
         norms.finite = self._judge(norms.total, norms.finite)
-        spike: Tensor | None = None
         if self.skip is not None:
-            spike = self.skip.is_spike(norms.total)
-            # The host waits where it decides whether the step is taken.
-            self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
-            norms.finite = norms.finite & ~self._spike
-        decision = self._apply(clipper, norms, fold)
+            self.compared = {"norm": norms.total}
+        if loss is not None:
+            self.compared["loss"] = loss
+        spike: Tensor | None = None
+        if self._update is not None:
+            decision, spike = self._apply_unless_spike(mode, norms, fold)
+        else:
+            if self.skip is not None:
+                spike = self._leave_out_spike(self.skip, norms)
+            decision = self._apply(clipper, norms, fold)
         norms.work = None  # it may hold gradients
         if spike is not None:
             decision.spike = spike.to(norms.total.dtype)
         self.decision = decision
         return decision
+
+    def _leave_out_spike(self, rule: SkipRule, norms: Norms) -> Tensor:
+        """Return whether a rule finds a spike, for which ``norms.finite`` is cleared."""
+        spike = rule.is_spike(*(self.compared[name] for name in rule.compares))
+        # The host waits where it decides whether the step is taken.
+        self._spike = spike.cpu() if isinstance(self._finite, bool) else spike
+        norms.finite = norms.finite & ~self._spike
+        return spike
+
+    def _apply_unless_spike(
+        self, mode: ClipMode, norms: Norms, fold: bool
+    ) -> tuple[Decision, Tensor]:
+        """Clip, and take the decision back if the update of the clipped gradient is a spike."""
+        assert self._update is not None
+        assert self.skip is not None
+        if mode.info.clips == "updates":
+            raise ValueError(f"clip.skip.of=update: {LIMITS_UPDATES}")
+        clipper = self._clipper_of(mode)
+        memories = [(memory, dict(memory)) for memory in mode.memories()]
+        decision = self._apply(clipper, norms, fold)
+        update = norms.total * math.nan
+        if norms.finite:  # the same on every rank
+            update = self._update.measure(self._coef)
+        self.compared["update"] = update
+        spike = self._leave_out_spike(self.skip, norms)
+        if self._spike:
+            for memory, before in memories:
+                memory.clear()
+                memory.update(before)
+            decision = self._apply(clipper, norms, fold)
+        return decision, spike
+
+    def _start_loss(self) -> Callable[[], Tensor]:
+        """Start to sum the loss of the step over all ranks; return a function that waits.
+
+        The sum travels with ‖G‖ where that is of all ranks.
+        """
+        if self._loss is None:
+            raise StepOrderError(
+                "clip.skip.of compares the loss, which is not known: run the backward pass by "
+                "booster.backward(loss, optimizer)"
+            )
+        plugin = self._plugin
+        # Of the ranks that read the same samples one has the loss.
+        part = self._loss / plugin.data_size if plugin.reports_metrics else self._loss * 0.0
+        if plugin.world_size == 1:
+            return lambda: part
+        group = self.layout.group
+        if group is not None and group.size() == plugin.world_size:
+            return self.layout.send_along(part)
+        rows = transfer.start_gather(part.view(1), None)
+        return lambda: rows().sum()
 
     def _unless_spike(self, finite: bool | Tensor) -> bool | Tensor:
         """Return ``finite``, or False for a spike."""
@@ -201,6 +271,7 @@ class OptimizerWrapper(StepOrder):
     def _judge(self, norm: Tensor, finite: Tensor) -> Tensor:
         """Return whether the gradient is finite, and note whether the step is taken."""
         on_device = self._fused and self.loss_scale is None and self.nonfinite == "skip"
+        on_device = on_device and self._update is None  # the host decides on an update
         if on_device and not transfer.can_read(norm.device):
             self._finite = finite  # A fused optimizer can skip the step there.
             return finite

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from runner.config.notation import first_few, ranks_as_text
-from runner.gradients import Layout
+from runner.gradients import Layout, transfer
 from runner.gradients.norms import Norms
 from runner.parallel.collectives import from_all
 from runner.parallel.distribution import ParallelModel
@@ -51,6 +51,8 @@ def finding(layout: Layout, norms: Norms | None, norm: float) -> str:
     on_this_rank = [] if norms is None else norms.not_finite()
     on_ranks = [on_this_rank] if group is None else from_all(on_this_rank, group)
     bad = {name for names in on_ranks for name in names}
+    if math.isnan(norm) and not bad:
+        return "the gradient is finite, and the loss is not"
     text = f"the gradient's norm is {norm}: {first_few([n for n in layout.names if n in bad])}"
     if group is None:
         return text
@@ -120,6 +122,7 @@ class StepOrder:
         self.accumulating = False  # whether backward passes run under ``no_sync`` now
         self.left = False  # whether gradients of the step before may be left
         self._shares: bool | None = None  # whether gradients share memory; None while unknown
+        self._notes_loss = False  # whether to add up the losses of a step
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -127,12 +130,15 @@ class StepOrder:
         self._final = False  # whether the gradients are final
         self._scaled = False  # whether the loss was multiplied by the fp16 scale
         self._late = False  # whether a backward pass ran after gradients were final
+        self._loss: Tensor | None = None  # of this rank in this step, where it is noted
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Run the backward pass of ``loss * weight``, scaled under fp16."""
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {list(loss.shape)}: reduce it to one number")
         start = torch.full_like(loss, self.begin_backward(weight))
+        if self._notes_loss:
+            self.note_loss(loss, weight)
         # As Tensor.backward, whose checks take a third of a small pass.
         _engine_run_backward((loss,), (start,), False, False, (), True, accumulate_grad=True)
         self.end_backward()
@@ -144,6 +150,13 @@ class StepOrder:
         self._begin()
         self._scaled = True
         return weight if self.loss_scale is None else weight * self.loss_scale.scale
+
+    def note_loss(self, loss: Tensor, weight: float) -> None:
+        """Add the loss of a backward pass to the loss of the step, if a rule compares it."""
+        if self._notes_loss:
+            device = self.layout.device
+            part = loss.detach().reshape(()).to(device, transfer.widest(device)) * weight
+            self._loss = part if self._loss is None else self._loss + part
 
     def end_backward(self) -> None:
         self.stage = StepState.ACCUMULATING if self.accumulating else StepState.READY

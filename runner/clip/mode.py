@@ -183,6 +183,10 @@ class ClipMode(Mode, ABC):
                 self.memory[name] = transfer.number(value, device)
         return dict(self.memory)
 
+    def memories(self) -> list[dict[str, Any]]:
+        """Return the memory of this mode, and of the modes inside of it."""
+        return [self.memory]
+
     def undo(self, before: Mapping[str, Any], finite: Tensor) -> None:
         """Make ``before`` the memory again, unless the gradient turns out to be ``finite``."""
         if transfer.can_read(finite.device):

@@ -95,6 +95,12 @@ class NestedMode(ClipMode):
             inner=inner,
         )
 
+    def memories(self) -> list[dict[str, Any]]:
+        memories = super().memories()
+        for mode in self.modes.values():
+            memories += mode.memories()
+        return memories
+
     def state_dict(self) -> dict[str, Any]:
         states = {
             name: {"class": type(mode).__name__, **mode.state_dict()}
@@ -295,6 +301,9 @@ class ScheduleClip(Schedule, FactorMode):
     def apply(self, layout: Layout, decision: Decision) -> Decision:
         assert isinstance(self.inner, FactorMode)
         return self.inner.apply(layout, decision)
+
+    def memories(self) -> list[dict[str, Any]]:
+        return super().memories() + self.inner.memories()
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"inner": self.inner.state_dict()}

@@ -19,6 +19,7 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from runner.clip import Change, ChangeMode, ClipMode, Decision, Norms
 from runner.clip.per_parameter import decide_on_tensors
+from runner.clip.stepped import SteppedShards
 from runner.config.modes import Spike, Update
 from runner.gradients import Layout, ParamShard, transfer
 from runner.gradients.kernels import kernels_of
@@ -54,17 +55,12 @@ class Moment(NamedTuple):
 
 @dataclass(eq=False)
 class OptimizerMode(ClipMode):
-    """A mode on the optimizer's step; with ``predicts`` it computes the second moment after it.
-
-    ``_copies`` holds the number of ranks that step each element of a parameter. With ZeRO 1 only
-    some of the ranks that have an element step it. Without an optimizer the number is 0.
-    """
+    """A mode on the optimizer's step; with ``predicts`` it computes the second moment after it."""
 
     name: ClassVar[str]
     predicts: ClassVar[bool] = False
     _bound_to: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    _places: dict[int, tuple[Optimizer, int]] = field(init=False, repr=False)
-    _copies: dict[str, float] = field(init=False, repr=False)
+    _stepped: SteppedShards = field(init=False, repr=False)
 
     def require_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -84,22 +80,7 @@ class OptimizerMode(ClipMode):
         if [id(item) for item in self._bound_to] == [id(item) for item in bound_to]:
             return
         self._bound_to = bound_to
-        # Groups are noted by number, because loading a state makes new groups.
-        self._places = {
-            id(parameter): (optimizer, number)
-            for optimizer in optimizers
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        stepped_here = [0.0] * len(layout.names)
-        for shard in layout.shards:
-            if id(shard.param) in self._places:
-                stepped_here[layout.positions[shard.name]] += shard.weight.numel()
-        row = transfer.on_device(stepped_here, layout.device)
-        stepped: list[float] = layout.sum(row).tolist()
-        self._copies = {}
-        for (name, parameter), elements in zip(layout.parameters.items(), stepped, strict=True):
-            self._copies[name] = elements / max(1, math.prod(parameter.shape))
+        self._stepped = SteppedShards(optimizers, layout)
 
     def require_bound(self) -> None:
         if not self._bound_to:
@@ -108,20 +89,13 @@ class OptimizerMode(ClipMode):
                 "both (booster.boost(model, optimizer)) or train with runner.Trainer"
             )
 
-    def weight(self, shard: ParamShard) -> float:
-        """Return 1 ÷ the ranks that count a shard: those that step it, or all that have it."""
-        copies = self._copies[shard.name]
-        if not copies:
-            return 1.0 / shard.num_replicas
-        return 1.0 / copies if id(shard.param) in self._places else 0.0
-
     def moment(self, shard: ParamShard) -> Moment | None:
         """Return the second moment of a shard, before the step; None where another rank has it."""
-        if id(shard.param) not in self._places:
+        place = self._stepped.place(shard)
+        if place is None:
             return None
-        optimizer, number = self._places[id(shard.param)]
+        optimizer, group = place
         state = optimizer.state.get(shard.param, {})
-        group = optimizer.param_groups[number]
         name = next(name for kind, name in NAMES.items() if isinstance(optimizer, kind))
         value = state.get(name)
         betas = group.get("betas")
@@ -173,10 +147,10 @@ class SpikeClip(Spike, OptimizerMode, ChangeMode):
         maxima = [nothing]
         after = [nothing]
         for shard, gradient in zip(*layout.gradients(), strict=True):
-            weight = self.weight(shard)
+            weight = self._stepped.weight(shard)
             if not weight:
                 continue  # another rank steps it
-            if self._copies[shard.name]:
+            if self._stepped.copies[shard.name]:
                 total += gradient.numel() * weight
             value, ready = self._compared(shard, gradient)
             power, above, largest = self._read(gradient, value, ready, weight)
@@ -323,7 +297,7 @@ class UpdateClip(Update, OptimizerMode):
         limited = kernels_of(factors.device).may_hold(factors < 1.0)
         for shard in layout.gradients()[0]:
             position = layout.positions[shard.name]
-            if id(shard.param) in self._places and limited[position]:
+            if shard in self._stepped and limited[position]:
                 self._kept.append((shard, shard.weight.clone(), factors[position]))
 
     @torch.no_grad()

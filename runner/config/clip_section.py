@@ -27,6 +27,8 @@ from runner.config.section import Conflicts, Section, key, refusal, together
 
 WINDOW = 128  # kept steps that ``sigma`` compares with by default
 SkipRuleName = Literal["sigma", "ema", "constant"]
+LIMITS_UPDATES = "clip=update limits updates itself: compare norm, loss or any"
+Compared = Literal["norm", "loss", "update", "any"]
 _OF_OTHER_RULES: Mapping[SkipRuleName, Sequence[str]] = {
     "sigma": ["decay"],
     "ema": ["window"],
@@ -38,9 +40,10 @@ _SHORT = BeforeValidator(
 
 
 class Skip(Section):
-    """Whole optimizer steps that are left out because their gradient norm is a spike."""
+    """Whole optimizer steps that are left out because their norm, loss or update is a spike."""
 
     rule: SkipRuleName | None = key("skip above mean + k sigma, k averages, or k itself", None)
+    of: Compared = key("compare the norm, the loss, the update, or any of norm and loss", "norm")
     k: t.Positive | None = key("lower it to skip more; null: 6 (sigma), 20 (ema)", None)
     window: int | None = key("compare with so many kept steps (sigma); null: 128", None, ge=2)
     decay: float | None = key("weigh the past (ema); null: 0.99", None, gt=0, lt=1)
@@ -57,8 +60,10 @@ class Skip(Section):
         for name in _OF_OTHER_RULES[self.rule]:
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield name, f"is no option of the rule {self.rule}"
-        if self.rule == "constant" and self.k is None:
-            yield "k", "is the largest norm that is no spike: set it for clip.skip=constant"
+        if self.rule == "constant" and self.of == "any":
+            yield "of", "k is one bound: choose norm, loss or update for clip.skip=constant"
+        elif self.rule == "constant" and self.k is None:
+            yield "k", f"is the largest {self.of} that is no spike: set it for clip.skip=constant"
         window = self.window or WINDOW
         if self.rule == "sigma" and self.min_steps and not 2 <= self.min_steps <= window:
             yield "min_steps", f"must be from 2 to the window of {window} steps"
@@ -76,7 +81,9 @@ class Clip(Section):
     # With a default, unlike other keys: files of users, and runs recorded earlier, lack them.
     when: Literal["step", "backward"] = key("clip before the step, or in the backward", "step")
     step_in_backward: bool = key("step each parameter in the backward pass too", False)
-    skip: Annotated[Skip, _SHORT] = key("leave out steps whose gradient norm is a spike", Skip())
+    skip: Annotated[Skip, _SHORT] = key(
+        "leave out steps whose gradient norm or loss is a spike", Skip()
+    )
     what_if: Annotated[list[t.Positive], BeforeValidator(t.listed)] = key(
         "log the share of steps that these thresholds would clip"
     )
@@ -119,6 +126,8 @@ class Clip(Section):
         info = type(self._options).info
         if self._options.scales == "all" and info.parts is not None:
             yield "scales", "this mode multiplies no gradients by one coefficient: use auto"
+        if self.skip.of == "update" and info.clips == "updates":
+            yield "skip.of", LIMITS_UPDATES
         if self.what_if and (info.nested or info.follows == "norms"):
             yield "what_if", f"clip={self.mode} has no fixed threshold: leave it empty"
 

@@ -50,7 +50,10 @@ NO_PATH = ("auto", "never")
 """Values of ``resume`` that name no run."""
 
 IMPLIED: dict[str, Any] = {
+    "clip.skip.of": "norm",
     "data.collate._target_": None,
+    "data.leave_out.samples": [],
+    "data.leave_out.steps": [],
     "loss.items": "auto",
     "model.leave_out": [],
     "model.strict": True,

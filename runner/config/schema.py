@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from runner.config.accumulation import AUTO, AccumulationSteps, accumulation_value
 from runner.config.clip_section import Clip
 from runner.config.folders import options
+from runner.config.leave_out import LeaveOut
 from runner.config.modes import MODES, NAMES
 from runner.config.notation import higher_is_better
 from runner.config.plugin_section import PluginSection
@@ -151,6 +152,7 @@ class DataSection(Target):
     drop_last: bool = key("leave out the last microbatch of an epoch if it is shorter")
     # With a default: runs that were recorded earlier lack it.
     collate: Collate = Collate()
+    leave_out: LeaveOut = LeaveOut()
 
 
 class LossSection(Target):
@@ -312,7 +314,11 @@ class Verify(Section):
         return self.tolerance or (1e-9 if self.dtype == "float64" else 1e-5)
 
 
-SHORT = {"resume": "resume.from", "clip.skip": "clip.skip.rule"}
+SHORT = {
+    "resume": "resume.from",
+    "clip.skip": "clip.skip.rule",
+    "data.leave_out": "data.leave_out.steps",
+}
 """Sections that may be given a value, and the key that it is the value of."""
 
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -213,9 +213,30 @@ def part_of(samples: int, rank: int, ranks: int) -> tuple[int, int]:
     return first, first + size + (rank < longer)
 
 
+class LeftOut(NamedTuple):
+    """Samples that are read no more, from a place in a training on."""
+
+    epoch: int
+    start: int  # samples of this epoch that were read before, over all ranks
+    indices: tuple[int, ...]
+
+    def without(self, order: Tensor, epoch: int) -> Tensor:
+        """Return the order of an epoch without them, [samples]."""
+        if epoch < self.epoch:
+            return order
+        start = self.start if epoch == self.epoch else 0
+        after = order[start:]
+        kept = after[~torch.isin(after, torch.tensor(self.indices))]
+        return torch.cat([order[:start], kept])
+
+
 @dataclass(eq=False, repr=False)
 class PartitionedBatches(Sampler[list[int]]):
-    """Batch sampler of the indices of one rank's microbatches."""
+    """Batch sampler of the indices of one rank's microbatches.
+
+    Attributes:
+        left_out: samples that are not read; None if all are.
+    """
 
     length: int
     batch_size: int
@@ -225,8 +246,9 @@ class PartitionedBatches(Sampler[list[int]]):
     drop_last: bool
     seed: int
     epoch: int = field(default=0, init=False)
+    left_out: LeftOut | None = field(default=None, init=False)
     _start: int = field(default=0, init=False)
-    _cached: tuple[int, Tensor] | None = field(default=None, init=False)
+    _cached: tuple[int, LeftOut | None, Tensor] | None = field(default=None, init=False)
     last: Sequence[int] = field(default=(), init=False)
     """The indices that were yielded last."""
 
@@ -248,9 +270,20 @@ class PartitionedBatches(Sampler[list[int]]):
         self._start = microbatch
 
     def __len__(self) -> int:
-        """Return the number of microbatches in a whole epoch, regardless of `set_start`."""
-        full, remaining = divmod(self.length, self.batch_size * self.world_size)
+        """Return the number of microbatches in the whole epoch, regardless of `set_start`."""
+        return self._microbatches(self._length())
+
+    def _length(self) -> int:
+        """Return the samples of the current epoch."""
+        return self.length if self.left_out is None else len(self._permutation())
+
+    def _microbatches(self, samples: int) -> int:
+        full, remaining = divmod(samples, self.batch_size * self.world_size)
         return full if self.drop_last or remaining == 0 else full + 1
+
+    def samples_before(self, microbatch: int) -> int:
+        """Return the samples of all ranks in the microbatches of the epoch before this one."""
+        return min(microbatch * self.batch_size * self.world_size, self._length())
 
     def __iter__(self) -> Iterator[list[int]]:
         # Read now, not at the first `next`: the caller may set another epoch before that.
@@ -259,34 +292,45 @@ class PartitionedBatches(Sampler[list[int]]):
     def parts(self, microbatch: int) -> list[list[int]]:
         """Return the indices that each rank reads in this microbatch of the current epoch."""
         order = self._permutation()
-        bounds = [self._bounds(microbatch, rank) for rank in range(self.world_size)]
+        ranks = range(self.world_size)
+        bounds = [self._bounds(microbatch, rank, len(order)) for rank in ranks]
         return [order[first:end].tolist() for first, end in bounds]
 
     def weightless(self, microbatch: int) -> bool:
         """Return True if this rank has no sample in this microbatch, and reads a stand-in."""
-        first, end = self._bounds(microbatch, self.rank)
+        first, end = self._bounds(microbatch, self.rank, self._length())
         return first == end
 
     def _batches(self, permutation: Tensor, start: int, epoch: int) -> Iterator[list[int]]:
         self._start = 0  # only now: a loader with workers makes an iterator that it does not use
-        for microbatch in range(start, len(self)):
-            first, end = self._bounds(microbatch, self.rank)
+        samples = len(permutation)
+        for microbatch in range(start, self._microbatches(samples)):
+            first, end = self._bounds(microbatch, self.rank, samples)
             if first == end:  # a stand-in, the first sample of all ranks
                 first = microbatch * self.batch_size * self.world_size
                 end = first + 1
             self.last = Indices(permutation[first:end].tolist(), epoch)
             yield self.last
 
-    def _bounds(self, microbatch: int, rank: int) -> tuple[int, int]:
+    def _bounds(self, microbatch: int, rank: int, samples: int) -> tuple[int, int]:
         whole = self.batch_size * self.world_size
         start = microbatch * whole
-        first, end = part_of(min(whole, self.length - start), rank, self.world_size)
+        first, end = part_of(min(whole, samples - start), rank, self.world_size)
         return start + first, start + end
 
     def _permutation(self) -> Tensor:
-        if not self.shuffle:
+        """Return the indices of the current epoch in their order, [samples]."""
+        if not self.shuffle and self.left_out is None:
             return torch.arange(self.length)
-        if self._cached is None or self._cached[0] != self.epoch:
+        cached = self._cached
+        if cached is not None and cached[0] == self.epoch and cached[1] is self.left_out:
+            return cached[2]
+        if self.shuffle:
             generator = generator_for("order", self.seed, self.epoch)
-            self._cached = self.epoch, torch.randperm(self.length, generator=generator)
-        return self._cached[1]
+            order = torch.randperm(self.length, generator=generator)
+        else:
+            order = torch.arange(self.length)
+        if self.left_out is not None:
+            order = self.left_out.without(order, self.epoch)
+        self._cached = self.epoch, self.left_out, order
+        return order

@@ -96,6 +96,8 @@ class Layout:
         self._constants: dict[str, tuple[list[int], Tensor]] = {}
         self._restricted: dict[frozenset[str], Layout] = {}
         self._common_replicas: int | None = None  # once asked, where all shards have the same
+        self._waiting: Tensor | None = None  # what travels with the next ``totals``
+        self._arrived: Tensor | None = None  # its sum
 
     @cached_property
     def positions(self) -> Mapping[str, int]:
@@ -282,10 +284,30 @@ class Layout:
         values = [*sums, *maxima]
         if self.group is None:
             return values
+        if self._waiting is not None:
+            further = self._waiting
+            self._waiting = None
+            self._arrived, *totals = self.totals([further, *sums], maxima)
+            return totals
         rows = transfer.start_gather(torch.stack(values), self.group)()
         summed = rows[:, : len(sums)].sum(0)
         largest = rows[:, len(sums) :].amax(0)
         return [*summed.unbind(), *largest.unbind()]
+
+    def send_along(self, value: Tensor) -> Callable[[], Tensor]:
+        """Let a 0-dimensional tensor travel with the next :meth:`totals`; return its sum, later.
+
+        Without any totals until then, it travels alone.
+        """
+        self._waiting = value
+
+        def wait() -> Tensor:
+            if self._waiting is not None:
+                self.totals()
+            assert self._arrived is not None
+            return self._arrived
+
+        return wait
 
     def sum(self, vector: Tensor) -> Tensor:
         """Return the sum of the vectors of all ranks, the same bits on every rank."""

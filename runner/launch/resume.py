@@ -228,8 +228,11 @@ def problems(config: RunConfig, plain: Mapping[str, Any], start: Start) -> list[
     samples = config.accumulation.phases.times(microbatch)
     may_differ: tuple[str, ...] = _BATCH if samples_before == samples else ()
     if branching(config.resume.source):
-        advice = "; a branch changes keys of clip and optimizer alone"
+        advice = "; a branch changes keys of clip and optimizer, and data.leave_out, alone"
         may_differ += ("clip.", "optimizer.")
+        before = (saved.get("data") or {}).get("leave_out") or {}
+        if not any(before.values()):  # what a run has left out stays left out
+            may_differ += ("data.leave_out.",)
     differing = {}
     for key, values in differences(saved, decode(encode(dict(plain)))).items():
         if key == _DURATION and _has_reached(checkpoint, values[0]):

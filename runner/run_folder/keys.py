@@ -31,6 +31,8 @@ CLIP_RATIO = "clip/ratio"
 CLIP_RATIO_TOTAL = "clip/ratio_total"  # share of all steps so far that clipping changed
 CLIP_PEAK = "clip/peak"  # distribution of the largest value compared with λ (summary only)
 UPDATE_RATIO = "update/ratio"  # norm of what a step added to the weights ÷ norm of the weights
+UPDATE_NORM = "update/norm"  # norm of what a step added to the weights, or is going to add
+UPDATE_SIGMA = "update/sigma"  # its distance from the mean of the rows before, in their deviations
 NOISE_SCALE = "noise/scale"  # batch size at which noise and gradient are equally large, in samples
 TIME_STEP = "time/step_s"
 THROUGHPUT = "throughput/samples_per_s"
@@ -49,6 +51,8 @@ LAYER_UPDATE = f"{UPDATE_RATIO}/"  # prefix of the update-to-weight ratio of one
 WHAT_IF = "clip/what_if/"
 # Facts about a clipping mode that is not one of this project's own (summary only)
 CLIP_MODE = "clip/mode"
+# The first steps that were skipped, each with its samples, where they have indices (summary only)
+SKIPPED_STEPS = "skipped_steps"
 ENDED_EARLY = "ended_early"  # why a callback ended the training (summary and status only)
 # Step from which the training loss was lost until the end; null if it was not (summary only)
 DIVERGED = "diverged"

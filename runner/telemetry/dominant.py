@@ -21,6 +21,7 @@ from runner.gradients import Layout
 from runner.gradients.norms import Norms
 
 SPIKE = 5.0  # a step is a spike if its ‖G‖ is above the median so many times
+FEW = 0.1  # share of the steps up to which they are called spikes; norms that fall have more
 _DIGITS = 6  # of a share: a sum over ranks may differ in its last bit with the steps beside it
 _NONE = -1  # in place of a name, for a step of which no share is known
 
@@ -90,10 +91,10 @@ class Leaders:
         if not finite:
             return {}
         bound = SPIKE * median(finite)
-        facts = {
-            "clipped": self._leader(self.clipped),
-            "spikes": self._leader([norm > bound for norm in of_steps]),
-        }
+        is_spike = [norm > bound for norm in of_steps]
+        facts = {"clipped": self._leader(self.clipped)}
+        if sum(is_spike) <= FEW * len(is_spike):
+            facts["spikes"] = self._leader(is_spike)
         return {kind: leader for kind, leader in facts.items() if leader is not None}
 
     def _leader(self, chosen: Sequence[int]) -> dict[str, Any] | None:

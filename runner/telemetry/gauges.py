@@ -82,8 +82,10 @@ class Gauges:
                     if weight > 0:
                         row[keys.LAYER_UPDATE + name] = math.sqrt(update / weight)
             whole = math.fsum(weights)
+            square = math.fsum(updates)
+            row[keys.UPDATE_NORM] = math.sqrt(square)
             if whole > 0:
-                row[keys.UPDATE_RATIO] = math.sqrt(math.fsum(updates) / whole)
+                row[keys.UPDATE_RATIO] = math.sqrt(square / whole)
         return row
 
     def _squares(self, shards: Sequence[ParamShard], tensors: Sequence[Tensor]) -> Tensor:

@@ -25,10 +25,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from runner.config.leave_out import as_ranges
 from runner.config.modes import ModeInfo
-from runner.config.notation import percent, plural, rounded
+from runner.config.notation import first_few, percent, plural, rounded
 from runner.run_folder import keys
-from runner.telemetry.dominant import SPIKE
+from runner.telemetry.dominant import FEW, SPIKE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -39,6 +40,7 @@ _LED = {
 }
 """What steps of :meth:`runner.telemetry.dominant.Leaders.facts` are called, by their kind."""
 FEWEST = 50  # steps below which there is no advice on a threshold
+A_FEW = 5  # skipped steps that may have a cause in their samples, also in a short run
 MOSTLY = 0.5  # share clipped above which a threshold does more than cut outliers
 NEGLIGIBLE = 0.1  # share of the gradient below which a constant in its divisor does not matter
 _KINDS = {
@@ -172,6 +174,9 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
         text += "(clip.skip), and changed no weights. If they are many, raise clip.skip.k, or "
         text += "lower the learning rate."
         listed.append(Remark("spikes", text, ("clip.skip.k", "clip.skip.rule")))
+    left_out = faults + spikes
+    if summary.get(keys.SKIPPED_STEPS) and left_out <= max(A_FEW, FEW * steps):
+        listed.append(_without_samples(summary[keys.SKIPPED_STEPS]))
     cause = _cause(summary)
     if cause is not None:
         listed.append(cause)
@@ -182,6 +187,17 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     taken = steps - nonfinite - spikes
     remark = _on_threshold(summary, setting, taken)
     return listed if remark is None else [*listed, remark]
+
+
+def _without_samples(skipped: Sequence[Mapping[str, Any]]) -> Remark:
+    """Name what goes on without the samples of the steps that were skipped."""
+    steps = [step["step"] for step in skipped]
+    samples = dict.fromkeys(str(sample) for step in skipped for sample in step["samples"])
+    text = f"resume=RUN@STEP data.leave_out=[{as_ranges(steps)}] goes on from a checkpoint before "
+    text += (
+        f"step {steps[0]} without the samples of {'these steps' if steps[1:] else 'this step'}: "
+    )
+    return Remark("samples", f"{text}{first_few([*samples], 8)}.")
 
 
 def _cause(summary: Mapping[str, Any]) -> Remark | None:
@@ -243,8 +259,10 @@ def _outliers(share: float, peak: Mapping[str, float], setting: Setting) -> Rema
     text = (
         f"The threshold {setting.threshold:g} clipped {percent(share)} of the steps; the largest "
     )
-    text += f"{setting.stat} was {rounded(peak['max'] / setting.threshold)} times as large. It "
-    text += "limits outliers, and leaves the other steps as they are."
+    largest = peak["max"] / setting.threshold
+    text += f"{setting.stat} was {rounded(largest)} times as large. It limits "
+    text += "spikes" if share <= FEW and largest >= SPIKE else "outliers"
+    text += ", and leaves the other steps as they are."
     return Remark("outliers", text, ("clip.threshold",))
 
 

@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from runner.telemetry.gauges import Gauges
 from runner.telemetry.sinks import Sink
 from runner.telemetry.step import StepMetrics, on_host
 from runner.telemetry.totals import Sums, spread
+
+UPDATES = 128  # rows whose ‖ΔW‖ the next one is compared with
+LEAST_UPDATES = 16  # rows before the first comparison
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Meter:
     follow: Callable[[Sequence[Row]], None] | None = None  # takes the numbers of each step
     skips: bool = False  # whether a rule skips spikes, which rows then count
     noise: deque[list[float]] | None = None  # :func:`noise_estimates` of the last rows
+    updates: deque[float] = field(default_factory=lambda: deque(maxlen=UPDATES))  # of the last rows
     last: Row = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     _pending: list[StepMetrics] = field(default_factory=list)
@@ -173,6 +178,7 @@ class Meter:
             "max_stats": torch.tensor(self.max_stats.tolist(), dtype=torch.float64),
             "losses": torch.tensor(self.losses.tolist(), dtype=torch.float64),
             "noise": list(self.noise or ()),
+            "updates": list(self.updates),
             "leaders": self.leaders.state_dict(),
         }
 
@@ -189,6 +195,8 @@ class Meter:
         if "leaders" in state:
             self.leaders.load_state_dict(state["leaders"])
         self._above = {t: sum(stat > t for stat in self.max_stats) for t in self._above}
+        self.updates.clear()
+        self.updates.extend(state.get("updates", ()))
         if self.noise is not None:
             self.noise.clear()
             self.noise.extend(state.get("noise", ()))
@@ -255,10 +263,21 @@ class Meter:
         if keys.TRAIN_SAMPLES in numbers:
             since = numbers[keys.TRAIN_SAMPLES] - int(self.last.get(keys.TRAIN_SAMPLES, 0))
             row[keys.THROUGHPUT] = since / max(window.seconds, 1e-9)
+        if keys.UPDATE_NORM in numbers:
+            row |= self._compared(numbers[keys.UPDATE_NORM])
         noise_scale = self._noise_scale()
         if noise_scale is not None:
             row[keys.NOISE_SCALE] = noise_scale
         return row | self._so_far()
+
+    def _compared(self, update: float) -> Row:
+        """Return how far ‖ΔW‖ lies above the mean of the rows before, in their deviations."""
+        before = list(self.updates)
+        if math.isfinite(update):
+            self.updates.append(update)
+        if len(before) < LEAST_UPDATES or not stdev(before):
+            return {}
+        return {keys.UPDATE_SIGMA: (update - fmean(before)) / stdev(before)}
 
     def _noise_scale(self) -> float | None:
         """Return tr(Σ) ÷ |G|² over the last rows; None without a positive estimate of |G|²."""

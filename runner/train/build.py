@@ -325,7 +325,7 @@ def make_trainer(
     shuffles = length_of(data.train) is not None
     held_out = None if data.test is None or not evaluates else prepare(data.test)
     telemetry = config.telemetry
-    return Trainer(
+    trainer = Trainer(
         model,
         prepare(data.train, shuffle=shuffles, drop_last=config.data.drop_last),
         max_duration or config.train.max_duration,
@@ -349,6 +349,9 @@ def make_trainer(
         ),
         callbacks=[SkippedSteps(config.clip.max_skips), *callbacks],
     )
+    if config.data.leave_out.names_any:
+        trainer.leave_out = config.data.leave_out
+    return trainer
 
 
 def _make_model(

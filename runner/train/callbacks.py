@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_SAMPLES = 16  # sample indices in a message; the log has all of them
+MOST_STEPS = 20  # skipped steps in a summary
 
 
 HOOKS = ("on_start", "on_microbatch", "on_step", "on_evaluate", "on_end")
@@ -209,6 +210,7 @@ class SkippedSteps:
     Attributes:
         in_a_row: number of skipped steps up to now, without one that was taken in between.
         searches: number of steps that were skipped to find the fp16 loss scale.
+        steps: the first steps that were skipped otherwise, each with its number and its samples.
 
     Raises:
         ValueError: ``max_skips`` is less than 1.
@@ -220,6 +222,7 @@ class SkippedSteps:
         self._max_skips = max_skips
         self.in_a_row = 0
         self.searches = 0
+        self.steps: list[dict[str, Any]] = []
         self._reported: set[str] = set()  # "spike" and "gradient", once one was
         self._steps: dict[int, _Step] = {}
         self._flush = False
@@ -273,7 +276,8 @@ class SkippedSteps:
             norm = numbers[keys.GRAD_NORM]
             step = self._steps.pop(number, None)
             if numbers.get(keys.CLIP_SPIKE):
-                self._report_spike(number, norm)
+                self._keep(step)
+                self._report_spike(number, numbers)
             elif step is None or math.isfinite(norm):
                 self.in_a_row = 0
             elif self._searches(step, numbers[keys.LOCAL_LOSS]):
@@ -283,12 +287,26 @@ class SkippedSteps:
 
     def state_dict(self) -> dict[str, Any]:
         reported = sorted(self._reported)
-        return {"in_a_row": self.in_a_row, "reported": reported, "searches": self.searches}
+        return {
+            "in_a_row": self.in_a_row,
+            "reported": reported,
+            "searches": self.searches,
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.in_a_row = state["in_a_row"]
         self.searches = state["searches"]
         self._reported = set(state["reported"])
+        self.steps = list(state.get("steps", ()))  # earlier versions kept none
+
+    def _keep(self, step: _Step | None) -> None:
+        """Keep the samples of a step that was skipped, of all ranks, where they have indices."""
+        if step is None or len(self.steps) == MOST_STEPS:
+            return
+        samples = self._samples(step, set(range(self._booster.plugin.data_size)))
+        if samples is not None:
+            self.steps.append({"step": step.number, "samples": [int(index) for index in samples]})
 
     def _searches(self, step: _Step, loss: float) -> bool:
         """Return whether a step only shows that the loss scale is too large."""
@@ -297,16 +315,22 @@ class SkippedSteps:
         # All ranks have to agree. The loss of one that does not have it is zero.
         return self._booster.plugin.sum_over_data([float(not math.isfinite(loss))]) == [0.0]
 
-    def _report_spike(self, number: int, norm: float) -> None:
+    def _report_spike(self, number: int, numbers: Row) -> None:
         self.in_a_row += 1
         if self._is_due("spike", skipped=True):
-            description = f"the norm of the gradient is a spike: {rounded(norm)}"
-            self._report(number, norm, description, skipped=True)
+            assert self._optimizer.skip is not None
+            compared = self._optimizer.skip.compares
+            names = " or ".join(_SPIKES[quantity].name for quantity in compared)
+            values = [rounded(numbers[_SPIKES[quantity].key]) for quantity in compared]
+            description = f"{names} is a spike: {' and '.join(values)}"
+            self._report(number, numbers[keys.GRAD_NORM], description, skipped=True)
 
     def _report_gradient(self, step: _Step, norm: float, loss: float) -> None:
         """Report a gradient that is not finite; the step may have been taken all the same."""
         skipped = self._booster.nonfinite != "ignore" or step.scale is not None
         self.in_a_row += skipped
+        if skipped:
+            self._keep(step)
         if self._is_due("gradient", skipped):
             description = self._describe(step, loss, norm=norm)
             self._report(step.number, norm, description, skipped)
@@ -374,6 +398,20 @@ class SkippedSteps:
             for data_rank in sorted(data_ranks):
                 samples += [str(index) for index in indices_of_ranks[data_rank]]
         return samples
+
+
+class _Quantity(NamedTuple):
+    """What a skip rule compares, as a message names it, and the key of its value in a row."""
+
+    name: str
+    key: str
+
+
+_SPIKES = {
+    "norm": _Quantity("the norm of the gradient", keys.GRAD_NORM),
+    "loss": _Quantity("the loss", keys.TRAIN_LOSS),
+    "update": _Quantity("the norm of the update", keys.UPDATE_NORM),
+}
 
 
 class _Report(NamedTuple):

@@ -26,12 +26,13 @@ def logged(config: RunConfig, data: Data) -> list[str]:
         keys.TRAIN_SAMPLES: 1,
         keys.STEP_SAMPLES: 1 if config.accumulation.phases.moves else None,
         keys.TRAIN_TOKENS: data.tokens_per_sample,
+        keys.UPDATE_NORM: 0.0 if config.clip.skip.of == "update" else None,
         keys.TIME_STEP: 0.0,
     }
     meter.push(StepMetrics(1, decision, numbers), {})
     names = [*meter.summary()["final"]]
     if config.telemetry.update_ratio:
-        names.append(keys.UPDATE_RATIO)
+        names += [keys.UPDATE_RATIO, keys.UPDATE_NORM]
     names.append(keys.WALL_SECONDS)
     return [*evaluated(config, data), *names]
 

@@ -19,6 +19,7 @@ from runner.booster.criterion import Criterion
 from runner.booster.in_backward import refused_in_backward, why_not_in_parts
 from runner.clip import build as build_mode
 from runner.clip.second_moment import OptimizerMisfit
+from runner.clip.update_norm import require_known
 from runner.config.accumulation import AUTO
 from runner.config.environment import started_rank
 from runner.config.identity import NO_PATH, digest
@@ -35,6 +36,7 @@ from runner.parallel.compiling import wrong_option
 from runner.parallel.recompute import blocks_of
 from runner.train import build
 from runner.train.callbacks import Callbacks
+from runner.train.left_out import IN_TOKENS, NO_INDICES, positions_of
 from runner.train.logged import evaluated, unlogged_keys
 from runner.train.maker import TargetError, maker, misfits, require_plain_step
 from runner.train.model import make_on_meta
@@ -102,6 +104,7 @@ def check(
     if data is not None:
         checks.problems += _durations(config, data, data_parts)
         checks.problems += unlogged_keys(config, data, compared)
+        checks.problems += _left_out(config, data, data_parts)
     if model is not None:
         checks.problems += _blocks(config, model)
         checks.problems += _weights(config, model, weights or ComparedWeights())
@@ -245,6 +248,27 @@ def _durations(config: RunConfig, data: Data, data_parts: int) -> Iterator[Probl
         whole = plural(samples, "sample")
         message = f"with drop_last a microbatch of all ranks is {needed} of only {whole}"
         yield Problem("data.batch_size", config.data.batch_size, message)
+
+
+def _left_out(config: RunConfig, data: Data, data_parts: int) -> Iterator[Problem]:
+    """Yield steps and samples to leave out that the data does not have."""
+    asked = config.data.leave_out
+    if not asked.names_any:
+        return
+    if length_of(data.train) is None:
+        yield Problem("data.leave_out", asked.steps or asked.samples, NO_INDICES)
+        return
+    try:
+        list(positions_of(asked.samples_left_out, data.train))
+    except ValueError as error:
+        yield Problem("data.leave_out.samples", asked.samples, str(error))
+    if asked.steps and any(start.unit == "tok" for start in config.accumulation.phases.starts):
+        yield Problem("data.leave_out.steps", asked.steps, IN_TOKENS)
+        return
+    steps = build.steps_of(config, data, data_parts)
+    if asked.steps and steps is not None and max(asked.steps_left_out) > steps:
+        message = f"the run has {plural(steps, 'step', ',')} alone"
+        yield Problem("data.leave_out.steps", asked.steps, message)
 
 
 def _mode(config: RunConfig, model: nn.Module | None) -> Iterator[Problem]:
@@ -407,6 +431,8 @@ def _require_fit(
                 raise TargetError(reason)
     if clip.info.needs_optimizer and clip.target is None:
         build_mode(clip.options).require_optimizers(optimizers[:1])
+    if clip.skip.of == "update":
+        require_known(optimizers)
 
 
 def _require_metric(config: RunConfig, data: Data, scheduler: ReduceLROnPlateau) -> None:

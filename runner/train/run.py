@@ -210,7 +210,7 @@ def _settings_to_keep(saved: object, recorded: dict[str, Any] | None) -> set[str
             keep |= {name, name.removeprefix("adamw_")}  # of AdamW's settings beside Muon
         if key.startswith(_OF_GROUPS):
             keep |= {"groups", "lr"}
-        if key.startswith(_OF_SCHEDULE):
+        if key.startswith(_OF_SCHEDULE) and not key.startswith("data.leave_out"):
             keep.add("lr")
         if key.startswith(_THRESHOLDS):
             keep.add("threshold")

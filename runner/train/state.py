@@ -15,6 +15,7 @@ from runner.booster.step_order import StepOrderError, StepState
 from runner.clip import ClipMode
 from runner.config.notation import Duration, plural
 from runner.config.problem import or_list
+from runner.data.order import LeftOut
 from runner.run_folder import keys
 from runner.telemetry.meter import Meter
 from runner.train.progress import Progress
@@ -84,6 +85,7 @@ class TrainState:
             **(self.optimizer.state_dict() if with_optimizers else {}),
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "microbatch": self.windows.samples,
+            "left_out": None if self.windows.left_out is None else list(self.windows.left_out),
             "random": {f"rank{self.rank}": self.windows.state_dict()},
         }
 
@@ -124,6 +126,8 @@ class TrainState:
                 saved = _in_microbatches_of(saved, state["microbatch"], self.windows.samples)
             _load_schedule(scheduler, saved, keeps_rates="lr" in keep)
         self.microbatches_behind = 0
+        left_out = state.get("left_out")  # earlier versions left out nothing
+        self.windows.left_out = None if left_out is None else LeftOut(*left_out)
         self.windows.load_state_dict(self._random_of(state))
         if f"rank{self.rank}" not in state["random"]:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * self.rank + self.progress.step)

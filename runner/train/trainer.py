@@ -21,6 +21,7 @@ from runner.checkpoint import content as checkpoint
 from runner.checkpoint.content import CheckpointSaver
 from runner.clip import Decision
 from runner.config.accumulation import AccumulationSteps
+from runner.config.leave_out import LeaveOut
 from runner.config.notation import Duration
 from runner.data.order import generators, unchanged
 from runner.run_folder import keys
@@ -30,6 +31,7 @@ from runner.telemetry.profile import NoProfile
 from runner.telemetry.step import Numbers, StepMetrics
 from runner.train.callbacks import Callbacks, SkippedSteps, first_of, without
 from runner.train.counts import Asked, Counts, count
+from runner.train.left_out import left_out_from
 from runner.train.metrics import EvalMetrics
 from runner.train.options import Algorithm, Evaluate, Log, Summary, bind
 from runner.train.passes import Accumulated, Passes, warn_of_batch_norm
@@ -80,6 +82,7 @@ class Trainer:
         state: everything besides the weights that a run must have to continue exactly.
         model: the boosted model.
         optimizer: the boosted optimizers.
+        leave_out: samples that are not read from where :meth:`fit` begins; None for none.
         stop: returns the number of the signal that asked this process to stop, 0 for none. If a
             rank is asked to, all of them stop after the next step, and after a checkpoint.
 
@@ -114,6 +117,7 @@ class Trainer:
         self.train_dataloader = train_dataloader
         self.max_duration = Duration.parse(str(max_duration))
         self.stop: Callable[[], int] = requested
+        self.leave_out: LeaveOut | None = None
         if not isinstance(eval_dataloader, Evaluate):
             eval_dataloader = Evaluate(eval_dataloader)
         self.eval_dataloader = eval_dataloader.dataloader
@@ -203,6 +207,10 @@ class Trainer:
         callbacks.call("on_start", self)
         self.model.train()
         self._started = time.perf_counter()
+        if self.leave_out is not None and state.windows.left_out is None:
+            state.windows.left_out = left_out_from(
+                self.leave_out, self.train_dataloader, state.progress, self._accumulation
+            )
         windows = state.read(self.max_duration)
         while not callbacks.ended:
             self._profile.begin_step(state.progress.step + 1)
@@ -219,6 +227,8 @@ class Trainer:
             state.meter.flush()
             self.saver.finish(self, state.progress.step, state.meter.last)
         summary = Summary(state.meter.summary())
+        if self.skipped_steps.steps:
+            summary[keys.SKIPPED_STEPS] = self.skipped_steps.steps
         if callbacks.ended:
             summary[keys.ENDED_EARLY] = callbacks.ended
         callbacks.call("on_end", self, summary)
@@ -266,6 +276,8 @@ class Trainer:
             keys.STEP_SAMPLES: total.samples if self._accumulation.moves else None,
             keys.TRAIN_TOKENS: progress.tokens or None,
         }
+        if "update" in optimizer.compared:
+            numbers[keys.UPDATE_NORM] = optimizer.compared["update"]
         numbers |= accumulated.noise(counts, self.plugin.data_size, decision.norm)
 
         # Step

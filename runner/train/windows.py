@@ -12,7 +12,14 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from runner.booster import Plugin
-from runner.data.order import OwnRandom, PartitionedBatches, RandomState, generators, set_epoch
+from runner.data.order import (
+    LeftOut,
+    OwnRandom,
+    PartitionedBatches,
+    RandomState,
+    generators,
+    set_epoch,
+)
 from runner.data.samples import origin
 from runner.data.stream import StreamLoader
 from runner.data.workers import WorkerLoader, has_persistent_workers, start_workers_anew
@@ -78,6 +85,16 @@ class Windows:
         if self._stream is not None:
             return self._stream.microbatch
         return None if self._order is None else self._order.batch_size * self._order.world_size
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """The samples that are read no more."""
+        return None if self._order is None else self._order.left_out
+
+    @left_out.setter
+    def left_out(self, left_out: LeftOut | None) -> None:
+        if self._order is not None:
+            self._order.left_out = left_out
 
     @property
     def uneven(self) -> bool:

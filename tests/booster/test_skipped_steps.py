@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from runner import Booster, SkipRule, Trainer
 from runner.booster import LossScale, NonFiniteGradient
+from runner.booster.step_order import StepOrderError
 from runner.clip import build
 from runner.data.dataset import TensorPairs, collate_pairs
 from tests.clip.reference import on, refused
@@ -45,8 +46,12 @@ def boosted(kind="adamw", fused=True, dtype=torch.float64, **options):
     return booster, model, optimizer
 
 
-def train(numbers, factors, mode="norm", *, parts=1, kept=False, of=None, **made):
-    """Take steps; return which were taken, weights and moments, decisions, and what has waited."""
+def train(numbers, factors, mode="norm", *, added=None, parts=1, kept=False, of=None, **made):
+    """Take steps; return which were taken, weights and moments, decisions, and what has waited.
+
+    The loss of a step is multiplied by a factor, and a constant without a gradient is added.
+    """
+    added = added or {}
     booster, model, optimizer = of or boosted(**made)
     clipper = mode and build(mode, threshold=MODES[mode])
     if clipper:
@@ -61,6 +66,7 @@ def train(numbers, factors, mode="norm", *, parts=1, kept=False, of=None, **made
                 for part in range(parts):
                     outputs = model(inputs[part::parts].to(model.unwrap()[0].weight))
                     loss = outputs.square().sum() / 10 * factors.get(number, 1.0)
+                    loss = loss + added.get(number, 0.0) / parts
                     with booster.no_sync(model) if part < parts - 1 else torch.enable_grad():
                         booster.backward(loss, optimizer)
                 decisions += [optimizer.clip(clipper)] if clipper else []
@@ -187,3 +193,123 @@ def test_a_loop_of_ones_own_goes_on_from_the_saved_state(at):
     second = train(range(at + 1, 19), spikes, of=again)
     assert first[0] + second[0] == whole[0]
     assert all(map(torch.equal, second[1], whole[1]))
+
+
+# -- spikes of the loss
+
+
+@pytest.mark.parametrize("of", ["loss", "any"])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("mode", ["norm", None])
+def test_a_spike_of_the_loss_changes_neither_weights_nor_moments(of, kept, mode):
+    """The gradients of these steps are ordinary, so that the norm shows nothing."""
+    expected = train(KEPT, {}, mode, parts=3)
+    options = {"added": SPIKES, "parts": 3, "kept": kept}
+    unseen = train(NUMBERS, {}, mode, skip=SkipRule(**LIST), **options)
+    ours = train(NUMBERS, {}, mode, skip=SkipRule(of=of, **LIST), **options)
+    assert unseen[0] == [True] * len(NUMBERS)
+    assert ours[0] == [number not in SPIKES for number in NUMBERS]
+    assert all(map(torch.equal, ours[1], expected[1]))
+    if kept:
+        assert ours[3][1:] == [[]] * 17  # the host waits for no step
+
+
+def test_a_loss_that_is_not_finite_counts_as_a_gradient_that_is_not():
+    rule = SkipRule(of="loss", **LIST)
+    decisions = train(range(1, 9), {}, added={3: math.nan, 6: math.inf}, skip=rule)[2]
+    assert [bool(decision.finite) for decision in decisions] == [
+        n not in (3, 6) for n in range(1, 9)
+    ]
+    assert [float(decision.spike) for decision in decisions] == [0.0] * 8
+    assert math.isnan(float(decisions[2].norm))
+    text = "the gradient is finite, and the loss is not"
+    error = {"skip": rule, "nonfinite": "error"}
+    refused(NonFiniteGradient, text, train, (1, 2), {}, added={2: math.nan}, **error)
+
+
+def test_a_loss_that_is_not_finite_can_be_ignored():
+    rule = SkipRule(of="loss", **LIST)
+    expected = train((1, 2), {})
+    ours = train((1, 2), {}, added={2: math.nan}, skip=rule, nonfinite="ignore")
+    assert ours[0] == [True, True]
+    assert all(map(torch.equal, ours[1], expected[1]))
+
+
+def test_a_loss_that_is_not_known_is_refused():
+    _, model, optimizer = boosted(skip=SkipRule(of="loss"))
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    refused(StepOrderError, "booster.backward(loss, optimizer)", optimizer.step)
+
+
+# -- spikes of the update
+
+KINDS = [
+    ("sgd", {"weight_decay": 0.1}),
+    ("sgd", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    ("sgd", {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    ("adam", {"amsgrad": True, "weight_decay": 0.1}),
+    ("adam", {"maximize": True}),
+    ("adamw", {"weight_decay": 0.1, "betas": (0.5, 0.9)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_norm_of_an_update_is_that_of_what_the_step_subtracts(kind, options, fused):
+    torch.manual_seed(0)
+    optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    made = optimizers[kind](module.parameters(), lr=0.05, fused=fused, **options)
+    booster = Booster(skip=SkipRule(of="update", min_steps=50, window=50))
+    model, optimizer, *_ = booster.boost(module, made)
+    mode = build("norm", threshold=0.2)
+    mode.bind(optimizer.layout)
+    for step in range(5):
+        before = [p.detach().clone() for p in module.parameters()]
+        loss = model(torch.randn(3, 4, dtype=torch.float64)).square().sum() * (step + 1)
+        booster.backward(loss, optimizer)
+        optimizer.clip(mode, fold=True)
+        optimizer.step()
+        changes = [p.detach() - old for p, old in zip(module.parameters(), before, strict=True)]
+        expected = torch.cat([change.flatten() for change in changes]).norm()
+        found = optimizer.compared["update"]
+        assert float(found) == pytest.approx(float(expected), rel=1e-9)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("mode", "options"), [("norm", {}), ("percentile", {"min_steps": 1})])
+def test_a_spike_of_the_update_changes_nothing_and_enters_no_history(mode, options):
+    """The mode clips nothing; a larger rate makes the update of a step large, not its gradient."""
+    rule = SkipRule("sigma", of="update", k=4.0, window=6, min_steps=4, accept_after=None)
+    large = (7, 9, 10)
+
+    def path(numbers, skip):
+        booster, model, optimizer = boosted("momentum", skip=skip)
+        clipper = build(mode, threshold=100.0, **options)
+        clipper.bind(optimizer.layout)
+        taken = []
+        decisions = []
+        for number in numbers:
+            optimizer.param_groups[0]["lr"] = 5.0 if number in large else 0.05
+            inputs = torch.arange(12.0).view(3, 4).sin() + 0.02 * math.sin(number)
+            booster.backward(model(inputs.double()).square().sum() / 10, optimizer)
+            decisions.append(optimizer.clip(clipper))
+            optimizer.step()
+            taken.append(optimizer.was_taken())
+            optimizer.zero_grad()
+        return taken, [*model.parameters()], clipper.state_dict(), decisions
+
+    kept = [number for number in range(1, 15) if number not in large]
+    _, weights, memory, _ = path(kept, None)
+    taken, ours, our_memory, decisions = path(range(1, 15), rule)
+    assert taken == [number not in large for number in range(1, 15)]
+    assert [bool(decision.spike) for decision in decisions] == [not was for was in taken]
+    assert all(map(torch.equal, ours, weights))
+    assert str(our_memory) == str(memory)
+
+
+def test_updates_of_other_optimizers_are_refused():
+    model = nn.Linear(2, 2)
+    booster = Booster(skip=SkipRule(of="update"))
+    text = "not of RMSprop: choose one of these"
+    refused(ValueError, text, booster.boost, model, torch.optim.RMSprop(model.parameters()))

@@ -204,10 +204,10 @@ def test_help_of_all_lists_every_key_with_the_values_of_the_command(capsys):
     ("topic", "first", "count"),
     [
         ("clip.threshold", "  clip.threshold=1.0  lower it to clip more", 1),
-        ("clip.skip", "  clip.skip=null ", 6),
+        ("clip.skip", "  clip.skip=null ", 7),
         ("clip.mode", "  clip=  adagc, ", 2),
         ("seed", "  seed=0  change it", 1),
-        ("recipe", "  accumulate_4  ", 20),
+        ("recipe", "  accumulate_4  ", 21),
     ],
 )
 def test_help_of_a_key_lists_the_keys_below_it(topic, first, count, capsys):

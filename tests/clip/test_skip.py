@@ -83,6 +83,50 @@ def test_decisions_are_those_of_the_description_also_after_a_resume(options, kep
         assert [bool(one) for one in found] == wanted
 
 
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[4]])
+def test_a_step_that_one_of_two_values_leaves_out_enters_no_history(options):
+    """Against one history in plain Python for each value, of the steps that neither leaves out."""
+    norms = series()[:130]
+    losses = [loss + 5.0 for loss in series(seed=1)[40:170]]
+    rule = SkipRule(of="any", **options)
+    alone = {"min_steps": rule.min_steps} | options
+    kept = []
+    causes = set()
+    for step in zip(norms, losses, strict=True):
+        spikes = [False, False]
+        if all(map(math.isfinite, step)):
+            for number in (0, 1):
+                values = [*(values[number] for values in kept), step[number]]
+                spikes[number] = by_hand(values, **alone)[-1]
+            causes.add(tuple(spikes))
+            if not any(spikes):
+                kept.append(step)
+        assert bool(rule.is_spike(*step)) == any(spikes)
+    assert {(True, False), (False, True)} <= causes
+
+
+def test_a_level_of_both_values_is_accepted_after_a_row_of_skips():
+    rule = SkipRule("ema", of="any", k=3.0, min_steps=1, accept_after=3)
+    steps = [(1.0, 2.0), (1.0, 20.0), (1.5, 20.0), (1.0, 21.0), (1.0, 22.0), (9.0, 22.0)]
+    assert [bool(rule.is_spike(*step)) for step in steps] == [False, True, True, True, False, True]
+
+
+def test_a_history_of_an_earlier_version_goes_on():
+    rule = SkipRule("ema", min_steps=1)
+    rule.is_spike(1.0)
+    state = rule.state_dict()
+    history = {name: value.flatten() for name, value in state["history"].items()}
+    again = SkipRule("ema", min_steps=1)
+    again.load_state_dict({"rule": "ema", "history": history})
+    assert again.is_spike(100.0)
+
+
+def test_the_history_of_another_quantity_begins_anew(ema):
+    of_losses = SkipRule("ema", of="loss", min_steps=1)
+    of_losses.load_state_dict(ema.state_dict())
+    assert not of_losses.is_spike(1e9)
+
+
 @pytest.fixture
 def ema():
     """A rule that has just skipped a spike."""
@@ -126,6 +170,9 @@ def test_options_that_cannot_be_are_refused():
         ({"rule": "sigam"}, "did you mean sigma"),
         ({"rule": None}, "sigma, ema or constant"),
         ({"rule": "constant"}, "largest norm that is no spike"),
+        ({"rule": "constant", "of": "loss"}, "largest loss that is no spike"),
+        ({"rule": "constant", "of": "any", "k": 1.0}, "choose norm or loss"),
+        ({"of": "losses"}, "did you mean loss"),
         ({"rule": "constant", "k": 1.0, "accept_after": 5}, "no option of the rule constant"),
         ({"k": 0.0}, "greater than 0"),
         ({"decay": 0.9}, "no option of the rule sigma"),

@@ -153,12 +153,14 @@ class Loop:
         """What this rank reads of a whole batch."""
         return whole.chunk(self.plugin.data_size)[self.plugin.data_rank]
 
-    def backward(self, inputs: Tensor, targets: Tensor, share: float = 1.0) -> None:
-        """Backward pass of the mean loss of a whole batch, times ``share``."""
+    def backward(
+        self, inputs: Tensor, targets: Tensor, share: float = 1.0, added: float = 0.0
+    ) -> None:
+        """Backward pass of the mean loss of a whole batch, times ``share``, plus a constant."""
         pair = self.part(inputs), self.part(targets)
 
         def loss(outputs: Tensor, wanted: Tensor) -> Tensor:
-            return cross_entropy(outputs, wanted) * share
+            return cross_entropy(outputs, wanted) * share + added
 
         if self.model.pipeline is not None:
             self.booster.execute_pipeline(iter([pair]), self.model, loss, self.optimizer)

@@ -71,6 +71,13 @@ PLUGINS: dict[str, Callable[[], Plugin]] = {
     "hybrid_sequence": partial(Hybrid, tp_size=2, pp_size=2, sequence_parallel=True, zero_stage=1),
 }
 
+
+def fewest(plugin: str) -> int:
+    """Smallest number of ranks on which a plugin does all that it can."""
+    four = plugin.startswith(("hybrid", "hsdp", "moe_")) or plugin.endswith("_dp")
+    return 4 if four else 2
+
+
 FAMILIES: dict[int, dict[str, str]] = {
     2: dict.fromkeys(("ddp", "tensor", "1f1b", "zero_bubble"), "tied")
     | {"fsdp": "conv", "zero1": "conv", "zero2": "gpt", "sequence": "gpt", "moe": "moe"},

@@ -15,7 +15,8 @@ from runner.booster import NonFiniteGradient
 from runner.data.dataset import IGNORED
 from runner.gradients.shard import local
 from tests.distributed.by_hand import NORM, Loop, batch_for, make
-from tests.distributed.cases import Case, trainer, uneven, unlike
+from tests.distributed.cases import PLUGINS, Case, fewest, trainer, uneven, unlike
+from tests.distributed.test_collectives import Counting
 from tests.distributed.training import Rows
 from tests.on_device import call_kept_on_device
 from tests.ranks import run_ranks
@@ -40,7 +41,7 @@ KINDS = {
 
 
 def model_of(plugin: str) -> str:
-    return "moe" if "moe" in plugin else "tied"
+    return "moe" if "moe" in plugin or "_ep_" in plugin else "tied"
 
 
 @cache
@@ -144,21 +145,33 @@ def test_a_step_that_is_not_finite_is_that_of_one_process(world, kind):
 
 SPIKES = {6: 900.0, 8: 400.0, 9: 800.0, 10: math.nan, 11: 500.0}
 STEPS = range(1, 13)
-SPIKED = {2: ("fsdp", "zero1", "1f1b", "moe"), 4: ("hybrid_zero1",)}
+ON_EIGHT = ["hybrid_sequence", "hybrid_ep_all"]
 
 
-def state_after(plugin, spikes):
+def state_after(plugin, spikes, of):
     """Which steps were taken; weights and moments of this rank after steps, some with a spike."""
-    rule = SkipRule("sigma", k=4.0, window=6, min_steps=3, accept_after=None)
+    rule = SkipRule("sigma", of=of, k=4.0, window=6, min_steps=3, accept_after=None)
     adamw = partial(torch.optim.AdamW, lr=1e-3)
     model = model_of(plugin)
     loop = Loop(plugin, make(model), None, skip=rule if spikes else None, optimizer=adamw)
-    # The spike is in the loss of the last data-parallel rank alone.
-    last = loop.plugin.data_rank == loop.plugin.data_size - 1
+    # The spike is in the loss of the last data-parallel rank alone. Pipelines refuse a criterion
+    # that differs between ranks.
+    last = loop.plugin.data_rank == loop.plugin.data_size - 1 or loop.model.pipeline is not None
     taken = []
     for number in (n for n in STEPS if spikes or n not in SPIKES):
-        factor = (1.0 + 0.02 * math.sin(number)) * (spikes.get(number, 1.0) if last else 1.0)
-        loop.backward(*batch_for(model), factor)
+        spike = spikes.get(number) if last else None
+        factor = 1.0 + 0.02 * math.sin(number)
+        added = 0.0
+        for group in loop.optimizer.param_groups:
+            group["lr"] = 1e-3
+        if of == "update" and spikes.get(number, math.nan) < math.inf:
+            for group in loop.optimizer.param_groups:
+                group["lr"] = 1.0  # the gradient and the loss are ordinary
+        elif spike is not None and of in ("norm", "update"):
+            factor *= spike
+        elif spike is not None:
+            added = spike  # the gradient is ordinary
+        loop.backward(*batch_for(model), factor, added)
         loop.clip(NORM)
         loop.optimizer.step()
         taken.append(loop.optimizer.was_taken())
@@ -168,16 +181,59 @@ def state_after(plugin, spikes):
     return taken, [local(tensor).clone() for tensor in tensors]
 
 
-def with_and_without(plugins):
+def with_and_without(plugins, quantities):
     """Steps with spikes and the rule, and those without the spikes and without a rule."""
-    return [(state_after(plugin, SPIKES), state_after(plugin, {})) for plugin in plugins]
+    pairs = []
+    for plugin in plugins:
+        expected = state_after(plugin, {}, "norm")
+        pairs += [(state_after(plugin, SPIKES, of), expected) for of in quantities]
+    return pairs
 
 
-@pytest.mark.parametrize("world", SPIKED)
-def test_all_ranks_skip_the_spike_of_one(world):
-    """Weights and moments are those of a run without the spikes, bit for bit on every rank."""
-    for rank in run_ranks(with_and_without, world, SPIKED[world]):
+def assert_skipped(world, plugins, quantities):
+    for rank in run_ranks(with_and_without, world, plugins, quantities):
         for (taken, ours), (_, expected) in rank:
             assert taken == [number not in SPIKES for number in STEPS]
             assert len(ours) == len(expected) > 0
             assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize(
+    ("world", "plugins"), [(2, ("ddp", "fsdp", "1f1b", "moe")), (4, ("hybrid_zero1",))]
+)
+def test_all_ranks_skip_the_spike_of_one(world, plugins):
+    """Weights and moments are those of a run without the spikes, bit for bit on every rank."""
+    assert_skipped(world, plugins, ("norm", "loss", "update"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_all_ranks_skip_the_spike_of_one_under_every_plugin(world):
+    plugins = ON_EIGHT
+    if world < 8:
+        plugins = [name for name in PLUGINS if fewest(name) == world and name not in ON_EIGHT]
+    assert_skipped(world, plugins, ("norm", "loss", "any", "update"))
+
+
+def calls_of_clipping(plugins):
+    """The collectives of a clipping under each plugin, without a rule and by what it compares."""
+    counts = {}
+    for plugin in plugins:
+        for of in (None, "norm", "loss", "any"):
+            skip = None if of is None else SkipRule(of=of)
+            model = model_of(plugin)
+            loop = Loop(plugin, make(model), None, skip=skip)
+            loop.backward(*batch_for(model))
+            with Counting() as counter:
+                loop.clip(NORM)
+            counts[plugin, of] = counter.calls.total()
+    return counts
+
+
+def test_a_loss_travels_with_the_norm_where_ranks_sum_that():
+    [counts, _] = run_ranks(calls_of_clipping, 2, ("fsdp", "tensor", "ddp"))
+    for plugin in ("fsdp", "tensor", "ddp"):
+        more = 1 if plugin == "ddp" else 0  # each rank has the whole gradient
+        assert counts[plugin, "norm"] == counts[plugin, None]
+        for of in ("loss", "any"):
+            assert counts[plugin, of] == counts[plugin, None] + more, (plugin, of)

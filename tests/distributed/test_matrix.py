@@ -16,6 +16,7 @@ from tests.distributed.cases import (
     PLUGINS,
     Case,
     differences,
+    fewest,
     in_one_process,
     train,
 )
@@ -31,12 +32,6 @@ def models_of(plugin: str) -> tuple[str, ...]:
         return ("moe",)
     whole_layers = plugin.startswith(("ddp", "fsdp", "hsdp", "zero")) and "bubble" not in plugin
     return ("tied", "conv", "gpt") if whole_layers else ("gpt", "tied", "moe")
-
-
-def fewest(plugin: str) -> int:
-    """Smallest number of ranks on which a plugin does all that it can."""
-    four = plugin.startswith(("hybrid", "hsdp", "moe_")) or plugin.endswith("_dp")
-    return 4 if four else 2
 
 
 OPTIONS = ("offload", "zero_offload")

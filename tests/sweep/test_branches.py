@@ -109,3 +109,37 @@ def test_a_branch_from_a_step_without_a_checkpoint_is_refused(outputs, parent, c
         "has no checkpoint 5: checkpoint.interval=2ba saves none at this step  (there are: 2, 4"
     )
     assert message in capsys.readouterr().err
+
+
+@branches
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_leave_out_the_samples_that_one_process_leaves_out(tmp_path, parent, ranks):
+    words = [f"resume={parent}@6", "data.leave_out=[7..8,10]"]
+    run(f"hydra.run.dir={tmp_path / 'one'}", *words)
+    batch = [f"data.batch_size={16 // ranks}", "data.num_workers=1"]
+    spread = ["plugin=ddp", f"plugin.nproc={ranks}", *batch]
+    run(f"hydra.run.dir={tmp_path / 'ranks'}", *words, *spread)
+    of_one, of_ranks = (
+        [row["train/loss"] for row in rows_of(tmp_path / name)] for name in ("one", "ranks")
+    )
+    assert of_ranks == pytest.approx(of_one, rel=1e-5)
+    before = [row["train/loss"] for row in rows_of(parent) if row["train/step"] > 6]
+    assert of_one != pytest.approx(before, rel=1e-3)
+
+
+@branches
+def test_what_cannot_be_left_out_is_refused(tmp_path, outputs, parent, capsys):
+    for words, message in (
+        (["data.leave_out=[7..11]"], "the run has 10 steps"),
+        (["data.leave_out=[0]"], "steps are counted from 1"),
+        (["data.leave_out=[9..7]"], "numbers and ranges, such as [520..540,600]"),
+        (["data.leave_out.samples=[3,5000]"], "the training data has no sample 5000"),
+    ):
+        run(f"resume={parent}@6", *words, code=2)
+        assert message in capsys.readouterr().err, words
+    assert not (outputs / "runs").exists()
+    branch = tmp_path / "branch"
+    saving = ["checkpoint.interval=2ba", f"hydra.run.dir={branch}"]
+    run(f"resume={parent}@6", "data.leave_out=[7]", *saving)
+    run(f"resume={branch}@8", "data.leave_out=[9]", code=2)
+    assert "data.leave_out.steps=[9]" in capsys.readouterr().err

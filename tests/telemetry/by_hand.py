@@ -95,6 +95,7 @@ def train(model, steps, clip, rate):
             for k, gradient in after.items():
                 trained[k] -= rate * gradient
         change = {k: p.detach() - weights[k] for k, p in trained.items()}
+        row["update/norm"] = math.sqrt(square_of(change))
         row["update/ratio"] = math.sqrt(square_of(change) / square_of(weights))
         for k, difference in change.items():
             if weights[k].any():  # a bias that starts at zero has no ratio

@@ -5,9 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from runner import GradientClipping, Log, Trainer
 from runner.config.modes import info_of
+from runner.data import TensorPairs, collate_pairs
+from runner.telemetry.dominant import Leaders
 from runner.telemetry.guidance import Effect, Setting, effect_of, remarks
 from tests.train.test_trainer import parts
 
@@ -56,7 +59,8 @@ ZERO = {"ratio": 0.0, "peak": dict.fromkeys(("p50", "p90", "max"), 0.0)}
 @pytest.mark.parametrize(
     ("summary", "how", "topic", "texts"),
     [
-        case("outliers", "20 % of the steps", "‖G‖ was 32 times"),
+        case("outliers", "20 % of the steps", "‖G‖ was 32 times", "limits outliers"),
+        case("outliers", "5 % of the steps", "limits spikes", ratio=0.05),
         case(mode=UNITS, ratio=1.0, fraction=0.03),
         case(mode=VALUE, ratio=0.9, fraction=0.03),
         case("outliers", steps=50),
@@ -164,3 +168,54 @@ def test_the_metrics_of_a_real_run_are_read():
     assert "100 % of the steps" in said["limits"]
     assert "of ‖G‖² in 50 of 50 clipped steps" in said["cause"]
     assert remarks(Trainer(model, []).state.meter.summary(), Setting(NORM, 0.1)) == []
+
+
+@pytest.mark.parametrize(("high", "is_spike"), [(10, True), (11, False)])
+def test_norms_above_the_median_are_spikes_only_while_they_are_few(high, is_spike):
+    leaders = Leaders()
+    norms = [10.0] * high + [1.0] * (100 - high)
+    for _ in norms:
+        leaders.add({"head.weight": 0.9}, clipped=True)
+    facts = leaders.facts(norms)
+    assert facts["clipped"]["steps"] == 100
+    assert ("spikes" in facts) == is_spike
+
+
+def verdict(threshold, optimizer=torch.optim.SGD, steps=200, spikes=(), clips=True):
+    """Train on noise, with a gradient that some steps make a hundred times as large."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8 * steps, 4, generator=generator)
+    for step in spikes:
+        inputs[8 * (step - 1) : 8 * step] *= 100.0
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    loader = DataLoader(TensorPairs(inputs, torch.ones(8 * steps, 1)), 8, collate_fn=collate_pairs)
+    made = optimizer(model.parameters(), lr=1e-4)
+    algorithms = [GradientClipping("norm", threshold)] if clips else []
+    options = {"optimizers": made, "criterion": nn.MSELoss(), "log": Log(bar=False)}
+    summary = Trainer(model, loader, "1ep", algorithms, **options).fit()
+    effect = effect_of([made], threshold, 5, leaves_out=False)
+    return remarks(summary, Setting(NORM, threshold, effect=effect)), [*model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "topic", "text"),
+    [
+        ({"threshold": 1e4}, "never", "clip=none takes the same steps"),
+        ({"threshold": 1e-3}, "limits", "acts like a lower learning rate"),
+        ({"threshold": 1e-3, "optimizer": torch.optim.AdamW}, "cancels", "does not make the steps"),
+        ({"threshold": 10.0, "spikes": (60, 150)}, "outliers", "clipped 1 % of the steps"),
+        ({"threshold": 10.0, "spikes": (60, 150)}, "outliers", "It limits spikes"),
+        ({"threshold": 1e-3, "steps": 49}, "few", "too few to tell"),
+    ],
+)
+def test_the_verdict_is_that_which_a_run_was_made_for(options, topic, text):
+    [remark], _ = verdict(**options)
+    assert remark.topic == topic
+    assert text in remark.text
+
+
+def test_a_run_that_clips_nothing_is_the_run_without_clipping_to_the_bit():
+    ours = verdict(1e4)[1]
+    expected = verdict(1e4, clips=False)[1]
+    assert all(map(torch.equal, ours, expected))

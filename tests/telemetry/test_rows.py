@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 from contextlib import nullcontext, suppress
 from functools import cache
 from unittest.mock import patch
@@ -168,7 +169,8 @@ def test_metrics_of_layers_are_added_to_the_others(norm_type):
     trainer.fit()
     plain, trainer = logged(False, norm_type)
     trainer.fit()
-    updates = {key.replace("grad/norm", "update/ratio") for key in keys} | {"update/ratio"}
+    updates = {key.replace("grad/norm", "update/ratio") for key in keys}
+    updates |= {"update/ratio", "update/norm"}
     for row, with_layers, without in zip(rows, host, plain, strict=True):
         assert with_layers.keys() - without.keys() == keys
         assert row.keys() - without.keys() == keys | updates
@@ -181,6 +183,29 @@ def test_a_row_of_an_evaluation_has_the_metrics_of_layers(norm_type):
     trainer.fit()
     keys = {f"grad/norm/{name}" for name, _ in trainer.model.unwrap().named_parameters()}
     assert [row["train/step"] for row in rows if keys < row.keys()] == [3, 6, 7, 9, 12, 14]
+
+
+def test_an_update_that_is_far_above_the_rows_before_is_told_in_their_deviations():
+    sink = Rows()
+    meter = Meter([sink])
+    norms = [1.0 + 0.1 * math.sin(number) for number in range(40)] + [5.0]
+    decision = Decision.untouched(torch.ones(()), None)
+    for number, norm in enumerate(norms, 1):
+        metrics = step(number, decision)
+        metrics.numbers["update/norm"] = norm
+        meter.push(metrics)
+        if number == 30:  # a run that continues
+            state = meter.state_dict()
+            meter = Meter([sink])
+            meter.load_state_dict(state)
+    meter.flush()
+    rows = sink.rows
+    assert [("update/sigma" in row) for row in rows] == [False] * 16 + [True] * 25
+    for number in (16, 33, 40):
+        before = norms[:number]
+        expected = (norms[number] - statistics.mean(before)) / statistics.stdev(before)
+        assert rows[number]["update/sigma"] == pytest.approx(expected)
+    assert rows[40]["update/sigma"] > 40
 
 
 STEPS = 7

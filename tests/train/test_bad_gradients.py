@@ -200,17 +200,24 @@ def test_the_schedule_waits_at_a_spike():
     assert trainer.state.schedulers[0].last_epoch == 20 - len(SPIKES)
 
 
-def test_the_first_spike_is_reported(caplog):
-    spiky(20).fit()
+@pytest.mark.parametrize(
+    ("of", "named"),
+    [("norm", "norm of the gradient"), ("any", "norm of the gradient or the loss")],
+)
+def test_the_first_spike_is_reported(caplog, of, named):
+    spiky(20, rule={**RULE, "of": of}).fit()
     [warning] = warnings(caplog)
-    assert warning.startswith("step 7 was skipped: the norm of the gradient is a spike")
+    assert warning.startswith(f"step 7 was skipped: the {named} is a spike")
 
 
-@pytest.mark.parametrize("step", [6, 7, 11])
-def test_a_resume_at_a_spike_changes_nothing(step, tmp_path):
-    whole = fitted(spiky(20))
-    second = spiky(20)
-    second.load(fitted(spiky(step)).save(tmp_path))
+@pytest.mark.parametrize(
+    ("step", "of"), [(6, "norm"), (7, "norm"), (11, "loss"), (12, "any"), (11, "update")]
+)
+def test_a_resume_at_a_spike_changes_nothing(step, of, tmp_path):
+    rule = {**RULE, "of": of}
+    whole = fitted(spiky(20, rule=rule))
+    second = spiky(20, rule=rule)
+    second.load(fitted(spiky(step, rule=rule)).save(tmp_path))
     assert second.fit()["clip/skipped"] == len(SPIKES)
     assert all(map(torch.equal, second.model.parameters(), whole.model.parameters()))
     ours, theirs = (t.optimizer.skip.state_dict()["history"] for t in (second, whole))

@@ -25,10 +25,11 @@ from runner.config.notation import Duration, percent, plural, rounded
 from runner.config.schema import RunConfig
 from runner.gradients import Layout, transfer
 from runner.run_folder import keys
-from runner.telemetry.guidance import FEWEST
+from runner.telemetry.guidance import FEWEST, before_a_run
 from runner.telemetry.sinks import Sink
 from runner.train import build
 from runner.train.build import make_trainer
+from runner.train.run import effect_in
 
 POINTS = (50, 75, 90, 95, 99)
 COLUMNS = ("mean", *(f"p{point}" for point in POINTS), "max")
@@ -155,7 +156,10 @@ def execute(config: RunConfig, sinks: Sequence[Sink]) -> dict[str, Any]:
     trainer.fit()
     meter = trainer.state.meter
     counts, total = tally.gather(trainer.optimizer.layout)
+    first = warm_up(len(meter.norms), config.calibrate.warmup_steps)
+    effect = effect_in(trainer, distribution(meter.norms[first:])["p50"])
     return {
+        "matters": before_a_run(meter.norms[first:], effect),
         "parts": {"counts": counts, "total": total, "lowest": LOWEST, "highest": HIGHEST},
         "norms": [*meter.norms],
         "peaks": [*meter.max_stats],
@@ -189,6 +193,7 @@ def describe(
     thresholds = _thresholds_to_list(config, info, suggested)
     described: dict[str, Any] = {
         "words": list(words),
+        "matters": measured["matters"],
         "mode": mode,
         "mode_info": asdict(info),
         "norm_type": clip.norm_type,
@@ -269,6 +274,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     info = info_of(found["mode"], found["mode_info"])
     steps = found["steps"]
     first = found["warmup_steps"]
+    yield found["matters"]
     yield f"{plural(steps, 'step')} without clipping, the first {first} as warm-up"
     if found["nonfinite"]:
         yield f"{found['nonfinite']} of them had a gradient of NaN or inf, and are left out below"

@@ -45,11 +45,11 @@ def calibrate(argv: Sequence[str]) -> Answer:
 
         python -m runner calibrate [GROUP=OPTION ...] [KEY=VALUE ...]
 
-    Trains calibrate.steps optimizer steps without clipping, discards the weights, and prints how
-    large the gradient was and which clip.threshold to begin with. clip=value and clip=adaptive are
-    measured in their own units; the first calibrate.warmup_steps are described separately. Writes
-    calibrate.json to calibrate.output, or a folder of its own. `python -m runner --help` lists all
-    overrides.
+    Trains calibrate.steps optimizer steps without clipping, discards the weights, and prints
+    whether clipping would matter, how large the gradient was and which clip.threshold to begin
+    with. clip=value and clip=adaptive are measured in their own units; the first
+    calibrate.warmup_steps are described separately. Writes calibrate.json to calibrate.output, or a
+    folder of its own. `python -m runner --help` lists all overrides.
 
     Exit codes: 0 measured   1 training failed   2 the request was wrong   129, 130, 143 interrupted
     """

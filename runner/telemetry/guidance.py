@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from runner.config.leave_out import as_ranges
@@ -187,6 +188,38 @@ def remarks(summary: Mapping[str, Any], setting: Setting) -> list[Remark]:
     taken = steps - nonfinite - spikes
     remark = _on_threshold(summary, setting, taken)
     return listed if remark is None else [*listed, remark]
+
+
+def before_a_run(norms: Sequence[float], effect: Effect) -> str:
+    """Return whether clipping would matter to a training, as a sentence or two.
+
+    Args:
+        norms: ‖G‖ of its steps after a warm-up, without clipping.
+        effect: what its optimizers make of gradients held to the median of these norms.
+    """
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    steps = plural(len(finite), "step")
+    if len(finite) < FEWEST:
+        return f"Whether clipping matters here, {steps} are too few to tell."
+    if effect.kind == "sign only":
+        return f"Clipping does not matter here: {effect.name} uses the sign of each element alone."
+    middle = median(finite)
+    if middle == 0:
+        return "Whether clipping matters here, gradients of zero do not tell."
+    spikes = sum(norm > SPIKE * middle for norm in finite)
+    largest = f"the largest ‖G‖ is {rounded(max(finite) / middle)} times the median"
+    if spikes > FEW * len(finite):
+        text = f"‖G‖ changes its size: {spikes} of {steps} are above {SPIKE:g} times the median, "
+        return text + "too many for spikes. Thresholds that follow it (clip=percentile) suit it."
+    if spikes:
+        text = f"Clipping matters here: {spikes} of {steps} {'is' if spikes == 1 else 'are'} "
+        return text + f"above {SPIKE:g} times the median, and {largest}."
+    text = f"Clipping is a safeguard here: none of {steps} is a spike ({largest}). "
+    if effect.kind == "plain":
+        return text + "A threshold that clips most steps acts like a lower learning rate."
+    if effect.kind == "sign":
+        return text + f"{effect.name} steps by signs: clipping does not make its steps smaller."
+    return text + f"{effect.name} normalizes its updates: clipping does not make them smaller."
 
 
 def _without_samples(skipped: Sequence[Mapping[str, Any]]) -> Remark:

@@ -172,21 +172,26 @@ def _announce(trainer: Trainer, config: RunConfig, folder: Path | None) -> None:
 def _remarks(trainer: Trainer, config: RunConfig, summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return advice on the threshold, by what the optimizers make of a smaller gradient."""
     clip = config.clip
+    effect = effect_in(trainer, clip.threshold)
+    searches = trainer.skipped_steps.searches
+    setting = guidance.Setting(clip.info, clip.threshold, clip.nonfinite, effect, searches)
+    return [asdict(remark) for remark in guidance.remarks(summary, setting)]
+
+
+def effect_in(trainer: Trainer, threshold: float | None) -> guidance.Effect:
+    """Return what the optimizers of a training make of gradients held to ``threshold``."""
     layout = trainer.optimizer.layout
     leaves_some_out = leaves_out(trainer.state.mode, layout)
     scaled = []
     for name, parameter in layout.parameters.items():
         if not leaves_some_out or name not in layout.orthogonalized:
             scaled.append(parameter)
-    effect = guidance.effect_of(
+    return guidance.effect_of(
         trainer.optimizer.optimizers,
-        clip.threshold,
+        threshold,
         sum(math.prod(parameter.shape) for parameter in scaled),
         leaves_some_out,
     )
-    searches = trainer.skipped_steps.searches
-    setting = guidance.Setting(clip.info, clip.threshold, clip.nonfinite, effect, searches)
-    return [asdict(remark) for remark in guidance.remarks(summary, setting)]
 
 
 _OF_GROUPS = ("optimizer.groups", "optimizer.no_decay")

@@ -25,6 +25,7 @@ def test_predicted_shares_are_those_of_an_unclipped_run_to_the_bit(mode, outputs
     calibration = calibrated(outputs / "found", *SMALL, f"clip={mode}", "calibrate.steps=12")
     said = capsys.readouterr().out
     assert (calibration["steps"], calibration["mode"], calibration["warmup_steps"]) == (12, mode, 1)
+    assert said.strip().startswith("Whether clipping matters here, 11 steps are too few to tell.")
     for part in ("Next", "‖G‖", "only 11 steps measured after the warm-up"):
         assert part in said
     sweep = calibration["next"]["sweep"].rpartition("clip.threshold=")[2].split(",")

@@ -11,7 +11,7 @@ from runner import GradientClipping, Log, Trainer
 from runner.config.modes import info_of
 from runner.data import TensorPairs, collate_pairs
 from runner.telemetry.dominant import Leaders
-from runner.telemetry.guidance import Effect, Setting, effect_of, remarks
+from runner.telemetry.guidance import Effect, Setting, before_a_run, effect_of, remarks
 from tests.train.test_trainer import parts
 
 NORM, VALUE, UNITS = map(info_of, ("norm", "value", "adaptive"))
@@ -168,6 +168,28 @@ def test_the_metrics_of_a_real_run_are_read():
     assert "100 % of the steps" in said["limits"]
     assert "of ‖G‖² in 50 of 50 clipped steps" in said["cause"]
     assert remarks(Trainer(model, []).state.meter.summary(), Setting(NORM, 0.1)) == []
+
+
+CALM = [1.0] * 90 + [2.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("norms", "effect", "text"),
+    [
+        (CALM, Effect(), "safeguard here: none of 100 steps is a spike (the largest ‖G‖ is 2"),
+        (CALM, Effect(), "acts like a lower learning rate"),
+        (CALM, ADAM, "AdamW normalizes its updates: clipping does not make them smaller"),
+        (CALM, Effect("Lion", "sign"), "Lion steps by signs"),
+        (CALM, RPROP, "does not matter here: Rprop"),
+        ([*CALM, 50.0], ADAM, "matters here: 1 of 101 steps is above 5 times the median, and the"),
+        (CALM + [50.0] * 12, ADAM, "changes its size: 12 of 112 steps are above 5 times"),
+        (CALM[:49], ADAM, "49 steps are too few to tell"),
+        ([0.0] * 60, ADAM, "gradients of zero do not tell"),
+        ([float("nan")] * 60, ADAM, "0 steps are too few to tell"),
+    ],
+)
+def test_norms_without_clipping_tell_whether_it_matters(norms, effect, text):
+    assert text in before_a_run(norms, effect)
 
 
 @pytest.mark.parametrize(("high", "is_spike"), [(10, True), (11, False)])

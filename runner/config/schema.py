@@ -249,7 +249,8 @@ class Telemetry(Section):
     per_layer: bool = key("log the gradient norm of each parameter, to find the layer that spikes")
     top: Natural = key("name so many parameters that make most of ‖G‖ in a clipped step", 3)
     update_ratio: bool = key("log ‖update‖/‖weights‖ of each step", False)
-    noise_scale: bool = key("log how large a batch pays", False)  # earlier runs lack both
+    noise_scale: bool = key("log how large a batch pays", False)  # earlier runs lack these three
+    zeros: bool = key("log the share of zeros in the gradient", False)
     profile: StepRange | None = key("profile these steps: 10:13; see profile/", None)
     probe: Natural = key("print so many elements of the first parameter after each microbatch")
 

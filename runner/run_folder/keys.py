@@ -21,6 +21,7 @@ GRAD_NORM_CLIPPED = "grad/norm_clipped"
 GRAD_NORM_SCALED = "grad/norm_scaled"
 GRAD_NORM_MEAN = "grad/norm_mean"
 GRAD_NORM_MAX = "grad/norm_max"
+GRAD_ZEROS = "grad/zeros"  # share of all elements of the gradient that are 0
 GRAD_NONFINITE = "grad/nonfinite"  # steps skipped so far because their gradient was not finite
 CLIP_SKIPPED = "clip/skipped"  # steps skipped so far as spikes (`clip.skip`): those are finite
 CLIP_THRESHOLD = "clip/threshold"

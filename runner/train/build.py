@@ -343,7 +343,7 @@ def make_trainer(
             config.clip.what_if,
             telemetry.per_layer,
             telemetry.top,
-            Measurements(telemetry.update_ratio, telemetry.noise_scale),
+            Measurements(telemetry.update_ratio, telemetry.noise_scale, telemetry.zeros),
             bar=False,
             profile=profile,
         ),

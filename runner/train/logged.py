@@ -33,6 +33,8 @@ def logged(config: RunConfig, data: Data) -> list[str]:
     names = [*meter.summary()["final"]]
     if config.telemetry.update_ratio:
         names += [keys.UPDATE_RATIO, keys.UPDATE_NORM]
+    if config.telemetry.zeros:
+        names.append(keys.GRAD_ZEROS)
     names.append(keys.WALL_SECONDS)
     return [*evaluated(config, data), *names]
 

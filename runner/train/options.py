@@ -52,10 +52,12 @@ class Measurements:
             with layer norms also of each parameter. Takes a copy of the weights.
         noise_scale: log ``noise/scale``, tr(Σ) ÷ ‖G‖² over the last 100 rows: the samples of a step
             up to which accumulating more pays. Needs microbatches, under SinglePlugin or DDP.
+        zeros: log ``grad/zeros``, the share of the elements of all gradients that are 0.
     """
 
     update_ratio: bool = False
     noise_scale: bool = False
+    zeros: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,14 @@ def make_meter(
         if splits_model or most_microbatches < 2 or mode.norm_type != 2.0:
             raise ValueError(f"noise_scale {NO_NOISE_SCALE}")
         meter.noise = deque(maxlen=_NOISE_ROWS)
-    if log.per_layer or measurements.update_ratio:
-        meter.layers = Gauges(layout, mode.norm_type, log.per_layer, measurements.update_ratio)
+    if log.per_layer or measurements.update_ratio or measurements.zeros:
+        meter.layers = Gauges(
+            layout,
+            mode.norm_type,
+            per_layer=log.per_layer,
+            updates=measurements.update_ratio,
+            zeros=measurements.zeros,
+        )
     if log.top and math.isfinite(mode.norm_type):
         meter.dominant = Dominant(layout, mode.norm_type, log.top)
     return meter

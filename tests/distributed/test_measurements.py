@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.telemetry import by_hand
 
 STEPS = 6
-MEASURED = ("update/", "noise/")
+MEASURED = ("update/", "noise/", "grad/zeros")
 TOP = "grad/top/"
 ASKED = {
     ("ddp", Case("tied", "value", 3, steps=STEPS, rate=0.3)): by_hand.by_value(0.003),
@@ -72,7 +72,7 @@ def measure() -> list[list[dict[str, Any]]]:
     """Of each, a training with measurements, and one without."""
     measured = []
     for plugin, case in ASKED:
-        every = Measurements(update_ratio=True, noise_scale=plugin == "ddp")
+        every = Measurements(update_ratio=True, noise_scale=plugin == "ddp", zeros=True)
         measured.append([trained(plugin, case, options) for options in (every, Measurements())])
     return measured
 

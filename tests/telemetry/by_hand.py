@@ -81,6 +81,8 @@ def train(model, steps, clip, rate):
         items, before = mean([*itertools.chain.from_iterable(cells)])
         after = clip(before)
         row = {"norm": math.sqrt(square_of(before))}
+        elements = torch.cat([gradient.flatten() for gradient in before.values()])
+        row["grad/zeros"] = float((elements == 0).double().mean())
         row |= {f"grad/top/{name}": share for name, share in largest_shares(before)}
         samples = sum(len(inputs) for batches in ranks for inputs, _ in batches)
         if len(cells[0]) > 1:

@@ -119,7 +119,8 @@ def logged(per_layer, norm_type=2.0, **options):
 @cache
 def on_device(norm_type):
     """The rows on a device, the waits for it, the steps of transfers, and the keys of layers."""
-    rows, trainer = logged(True, norm_type, measurements=Measurements(update_ratio=True))
+    every = Measurements(update_ratio=True, zeros=True)
+    rows, trainer = logged(True, norm_type, measurements=every)
     transfers = []
     tolist = torch.Tensor.tolist
 

@@ -77,6 +77,7 @@ class TrainState:
         if self.optimizer.stage is not StepState.EMPTY:
             raise StepOrderError("the training state can be read between optimizer steps only")
         self.step_schedulers()
+        left_out = self.windows.left_out
         return {
             "progress": self.progress._asdict(),
             "meter": self.meter.state_dict(),
@@ -85,8 +86,8 @@ class TrainState:
             **(self.optimizer.state_dict() if with_optimizers else {}),
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "microbatch": self.windows.samples,
-            "left_out": None if self.windows.left_out is None else list(self.windows.left_out),
             "random": {f"rank{self.rank}": self.windows.state_dict()},
+            **({} if left_out is None else {"left_out": list(left_out)}),
         }
 
     def require(self, state: Mapping[str, Any]) -> None:
@@ -126,7 +127,7 @@ class TrainState:
                 saved = _in_microbatches_of(saved, state["microbatch"], self.windows.samples)
             _load_schedule(scheduler, saved, keeps_rates="lr" in keep)
         self.microbatches_behind = 0
-        left_out = state.get("left_out")  # earlier versions left out nothing
+        left_out = state.get("left_out")
         self.windows.left_out = None if left_out is None else LeftOut(*left_out)
         self.windows.load_state_dict(self._random_of(state))
         if f"rank{self.rank}" not in state["random"]:

@@ -171,7 +171,7 @@ def test_options_that_cannot_be_are_refused():
         ({"rule": None}, "sigma, ema or constant"),
         ({"rule": "constant"}, "largest norm that is no spike"),
         ({"rule": "constant", "of": "loss"}, "largest loss that is no spike"),
-        ({"rule": "constant", "of": "any", "k": 1.0}, "choose norm or loss"),
+        ({"rule": "constant", "of": "any", "k": 1.0}, "choose norm, loss or update"),
         ({"of": "losses"}, "did you mean loss"),
         ({"rule": "constant", "k": 1.0, "accept_after": 5}, "no option of the rule constant"),
         ({"k": 0.0}, "greater than 0"),

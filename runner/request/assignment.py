@@ -99,7 +99,7 @@ def _drop_arguments(
     with open_dict(config):
         for name in values:
             key = f"{section}.{name}"  # or a section, such as data.collate
-            if key not in owned and f"{key}._target_" not in owned:
+            if not any(f"{full_name}.".startswith(f"{key}.") for full_name in owned):
                 del config[section][name]
 
 
@@ -116,8 +116,8 @@ def _unknown(
     for leaf, value in leaves(assignment.key, assignment.value):
         if any(f"{name}.".startswith(f"{leaf}.") for name in existing):
             continue
-        if any(leaf.startswith(f"{name}.") for name in owned_keys(sections)):
-            continue  # inside of a value, such as a pattern of optimizer.groups
+        if any(f"{leaf}.".startswith(f"{name}.") for name in owned_keys(sections)):
+            continue  # it has a default, or is inside of a value, as a pattern of optimizer.groups
         arguments = [key for name in OPEN for key, _ in leaves("", _plain(config, name))]
         problem = unknown_key(leaf, {*owned_keys(sections), *existing, *arguments}, value)
         if is_open and "." in leaf:

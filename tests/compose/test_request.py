@@ -134,6 +134,17 @@ def test_a_sweep_is_every_combination_in_hydras_order(words, labels):
         assert requested.jobs[0].overrides == ("model=gpt", "model.layers=2", "seed=1")
 
 
+def test_a_key_of_a_section_stays_beside_the_target_of_a_user():
+    job = job_of("data._target_=mine.points", "data.leave_out.samples=[7]")
+    assert job.config.data.leave_out.samples == [7]
+    assert job.plain["data"]["leave_out"] == {"steps": [], "samples": [7]}
+
+
+def test_a_key_that_the_record_of_an_earlier_version_lacks_is_set_without_a_plus():
+    job = job_of("~data.leave_out", "data.leave_out.steps=[7]")
+    assert job.config.data.leave_out.steps == [7]
+
+
 def test_a_key_that_is_removed_may_be_added_again():
     job = job_of("~optimizer.nesterov", "+optimizer.nesterov=true")
     assert job.config.optimizer.arguments["nesterov"] is True
